@@ -1,0 +1,65 @@
+"""What the documents say exists: links, make targets, commands, decisions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DECISIONS = ROOT / "docs" / "decisions"
+OURS = ("docs", "docker", "gridtrain", "coordinator", "worker", "tests", "benchmarks", "examples")
+DOCUMENTS = sorted(
+    path for pattern in ("*.md", *(f"{folder}/**/*.md" for folder in OURS)) for path in ROOT.glob(pattern)
+)
+
+
+def in_code(text: str) -> str:
+    """Code blocks and `inline code` only."""
+    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    broken = [link for link in links if not (document.parent / link.split("#")[0]).exists()]
+    assert not broken, f"{document.relative_to(ROOT)}: {broken}"
+
+
+def test_make_targets_in_documents_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {
+        (document.name, target)
+        for document in DOCUMENTS
+        for target in re.findall(r"\bmake ([a-z]+)\b", in_code(document.read_text(encoding="utf-8")))
+    }
+    assert named, "no document names a make target: is the pattern right?"
+    assert not {pair for pair in named if pair[1] not in targets}
+
+
+def test_commands_in_documents_exist() -> None:
+    """Every `gridtrain <command>` in documents, docker/ and the Makefile is one of the command line."""
+    from gridtrain.cli import main
+
+    texts = [in_code(path.read_text(encoding="utf-8")) for path in DOCUMENTS]
+    texts += [path.read_text() for path in (ROOT / "Makefile", *sorted((ROOT / "docker").iterdir()))]
+    named = {command for text in texts for command in re.findall(r"\bgridtrain ([a-z]+)\b", text)}
+    known = set(main.list_commands(click.Context(main)))
+    assert {"coordinator", "worker", "status", "demo"} <= named
+    assert not named - known, "documents name commands that are not there"
+
+
+def test_decisions_are_numbered_without_gaps_and_all_in_the_index() -> None:
+    records = sorted(path.name for path in DECISIONS.glob("[0-9]*.md"))
+    assert [name[:5] for name in records] == [f"{number:04d}-" for number in range(1, len(records) + 1)]
+    index = (DECISIONS / "README.md").read_text()
+    assert [name for name in records if f"]({name})" not in index] == []
+
+
+@pytest.mark.parametrize("heading", ["Status", "Context", "Decision", "Consequences"])
+def test_decisions_follow_the_format(heading: str) -> None:
+    for path in DECISIONS.glob("[0-9]*.md"):
+        assert f"\n## {heading}\n" in path.read_text(), f"{path.name} has no section {heading!r}"
