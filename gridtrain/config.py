@@ -1,0 +1,160 @@
+"""What users choose, as small frozen dataclasses; and the deadlines everything waits by.
+
+Decides nothing at run time and touches neither torch nor sockets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gridtrain.errors import ConfigError
+
+DEFAULT_PORT = 7700
+ENV_PREFIX = "GRIDTRAIN_"
+
+
+# -- exchanges (DESIGN: "exchange = how gradients are shared") -----------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Dense ring all-reduce of float32 gradients (Baidu, 2017): every element, every step."""
+
+    @property
+    def sparse(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        return "Dense()"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sparse:
+    """What both sparse exchanges share.
+
+    Attributes:
+        density: rho; k = max(1, round(rho * n)) of n elements travel.
+        momentum: DGC momentum correction (arXiv 1712.01887, section 3.1); 0 switches it off.
+        values: "fp16" or "fp32", how values travel; what rounding loses goes into the residual.
+        warmup: densities of the first steps as ((until_step, density), ...), ascending: a function
+            of the global step alone, so that a worker that joins late agrees with the others.
+    """
+
+    density: float = 0.01
+    momentum: float = 0.0
+    values: str = "fp16"
+    warmup: tuple[tuple[int, float], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name, value in (("density", self.density), *(("warmup density", d) for _, d in self.warmup)):
+            if not 0.0 < value <= 1.0:
+                raise ConfigError(f"{name} is {value}; it must be > 0 and <= 1", remedy="try density=0.01")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(f"momentum is {self.momentum}; it must be >= 0 and < 1", remedy="try momentum=0.9")
+        if self.values not in ("fp16", "fp32"):
+            raise ConfigError(f'values is "{self.values}"', remedy='use values="fp16" or values="fp32"')
+        bounds = [until for until, _ in self.warmup]
+        if bounds != sorted(set(bounds)) or any(b <= 0 for b in bounds):
+            raise ConfigError(
+                f"warmup steps are {bounds}; they must be positive and ascending",
+                remedy="for instance warmup=((100, 0.25), (200, 0.0625))",
+            )
+
+    @property
+    def sparse(self) -> bool:
+        return True
+
+    def density_at(self, step: int) -> float:
+        """Density of global step `step`."""
+        for until_step, density in self.warmup:
+            if step < until_step:
+                return density
+        return self.density
+
+    def k_at(self, step: int, n: int) -> int:
+        """Number of entries that a worker selects out of `n` in step `step`."""
+        return min(n, max(1, round(self.density_at(step) * n)))
+
+    def describe(self) -> str:
+        warmup = f", warmup={self.warmup}" if self.warmup else ""
+        name = type(self).__name__
+        return f"{name}(density={self.density}, momentum={self.momentum}, values={self.values}{warmup})"
+
+
+@dataclass(frozen=True, slots=True)
+class TopK(_Sparse):
+    """All-gather of every worker's k largest elements: the sum has up to P*k entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class GTopK(_Sparse):
+    """Global top-k in O(k log P) by a butterfly of merges (after arXiv 1901.04359)."""
+
+
+Exchange = Dense | TopK | GTopK
+
+
+# -- deadlines -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Every wait in the system, in seconds.  Progress extends those marked (+)."""
+
+    beat_s: float = 0.5  # worker -> coordinator sign of life
+    silence_s: float = 5.0  # without a beat a worker is held for lost
+    regreet_s: float = 0.4  # a broken connection may come back within this
+    report_s: float = 2.0  # answers to a FREEZE
+    ready_s: float = 60.0  # (+) verdict executed, state received, edges up
+    settle_s: float = 0.3  # joins that arrive together start together
+    probe_s: float = 2.0  # round trips to the other workers
+    generation_gap_s: float = 1.0  # at most one generation in this time
+    first_step_s: float = 300.0  # (+) patience with a first step (compilation)
+    patience_floor_s: float = 5.0  # (+) least patience with a silent member in a round
+    patience_factor: float = 8.0  # patience = floor + factor * a usual step's time
+    connect_s: float = 15.0  # first contact with the coordinator
+
+
+# -- where a worker finds its run ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JoinConfig:
+    """What `gridtrain.join` needs; by default from the environment that the agent sets."""
+
+    coordinator: str
+    run: str = "default"
+    name: str = ""
+    listen: str = "tcp://127.0.0.1:0"
+    advertise: str = ""
+    upload_limit: str = ""
+    download_limit: str = ""
+    export_dir: str = ""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    @classmethod
+    def from_environment(
+        cls, environ: Mapping[str, str] | None = None, **overrides: str | None
+    ) -> JoinConfig:
+        """Arguments win over `GRIDTRAIN_*` variables, which win over defaults.
+
+        Raises `ConfigError` if no coordinator is named.
+        """
+        source = os.environ if environ is None else environ
+        names = ("coordinator", "run", "name", "listen", "advertise", "upload_limit", "download_limit")
+        values: dict[str, str] = {}
+        for name in (*names, "export_dir"):
+            value = overrides.get(name)
+            if value is None:
+                value = source.get(ENV_PREFIX + name.upper())
+            if value:
+                values[name] = value
+        if "coordinator" not in values:
+            raise ConfigError(
+                "no coordinator is named",
+                remedy="start the script with `gridtrain worker tcp://HOST:7700 -- python train.py`, "
+                "or set GRIDTRAIN_COORDINATOR=tcp://HOST:7700",
+            )
+        return cls(**values)  # type: ignore[arg-type]

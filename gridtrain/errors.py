@@ -1,0 +1,58 @@
+"""Every error that gridtrain raises on purpose.
+
+Decides nothing: it is the vocabulary.  A message says what happened, the value
+seen, the bound, the peer, and what to do next (`remedy`), so that a user who
+reads only the last line of a traceback knows the next step.
+"""
+
+from __future__ import annotations
+
+
+class GridtrainError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        reason: what happened, with the value and the bound.
+        remedy: the next thing to do; appended to the text after an arrow.
+    """
+
+    def __init__(self, reason: str, *, remedy: str = "") -> None:
+        self.reason = reason
+        self.remedy = remedy
+        super().__init__(f"{reason} -> {remedy}" if remedy else reason)
+
+
+class RemoteProtocolError(GridtrainError):
+    """A peer broke the protocol.  The peer is dropped; we go on."""
+
+
+class LocalProtocolError(GridtrainError):
+    """We broke our own protocol: a bug in gridtrain.  Crashes loudly."""
+
+
+class ConfigError(GridtrainError):
+    """The user asked for something impossible or contradictory."""
+
+
+class TransportError(GridtrainError):
+    """An address cannot be bound or used, or a bounded queue is full."""
+
+
+class CoordinatorUnreachable(GridtrainError):
+    """Nobody answered at the coordinator's address in time."""
+
+
+class JoinRefused(GridtrainError):
+    """The coordinator refused this worker; `code` is stable, the text is for people."""
+
+    def __init__(self, code: str, reason: str, *, remedy: str = "") -> None:
+        self.code = code
+        super().__init__(reason, remedy=remedy)
+
+
+class RunPaused(GridtrainError):
+    """The run cannot go on now (for instance: a member failed and the coordinator is away)."""
+
+
+class JournalError(GridtrainError):
+    """The coordinator's journal cannot be read or written."""

@@ -1,0 +1,435 @@
+"""What travels: one frozen dataclass for each message, and nothing else.
+
+Decides nothing and opens no payload.  How a message becomes bytes, and every
+bound on its fields, is `gridtrain.wire.codec`; what it means is PROTOCOL.md.
+
+    worker -> coordinator   Join Setup Links Beat Report Ready Stalled Leave Finished StatusRequest
+    coordinator -> worker   Welcome Refused Admitted BeatReply Freeze Roster View Start RunState StatusReply
+    worker <-> worker       Data Vote Decision Progress Ping Pong StateRequest StateBlock
+    both                    Hello (the first message on every connection: who speaks)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+PROTOCOL_VERSION = 1
+
+PeerId = bytes
+"""A peer's public key, 32 bytes.  Never an address, never a routing id."""
+
+COORDINATOR_RANK = -1
+
+
+class Phase(IntEnum):
+    """Where in its collective a payload belongs (`Place.phase`)."""
+
+    REDUCE = 0  # ring, reduce-scatter half
+    GATHER = 1  # ring, all-gather half
+    SPREAD = 2  # all-gather of sparse payloads, segment = origin's rank
+    FOLD = 3  # butterfly, ranks >= Q hand theirs down
+    SWAP = 4  # butterfly, hop h pairs rank with rank XOR 2**h
+    UNFOLD = 5  # butterfly, the result goes back up
+
+
+class Verdict(IntEnum):
+    ABORT = 0
+    COMMIT = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RoundId:
+    """One attempt at one step's exchange, in one generation of one term."""
+
+    term: int
+    generation: int
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Channel:
+    """Which collective within a round: a bucket, later a micro-batch."""
+
+    group: int = 0
+    kind: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a payload belongs inside one collective."""
+
+    phase: Phase
+    hop: int = 0
+    segment: int = 0
+    slice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Data positions start <= p < stop of the run (see `protocol.ledger`)."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSpec:
+    """What fixes the order of the samples: replicated, constant over the run.
+
+    Exactly one of `epochs` and `steps` is not None; it ends the run.
+    """
+
+    size: int
+    seed: int
+    epochs: int | None = None
+    steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """How far the run has come in its data: replicated, changes only at a commit or by a VIEW.
+
+    Attributes:
+        step: the next step to commit.
+        cursor: the first position not yet handed out.
+        requeued: positions handed out to members that were lost; given out first.
+        consumed: samples of committed steps, counting skipped ones.
+        skipped: samples of committed steps whose update was skipped.
+        holders: who holds which positions of step `step`, when a VIEW fixed it; None: by shares.
+    """
+
+    step: int = 0
+    cursor: int = 0
+    requeued: tuple[Span, ...] = ()
+    consumed: int = 0
+    skipped: int = 0
+    holders: tuple[tuple[PeerId, tuple[Span, ...]], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One line of a generation's roster; its index in the roster is its rank.
+
+    `share` is the batch size in samples; `joining` members must first receive the state.
+    """
+
+    peer: PeerId
+    name: str
+    address: str
+    share: int
+    joining: bool
+
+
+# -- both directions ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message on every connection: who dials, and which protocol is spoken."""
+
+    peer: PeerId
+    version: int
+    software: str
+
+
+# -- worker -> coordinator ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """I want to take part in `run`; peers reach me at `address`."""
+
+    run: str
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What this worker will train.  `facts` must be equal on all workers of a run.
+
+    `facts` are short texts for people and for comparison, such as
+    ("model", "120576 parameters, digest 3fa9..."), ("exchange", "GTopK(density=0.05)").
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    ledger: LedgerSpec
+    batch_size: int
+    global_batch_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Round-trip times in seconds from this worker to the peers that it was told to probe."""
+
+    rtt_s: tuple[tuple[PeerId, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Sign of life, twice a second, with what `gridtrain status` shows.
+
+    `progress` grows whenever the trainer or an exchange moved; a hung trainer's does not.
+    `figures` are numbers for people: loss, bytes, seconds computing, ...
+    """
+
+    sequence: int
+    step: int
+    progress: int
+    figures: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Answer to FREEZE: where I stand (commit rule 5).
+
+    `applied` is the last step applied (-1: none), `history` the chained digest of all applied
+    updates, `prepared`/`digest`/`skip` the round that this worker voted YES for, if any.
+    A worker that has no state yet says `synced=False`.
+    """
+
+    term: int
+    generation: int
+    synced: bool
+    applied: int
+    history: bytes
+    ledger: LedgerState
+    prepared: RoundId | None
+    digest: bytes
+    skip: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """I executed the VIEW's verdict, have the state and my edges (commit rule 8)."""
+
+    term: int
+    generation: int
+    history: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """A round does not come to an end; these peers are waited for (or are gone)."""
+
+    round: RoundId
+    suspects: tuple[PeerId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Departure, not silence."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The ledger ended the run on this worker."""
+
+    applied: int
+    history: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """From `gridtrain status`: no member, changes nothing."""
+
+
+# -- coordinator -> worker ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    term: int
+    run: str
+    software: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    code: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The set-up fits; measure the round trip to `probe` and answer with Links."""
+
+    probe: tuple[tuple[PeerId, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BeatReply:
+    term: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """From now on neither vote nor apply in this generation; report (commit rule 5)."""
+
+    term: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """One page of the members of a coming VIEW, in rank order; pages precede the View."""
+
+    term: int
+    generation: int
+    page: int
+    pages: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The next generation, and the verdict on the step that was open (commit rules 6 and 7).
+
+    `decided` is the round the verdict is about (None: no round was open).  `applied`, `history`
+    and `ledger` are those after the verdict: what every member must hold before READY.
+    """
+
+    term: int
+    generation: int
+    world_size: int
+    verdict: Verdict
+    decided: RoundId | None
+    applied: int
+    history: bytes
+    ledger: LedgerState
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    term: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The run is `waiting`, `training`, `paused` or `finished`, and why."""
+
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReply:
+    """`payload` is one frame of UTF-8 JSON."""
+
+    payload: Any
+
+
+# -- worker <-> worker -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """A piece of an exchange.  `payload` is a token: one frame on the wire, anything in a simulator.
+
+    `skip` is ORed along the exchange: somebody's gradient was not finite.
+    """
+
+    round: RoundId
+    channel: Channel
+    place: Place
+    skip: bool
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    round: RoundId
+    yes: bool
+    digest: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The root's, once for each attempt (commit rule 3)."""
+
+    round: RoundId
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """I am alive and working on this round; extends the root's deadline."""
+
+    round: RoundId
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRequest:
+    """A joining member asks its donor for the whole state."""
+
+    term: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateBlock:
+    """Block `index` of `total` of the donor's state, at most 1 MiB."""
+
+    term: int
+    generation: int
+    index: int
+    total: int
+    payload: Any
+
+
+Message = (
+    Hello
+    | Join
+    | Setup
+    | Links
+    | Beat
+    | Report
+    | Ready
+    | Stalled
+    | Leave
+    | Finished
+    | StatusRequest
+    | Welcome
+    | Refused
+    | Admitted
+    | BeatReply
+    | Freeze
+    | Roster
+    | View
+    | Start
+    | RunState
+    | StatusReply
+    | Data
+    | Vote
+    | Decision
+    | Progress
+    | Ping
+    | Pong
+    | StateRequest
+    | StateBlock
+)
