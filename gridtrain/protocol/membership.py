@@ -1,0 +1,636 @@
+"""The coordinator's side of the protocol: who is a member, and what became of the open step.
+
+Decides whom to admit, when the next generation is made, its members, ranks and verdict.  Never sees
+a gradient, never touches a socket, a clock or a disk: what must be durable leaves as a `Journal`
+effect, and the loop makes it so before it carries out what follows.
+
+    WAITING --enough workers--> FORMING --all READY--> TRAINING --all Finished--> FINISHED
+                                 ^   |                    |
+                            VIEW |   | a member is lost   | join, leave, loss, stall
+                                 |   v                    v
+                               FREEZING <-----------------+      (FREEZE sent, REPORTs awaited)
+
+Commit rules 5 to 8 (DESIGN section 7).  Where all members are lost the run waits, and starts anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from gridtrain.config import Deadlines
+from gridtrain.errors import ConfigError
+from gridtrain.protocol import ledger
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.planner import order_ring
+from gridtrain.protocol.round import HISTORY_START, extend_history
+
+ROSTER_PAGE = 128
+
+
+class RunPhase(StrEnum):
+    """What people see."""
+
+    WAITING = "waiting"
+    TRAINING = "training"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+class _Making(StrEnum):
+    """Where the making of the next generation stands."""
+
+    NONE = "none"
+    FREEZING = "freezing"  # REPORTs are awaited
+    FORMING = "forming"  # READYs are awaited
+
+
+# -- events ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    peer: m.PeerId
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The connection broke; the peer may come back within `Deadlines.regreet_s`."""
+
+    peer: m.PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offended:
+    """The peer sent something that is no message."""
+
+    peer: m.PeerId
+    reason: str
+
+
+Event = Heard | Up | Lost | Offended
+
+
+# -- effects -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    peer: m.PeerId
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """Must be durable before any later effect is carried out.  `body` is JSON-able."""
+
+    kind: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One log line."""
+
+    level: str
+    event: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+Effect = Send | Journal | Dismiss | Note
+
+
+@dataclass(slots=True)
+class _Worker:
+    peer: m.PeerId
+    name: str
+    address: str
+    joined_s: float
+    heard_s: float
+    setup: m.Setup | None = None
+    admitted: bool = False  # its set-up fits and its links are known, or their deadline has passed
+    probe_until_s: float = math.inf
+    lost_s: float | None = None  # the connection broke then
+    progress: int = 0
+    moved_s: float = 0.0
+    step: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+    rtt_s: dict[m.PeerId, float] = field(default_factory=dict)
+
+
+class Membership:
+    """See the module's text.
+
+    Args:
+        run: the run's name; joins for another are refused.
+        term: how often the coordinator has started, already journalled.
+        min_workers: a run starts, or goes on, only with so many.
+        deadlines: see `gridtrain.config.Deadlines`.
+        software: this program's version, shown to workers.
+    """
+
+    def __init__(
+        self, *, run: str, term: int, deadlines: Deadlines, software: str, min_workers: int = 1
+    ) -> None:
+        self.run = run
+        self.term = term
+        self.phase = RunPhase.WAITING
+        self.reason = f"waiting for {min_workers} worker{'s' if min_workers > 1 else ''}"
+        self.generation = 0
+        self._deadlines = deadlines
+        self._software = software
+        self._min_workers = min_workers
+        self._workers: dict[m.PeerId, _Worker] = {}
+        self._reference: m.Setup | None = None  # what all workers must agree with
+        self._roster: tuple[m.Member, ...] = ()
+        self._making = _Making.NONE
+        self._making_until_s = math.inf
+        self._made_s = -math.inf
+        self._reports: dict[m.PeerId, m.Report] = {}
+        self._ready: dict[m.PeerId, bytes] = {}
+        self._finished: set[m.PeerId] = set()
+        self._view: m.View | None = None
+        self._change: str = ""  # why the next generation is wanted; empty: it is not
+        self._plan_reason = ""
+        self._events: deque[dict[str, Any]] = deque(maxlen=50)
+
+    # -- interface -----------------------------------------------------------------------------
+
+    def start(self, now_s: float) -> list[Effect]:
+        body = {"term": self.term, "run": self.run, "software": self._software}
+        return self._noted([Journal("term", body), Note("info", "started", dict(body))], now_s)
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        match event:
+            case Up(peer):
+                worker = self._workers.get(peer)
+                if worker is not None:
+                    worker.lost_s, worker.heard_s = None, now_s
+                effects: list[Effect] = []
+            case Lost(peer, _):
+                worker = self._workers.get(peer)
+                if worker is not None:
+                    worker.lost_s = now_s
+                effects = []
+            case Offended(peer, reason):
+                effects = self._remove(peer, f"broke the protocol: {reason}", now_s, dismiss=True)
+            case Heard(peer, message):
+                if peer in self._workers:
+                    self._workers[peer].heard_s = now_s
+                effects = self._heard(peer, message, now_s)
+        return self._noted(effects + self._go_on(now_s), now_s)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """To be called when `deadline_s` has passed."""
+        effects: list[Effect] = []
+        limits = self._deadlines
+        for worker in list(self._workers.values()):
+            if worker.lost_s is not None and now_s - worker.lost_s >= limits.regreet_s:
+                effects += self._remove(worker.peer, "its connection broke and did not come back", now_s)
+            elif now_s - worker.heard_s >= limits.silence_s:
+                effects += self._remove(worker.peer, f"silent for {limits.silence_s:.1f} s", now_s)
+            elif not worker.admitted and now_s >= worker.probe_until_s:
+                worker.admitted = True
+        return self._noted(effects + self._go_on(now_s), now_s)
+
+    @property
+    def deadline_s(self) -> float:
+        """When `tick` has something to do; infinite if nothing is waited for."""
+        limits = self._deadlines
+        times = [self._making_until_s]
+        for worker in self._workers.values():
+            times.append(worker.heard_s + limits.silence_s)
+            if worker.lost_s is not None:
+                times.append(worker.lost_s + limits.regreet_s)
+            if not worker.admitted:
+                times.append(worker.probe_until_s)
+        enough = self._roster or sum(w.admitted for w in self._workers.values()) >= self._min_workers
+        if self._making is _Making.NONE and self._change and enough and self.phase is not RunPhase.FINISHED:
+            times.append(self._may_make_at_s())
+        return min(times)
+
+    def snapshot(self, now_s: float) -> dict[str, Any]:
+        """What `gridtrain status` shows; JSON-able."""
+        rank_of = {member.peer: rank for rank, member in enumerate(self._roster)}
+        steps = [w.step for w in self._workers.values() if w.peer in rank_of]
+        return {
+            "run": self.run,
+            "phase": str(self.phase),
+            "reason": self.reason,
+            "term": self.term,
+            "generation": self.generation,
+            "step": max(steps, default=0),
+            "world_size": len(self._roster),
+            "finished": self.phase is RunPhase.FINISHED,
+            "facts": dict(self._reference.facts) if self._reference else {},
+            "plan_reason": self._plan_reason,
+            "members": [self._line(w, rank_of.get(w.peer), now_s) for w in self._workers.values()],
+            "events": list(self._events),
+        }
+
+    def _line(self, worker: _Worker, rank: int | None, now_s: float) -> dict[str, Any]:
+        state = "active" if rank is not None else "admitted" if worker.admitted else "joining"
+        if worker.lost_s is not None:
+            state = "suspect"
+        share = self._roster[rank].share if rank is not None else 0
+        return {
+            "rank": rank,
+            "name": worker.name,
+            "peer": worker.peer.hex()[:12],
+            "state": state,
+            "address": worker.address,
+            "share": share,
+            "step": worker.step,
+            "progress": worker.progress,
+            "last_heard_s": round(now_s - worker.heard_s, 3),
+            "figures": worker.figures,
+        }
+
+    def _noted(self, effects: list[Effect], now_s: float) -> list[Effect]:
+        for effect in effects:
+            if isinstance(effect, Note):
+                self._events.append({"at_s": round(now_s, 3), "event": effect.event, **effect.fields})
+        return effects
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _heard(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
+        worker = self._workers.get(peer)
+        if isinstance(message, m.Join):
+            return self._join(peer, message, now_s)
+        if worker is None:
+            reason = f"{type(message).__name__} from a worker that has not joined"
+            return [Note("warning", "ignored", {"peer": peer.hex()[:12], "reason": reason})]
+        match message:
+            case m.Setup():
+                return self._set_up(worker, message, now_s)
+            case m.Links(rtt_s):
+                worker.rtt_s = dict(rtt_s)
+                worker.admitted = worker.setup is not None
+            case m.Beat(sequence, step, progress, figures):
+                if progress > worker.progress:
+                    worker.progress, worker.moved_s = progress, now_s
+                worker.step, worker.figures = step, dict(figures)
+                return [Send(peer, m.BeatReply(self.term, sequence))]
+            case m.Report():
+                if self._making is _Making.FREEZING and message.generation == self.generation:
+                    self._reports[peer] = message
+            case m.Ready(term, generation, history):
+                if self._making is _Making.FORMING and (term, generation) == (self.term, self.generation):
+                    self._ready[peer] = history
+            case m.Stalled():
+                return self._stalled(worker, message, now_s)
+            case m.Leave(reason):
+                return self._remove(peer, f"left: {reason}", now_s, dismiss=True)
+            case m.Finished(applied):
+                self._finished.add(peer)
+                return [Note("info", "worker_finished", {"name": worker.name, "step": applied})]
+            case _:
+                reason = f"sent {type(message).__name__}, which only others may send"
+                return self._remove(peer, reason, now_s, dismiss=True)
+        return []
+
+    def _join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
+        if join.run != self.run:
+            return self._refuse(
+                peer,
+                "wrong-run",
+                f'this coordinator serves the run "{self.run}", not "{join.run}"',
+                f"join with --run {self.run}, or ask for the address of the other run's coordinator",
+            )
+        if self.phase is RunPhase.FINISHED:
+            return self._refuse(
+                peer, "finished", f'the run "{self.run}" is finished', "ask the run's owner for the result"
+            )
+        worker = self._workers.get(peer)
+        if worker is None:
+            worker = _Worker(peer, join.name, join.address, now_s, now_s)
+            self._workers[peer] = worker
+        worker.address, worker.lost_s = join.address, None
+        state = Send(peer, m.RunState(str(self.phase), self.reason))
+        note = Note("info", "joined", {"name": join.name, "peer": peer.hex()[:12], "address": join.address})
+        return [note, Send(peer, m.Welcome(self.term, self.run, self._software)), state]
+
+    def _refuse(self, peer: m.PeerId, code: str, reason: str, remedy: str) -> list[Effect]:
+        self._workers.pop(peer, None)
+        note = Note("warning", "refused", {"peer": peer.hex()[:12], "code": code, "reason": reason})
+        return [note, Send(peer, m.Refused(code, reason, remedy))]
+
+    def _set_up(self, worker: _Worker, setup: m.Setup, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if self._reference is None:
+            try:
+                ledger.validate(setup.ledger)
+            except ConfigError as error:
+                return self._refuse(worker.peer, "ledger", error.reason, error.remedy)
+            self._reference = setup
+            facts = {"facts": dict(setup.facts), "ledger": asdict(setup.ledger)}
+            effects += [Journal("run", facts), Note("info", "run_defined", dict(setup.facts))]
+        differing = _differences(self._reference, setup)
+        if differing:
+            return self._refuse(
+                worker.peer,
+                "different-run",
+                "this worker would train something else: " + "; ".join(differing),
+                "start every worker with the same script, data and options",
+            )
+        worker.setup = setup
+        others = tuple((w.peer, w.address) for w in self._workers.values() if w.admitted and w is not worker)
+        worker.probe_until_s = now_s + self._deadlines.probe_s
+        return [*effects, Send(worker.peer, m.Admitted(others))]
+
+    def _stalled(self, worker: _Worker, stalled: m.Stalled, now_s: float) -> list[Effect]:
+        """A round hangs.  Who showed no progress all that time is taken out; the rest start anew."""
+        if stalled.round.generation != self.generation or self._making is not _Making.NONE:
+            return []
+        effects: list[Effect] = [
+            Note("warning", "stalled", {"name": worker.name, "step": stalled.round.step, "reason": stalled.reason})
+        ]
+        for peer in stalled.suspects:
+            suspect = self._workers.get(peer)
+            if suspect is not None and now_s - suspect.moved_s >= self._deadlines.patience_floor_s:
+                effects += self._remove(peer, "showed no progress while the others waited", now_s, dismiss=True)
+        self._change = self._change or f"{worker.name} reports a stall: {stalled.reason}"
+        return effects
+
+    def _remove(self, peer: m.PeerId, reason: str, now_s: float, *, dismiss: bool = False) -> list[Effect]:
+        worker = self._workers.pop(peer, None)
+        if worker is None:
+            return [Dismiss(peer)] if dismiss else []
+        effects: list[Effect] = [Note("warning", "lost", {"name": worker.name, "reason": reason})]
+        if dismiss and not reason.startswith("left"):
+            effects.append(Send(peer, m.Refused("dismissed", reason, "restart this worker to join again")))
+        if peer in {member.peer for member in self._roster}:
+            self._change = f"{worker.name} {reason}"
+        self._reports.pop(peer, None)
+        return [*effects, Dismiss(peer)]
+
+    # -- making generations ----------------------------------------------------------------------
+
+    def _go_on(self, now_s: float) -> list[Effect]:
+        """Take every step towards the next generation that can be taken now."""
+        if self.phase is RunPhase.FINISHED:
+            return []
+        if self._making is _Making.FREEZING:
+            return self._collect(now_s)
+        if self._making is _Making.FORMING:
+            return self._await_ready(now_s)
+        current = {member.peer for member in self._roster}
+        if current and current <= self._finished:
+            return self._finish(now_s)
+        if current and not current & set(self._workers):
+            return self._start_over(now_s)
+        newcomers = [w for w in self._workers.values() if w.admitted and w.peer not in current]
+        if newcomers and not self._change:
+            self._change = ", ".join(w.name for w in newcomers) + " joined"
+        if not self._change or now_s < self._may_make_at_s():
+            return []
+        if current:
+            return self._freeze(now_s)
+        return self._first_generation(now_s) if len(newcomers) >= self._min_workers else []
+
+    def _may_make_at_s(self) -> float:
+        """At most one generation in `generation_gap_s`; workers that come together start together."""
+        limits = self._deadlines
+        gap_s = self._made_s + limits.generation_gap_s
+        lost = any(member.peer not in self._workers for member in self._roster)
+        if lost:
+            return self._made_s  # the others wait for nothing else
+        newest_s = max((w.joined_s for w in self._workers.values()), default=-math.inf)
+        unsettled = [w for w in self._workers.values() if not w.admitted and w.setup is not None]
+        settled_s = min((w.probe_until_s for w in unsettled), default=newest_s + limits.settle_s)
+        return max(gap_s, settled_s)
+
+    def _freeze(self, now_s: float) -> list[Effect]:
+        self._making, self._making_until_s = _Making.FREEZING, now_s + self._deadlines.report_s
+        self._reports.clear()
+        freeze = m.Freeze(self.term, self.generation, self._change)
+        note = Note("info", "freeze", {"generation": self.generation, "reason": self._change})
+        return [note, *(Send(x.peer, freeze) for x in self._roster if x.peer in self._workers)]
+
+    def _collect(self, now_s: float) -> list[Effect]:
+        """FREEZING: once all who live have reported, or time is up, decide (rule 6)."""
+        awaited = [x.peer for x in self._roster if x.peer in self._workers and x.peer not in self._reports]
+        if awaited and now_s < self._making_until_s:
+            return []
+        effects: list[Effect] = []
+        for peer in awaited:
+            reason = f"did not report within {self._deadlines.report_s:.1f} s of a FREEZE"
+            effects += self._remove(peer, reason, now_s, dismiss=True)
+        holders = {p: r for p, r in self._reports.items() if r.synced and p in self._workers}
+        self._making, self._making_until_s = _Making.NONE, math.inf
+        if not holders:
+            return effects + self._start_over(now_s)
+        return effects + self._next_generation(holders, now_s)
+
+    def _next_generation(self, reports: dict[m.PeerId, m.Report], now_s: float) -> list[Effect]:
+        assert self._reference is not None
+        spec = self._reference.ledger
+        top = max(report.applied for report in reports.values())
+        leaders = {p: r for p, r in reports.items() if r.applied == top}
+        first = leaders[min(leaders, key=self._seniority)]
+        history, state, applied = first.history, first.ledger, top
+        shares = [(x.peer, x.share) for x in self._roster]
+        verdict, decided = m.Verdict.ABORT, None
+        prepared = {(r.prepared, r.digest) for r in reports.values()}
+        if len(prepared) == 1 and first.prepared is not None and first.prepared.step == top + 1:
+            # Whoever applied it had the YES of all of these, so COMMIT is the only safe verdict.
+            verdict, decided, applied = m.Verdict.COMMIT, first.prepared, top + 1
+            history = extend_history(history, first.digest)
+            state = ledger.commit(spec, state, ledger.assign(spec, state, shares), skipped=first.skip)
+        elif not ledger.finished(spec, state):
+            state = ledger.reassign(spec, state, ledger.assign(spec, state, shares), set(reports))
+        current = {p for p, r in reports.items() if _will_hold(r, applied, history, verdict)}
+        return self._make(current, verdict, decided, applied, history, state, now_s)
+
+    def _first_generation(self, now_s: float) -> list[Effect]:
+        admitted = [w.peer for w in self._workers.values() if w.admitted]
+        eldest = min(admitted, key=self._seniority)
+        return self._make({eldest}, m.Verdict.ABORT, None, -1, HISTORY_START, m.LedgerState(), now_s)
+
+    def _seniority(self, peer: m.PeerId) -> tuple[float, m.PeerId]:
+        worker = self._workers[peer]
+        return (worker.joined_s, peer)
+
+    def _make(
+        self,
+        holders: Iterable[m.PeerId],
+        verdict: m.Verdict,
+        decided: m.RoundId | None,
+        applied: int,
+        history: bytes,
+        state: m.LedgerState,
+        now_s: float,
+    ) -> list[Effect]:
+        """Journal the next generation, then tell its members (rule 7)."""
+        holding = set(holders)
+        names = {member.peer for member in self._roster} | {w.peer for w in self._workers.values() if w.admitted}
+        peers = [p for p in names if p in self._workers]
+        plan = order_ring(self._latencies(), peers, min(holding, key=self._seniority))
+        self._plan_reason = plan.reason
+        self.generation += 1
+        self._roster = tuple(
+            m.Member(p, self._workers[p].name, self._workers[p].address, share, p not in holding)
+            for p, share in zip(plan.order, self._shares(plan.order), strict=True)
+        )
+        reason, self._change = self._change, ""
+        self._view = m.View(
+            self.term, self.generation, len(peers), verdict, decided, applied, history, state, reason
+        )
+        self._making, self._making_until_s = _Making.FORMING, now_s + self._deadlines.ready_s
+        self._made_s = now_s
+        self._ready.clear()
+        self._finished.clear()
+        body = {
+            "term": self.term,
+            "generation": self.generation,
+            "step": applied + 1,
+            "verdict": verdict.name,
+            "decided": asdict(decided) if decided else None,
+            "digest": history.hex(),
+            "members": [{**asdict(x), "peer": x.peer.hex()} for x in self._roster],
+            "ledger": _ledger_json(state),
+            "reason": reason,
+        }
+        note = Note(
+            "info",
+            "generation",
+            {
+                "generation": self.generation,
+                "workers": len(peers),
+                "step": applied + 1,
+                "verdict": verdict.name,
+                "reason": reason,
+                "plan": plan.reason,
+            },
+        )
+        return [Journal("generation", body), note, *self._tell_view()]
+
+    def _tell_view(self) -> list[Effect]:
+        assert self._view is not None
+        pages = [self._roster[i : i + ROSTER_PAGE] for i in range(0, len(self._roster), ROSTER_PAGE)]
+        rosters = [
+            m.Roster(self.term, self.generation, page, len(pages), members)
+            for page, members in enumerate(pages)
+        ]
+        return [
+            Send(member.peer, message) for member in self._roster for message in (*rosters, self._view)
+        ]
+
+    def _shares(self, order: tuple[m.PeerId, ...]) -> list[int]:
+        """Batch sizes in rank order: each worker's own, or the global one dealt out evenly."""
+        setups = [self._workers[p].setup for p in order]
+        total = self._reference.global_batch_size if self._reference else None
+        if total is not None:
+            return [total // len(order) + (rank < total % len(order)) for rank in range(len(order))]
+        return [setup.batch_size if setup is not None else 0 for setup in setups]
+
+    def _latencies(self) -> dict[tuple[m.PeerId, m.PeerId], float]:
+        return {(w.peer, other): rtt_s for w in self._workers.values() for other, rtt_s in w.rtt_s.items()}
+
+    def _await_ready(self, now_s: float) -> list[Effect]:
+        """FORMING: START when all are READY with one history; else the next generation without them."""
+        assert self._view is not None
+        members = [member.peer for member in self._roster]
+        lost = [p for p in members if p not in self._workers]
+        wrong = [p for p, history in self._ready.items() if history != self._view.history and p in self._workers]
+        effects: list[Effect] = []
+        for peer in wrong:
+            effects += self._remove(peer, "is READY with another history of updates", now_s, dismiss=True)
+        late = [p for p in members if p not in self._ready and p in self._workers]
+        if late and now_s >= self._making_until_s:
+            moved_s = max(self._workers[p].moved_s for p in late)
+            if moved_s + self._deadlines.ready_s > now_s:  # a big state is on its way
+                self._making_until_s = moved_s + self._deadlines.ready_s
+                return effects
+            for peer in late:
+                reason = f"was not ready within {self._deadlines.ready_s:.0f} s"
+                effects += self._remove(peer, reason, now_s, dismiss=True)
+            lost = late
+        if lost or wrong:
+            self._making, self._making_until_s = _Making.NONE, math.inf
+            return effects + self._go_on(now_s)
+        if late:
+            return []
+        self._making, self._making_until_s = _Making.NONE, math.inf
+        self.phase, self.reason = RunPhase.TRAINING, f"{len(members)} workers since step {self._view.applied + 1}"
+        start = m.Start(self.term, self.generation)
+        fields = {"generation": self.generation, "workers": len(members), "step": self._view.applied + 1}
+        return [
+            Journal("state", {"state": str(self.phase), "reason": self.reason}),
+            Note("info", "training", fields),
+            *(Send(peer, start) for peer in members),
+        ]
+
+    def _start_over(self, now_s: float) -> list[Effect]:
+        """Nobody is left who holds the model: wait for workers, and begin at step 0."""
+        self._roster, self._view, self._change = (), None, ""
+        self._making, self._making_until_s = _Making.NONE, math.inf
+        self.phase = RunPhase.WAITING
+        self.reason = "all workers that held the model are gone; the next ones begin at step 0"
+        return [
+            Journal("state", {"state": str(self.phase), "reason": self.reason}),
+            Note("error", "waiting", {"reason": self.reason}),
+            *(Send(peer, m.RunState(str(self.phase), self.reason)) for peer in self._workers),
+        ]
+
+    def _finish(self, now_s: float) -> list[Effect]:
+        self.phase = RunPhase.FINISHED
+        self.reason = f"all {len(self._roster)} workers reached the end of the ledger"
+        return [
+            Journal("state", {"state": str(self.phase), "reason": self.reason}),
+            Note("info", "finished", {"reason": self.reason}),
+            *(Send(peer, m.RunState(str(self.phase), self.reason)) for peer in self._workers),
+        ]
+
+
+def _will_hold(report: m.Report, applied: int, history: bytes, verdict: m.Verdict) -> bool:
+    """Will this member hold the VIEW's state without being sent it?"""
+    if report.applied == applied:
+        return report.history == history
+    return (
+        report.applied == applied - 1
+        and report.prepared is not None
+        and extend_history(report.history, report.digest) == history
+    )
+
+
+def _differences(reference: m.Setup, setup: m.Setup) -> list[str]:
+    """What differs from the run as the first worker defined it, in words."""
+    ours, theirs = dict(reference.facts), dict(setup.facts)
+    ours["end of the run"], theirs["end of the run"] = (_span(x.ledger) for x in (reference, setup))
+    ours["global batch size"] = str(reference.global_batch_size)
+    theirs["global batch size"] = str(setup.global_batch_size)
+    return [
+        f"{name} is {theirs.get(name, 'missing')} here and {ours.get(name, 'missing')} in the run"
+        for name in dict.fromkeys((*ours, *theirs))
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def _span(spec: m.LedgerSpec) -> str:
+    length = f"{spec.epochs} epochs" if spec.epochs is not None else f"{spec.steps} steps"
+    return f"{length} over {spec.size} samples with data seed {spec.seed}"
+
+
+def _ledger_json(state: m.LedgerState) -> dict[str, Any]:
+    body = asdict(state)
+    if state.holders is not None:
+        body["holders"] = [[peer.hex(), [asdict(s) for s in spans]] for peer, spans in state.holders]
+    return body

@@ -1,0 +1,223 @@
+"""The vote that makes a round all or none (commit rules 1 to 4).
+
+Decides, for one attempt at one step, whether its update is applied everywhere or nowhere.  Never
+touches gradients, sockets or clocks, and does not know which exchange produced the update.
+
+    member                      root (rank 0)
+      | Prepared(digest)          | Prepared(digest)
+      |-------- Vote YES -------->|
+      |<----- Decision -----------|   COMMIT iff every member voted YES for one digest,
+      v                           v   else ABORT; decided once
+    Decided                     Decided
+
+After a YES a member never aborts by itself: it waits for the root, or for the coordinator's FREEZE.
+The root gives up on members that neither voted nor showed progress for `patience_s`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.protocol.messages import RoundId, Verdict
+
+ROOT = 0
+HISTORY_START = bytes(32)
+
+
+def extend_history(history: bytes, digest: bytes) -> bytes:
+    """Chain one more update's digest: equal histories mean the same updates from the same start."""
+    return hashlib.blake2b(history + digest, digest_size=32).digest()
+
+
+# -- events ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The complete update is held here, and the new residual beside the old one."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The exchange cannot complete here; vote NO."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VoteCame:
+    rank: int
+    yes: bool
+    digest: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionCame:
+    rank: int
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaterStepSeen:
+    """A message of the next step in the same generation: this one was committed (rule 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A member showed progress."""
+
+    rank: int
+
+
+RoundEvent = Prepared | Failed | VoteCame | DecisionCame | LaterStepSeen | Moved
+
+
+# -- effects -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CastVote:
+    """Send a Vote to the root."""
+
+    yes: bool
+    digest: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """The root's Decision, to every other member."""
+
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The verdict is known here.  `suspects` are ranks that showed neither vote nor progress."""
+
+    verdict: Verdict
+    reason: str
+    suspects: tuple[int, ...] = ()
+
+
+RoundEffect = CastVote | Announce | Decided
+
+
+class Round:
+    """One attempt, as the member of rank `rank` sees it.
+
+    Attributes:
+        voted: this member's own vote; None before it.
+        digest: what this member voted YES for; empty otherwise.
+        verdict: None until it is known here.
+    """
+
+    def __init__(self, id: RoundId, rank: int, world_size: int, patience_s: float, now_s: float) -> None:
+        self.id = id
+        self.rank = rank
+        self.world_size = world_size
+        self.patience_s = patience_s
+        self.voted: bool | None = None
+        self.digest = b""
+        self.verdict: Verdict | None = None
+        self._votes: dict[int, VoteCame] = {}
+        self._moved_s = dict.fromkeys(range(world_size), now_s)
+
+    @property
+    def prepared(self) -> bool:
+        """Voted YES and waiting for the verdict."""
+        return self.voted is True and self.verdict is None
+
+    @property
+    def deadline_s(self) -> float:
+        """When the next laggard's patience runs out; infinite where nobody is waited for."""
+        if self.verdict is not None:
+            return math.inf
+        return min((self._moved_s[rank] for rank in self._laggards()), default=math.inf) + self.patience_s
+
+    def handle(self, event: RoundEvent, now_s: float) -> list[RoundEffect]:
+        match event:
+            case Moved(rank):
+                self._moved_s[rank] = now_s
+                return []
+            case Prepared(digest):
+                return self._vote(VoteCame(self.rank, True, digest, ""), now_s)
+            case Failed(reason):
+                # After a YES only the root or the coordinator may end the attempt.
+                if self.voted is not None:
+                    return []
+                return self._vote(VoteCame(self.rank, False, b"", reason), now_s)
+            case VoteCame():
+                return self._count(event, now_s)
+            case DecisionCame(rank, verdict, reason):
+                return self._obey(rank, verdict, reason)
+            case LaterStepSeen():
+                return self._obey(ROOT, Verdict.COMMIT, "a message of the next step proves the commit")
+
+    def tick(self, now_s: float) -> list[RoundEffect]:
+        """Root: ABORT when a member's patience has run out.  Member: report whom it waits for."""
+        if now_s < self.deadline_s:
+            return []
+        late = tuple(r for r in self._laggards() if now_s - self._moved_s[r] >= self.patience_s)
+        if self.rank == ROOT:
+            names = ", ".join(str(r) for r in late)
+            reason = f"no vote and no progress from rank {names} for {self.patience_s:.1f} s"
+            return self._decide(Verdict.ABORT, reason, late)
+        return []
+
+    def _laggards(self) -> list[int]:
+        if self.rank == ROOT:
+            return [rank for rank in range(self.world_size) if rank not in self._votes]
+        return [ROOT]
+
+    def _vote(self, vote: VoteCame, now_s: float) -> list[RoundEffect]:
+        if self.voted is not None:
+            raise LocalProtocolError(f"round {self.id}: a second vote of our own; the first was {self.voted}")
+        if self.verdict is not None:
+            return []
+        self.voted, self.digest = vote.yes, vote.digest
+        if self.rank == ROOT:
+            return self._count(vote, now_s)
+        return [CastVote(vote.yes, vote.digest, vote.reason)]
+
+    def _count(self, vote: VoteCame, now_s: float) -> list[RoundEffect]:
+        if self.rank != ROOT:
+            raise RemoteProtocolError(f"rank {vote.rank} voted at rank {self.rank}; the root is rank {ROOT}")
+        self._moved_s[vote.rank] = now_s
+        if self.verdict is not None:
+            return []  # decided once; the caller repeats the decision to late voters
+        earlier = self._votes.get(vote.rank)
+        if earlier is not None and (earlier.yes, earlier.digest) != (vote.yes, vote.digest):
+            raise RemoteProtocolError(f"rank {vote.rank} voted twice, and differently, in round {self.id}")
+        self._votes[vote.rank] = vote
+        if not vote.yes:
+            return self._decide(Verdict.ABORT, f"rank {vote.rank} voted NO: {vote.reason}")
+        digests = {v.digest for v in self._votes.values()}
+        if len(digests) > 1:
+            held = {v.digest.hex()[:8]: rank for rank, v in sorted(self._votes.items(), reverse=True)}
+            return self._decide(Verdict.ABORT, f"updates differ; digest: a rank that holds it = {held}")
+        if len(self._votes) < self.world_size:
+            return []
+        return self._decide(Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
+
+    def _decide(self, verdict: Verdict, reason: str, suspects: tuple[int, ...] = ()) -> list[RoundEffect]:
+        self.verdict = verdict
+        return [Announce(verdict, reason), Decided(verdict, reason, suspects)]
+
+    def _obey(self, rank: int, verdict: Verdict, reason: str) -> list[RoundEffect]:
+        if self.rank == ROOT or rank != ROOT:
+            raise RemoteProtocolError(f"rank {rank} sent a decision to rank {self.rank}; only rank {ROOT} decides")
+        if self.verdict is not None:
+            return []
+        if verdict is Verdict.COMMIT and self.voted is not True:
+            raise RemoteProtocolError(f"COMMIT of round {self.id} without the YES of rank {self.rank}")
+        self.verdict = verdict
+        return [Decided(verdict, reason)]

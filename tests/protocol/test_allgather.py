@@ -1,0 +1,169 @@
+"""The all-gather: its trees as a picture, and promises 1 and 2 of TopK on a network that reorders."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol.allgather import AllGather, neighbours
+from gridtrain.protocol.collective import Arrived, Complete, SendTo, StoreOf
+from gridtrain.protocol.messages import Phase, Place
+from gridtrain.runtime.buffers import GatherWorkspace
+from gridtrain.testing.collectives import CollectiveGroup, random_inputs, select_locally
+from gridtrain.wire.sparse import ValueKind
+
+WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 32]
+
+
+def way_of(origin, world_size):
+    """Whom the origin's payload reaches at which hop, from whom."""
+    cores = [AllGather(rank, world_size, False) for rank in range(world_size)]
+    pending = [(origin, send) for send in cores[origin].start(0.0) if isinstance(send, SendTo)]
+    steps = []
+    while pending:
+        sender, send = pending.pop(0)
+        steps.append((send.place.hop, f"{sender} -> {send.to_rank}"))
+        arrived = Arrived(sender, send.place, False, "p")
+        effects = cores[send.to_rank].handle(arrived, 0.0)
+        pending += [(send.to_rank, onward) for onward in effects if isinstance(onward, SendTo)]
+    last = max(hop for hop, _ in steps)
+    return "\n".join(
+        f"hop {hop}   " + "   ".join(text for at, text in sorted(steps) if at == hop)
+        for hop in range(last + 1)
+    )
+
+
+def test_the_way_of_one_payload_among_six():
+    assert way_of(origin=5, world_size=6) == (
+        "hop 0   5 -> 4\n"
+        "hop 1   4 -> 2   5 -> 3\n"
+        "hop 2   4 -> 0   5 -> 1"
+    )  # fmt: skip
+
+
+def test_the_way_of_one_payload_among_eight():
+    assert way_of(origin=0, world_size=8) == (
+        "hop 0   0 -> 7\n"
+        "hop 1   0 -> 6   7 -> 5\n"
+        "hop 2   0 -> 4   5 -> 1   6 -> 2   7 -> 3"
+    )  # fmt: skip
+
+
+def test_a_transcript_of_rank_1_of_four():
+    core = AllGather(1, 4, skip=False)
+    assert core.start(0.0) == [
+        SendTo(0, Place(Phase.SPREAD, 0, 1), False),
+        SendTo(3, Place(Phase.SPREAD, 1, 1), False),
+    ]
+    assert core.handle(Arrived(3, Place(Phase.SPREAD, 1, 0), False, "of 0"), 0.0) == [StoreOf(0, "of 0")]
+    assert core.handle(Arrived(2, Place(Phase.SPREAD, 0, 2), True, "of 2"), 0.0) == [
+        StoreOf(2, "of 2"),
+        SendTo(3, Place(Phase.SPREAD, 1, 2), True),  # rank 2's own mark, not mine
+    ]
+    assert core.waiting_for() == {3} and not core.complete
+    assert core.handle(Arrived(3, Place(Phase.SPREAD, 1, 3), False, "of 3"), 0.0) == [
+        StoreOf(3, "of 3"),
+        Complete(True),
+    ]
+    assert core.waiting_for() == frozenset() and core.complete
+
+
+@pytest.mark.parametrize(
+    ("from_rank", "place"),
+    [
+        (3, Place(Phase.SPREAD, 0, 2)),  # origin 2 comes from rank 2
+        (2, Place(Phase.SPREAD, 1, 2)),  # ... at hop 0
+        (2, Place(Phase.SPREAD, 0, 1)),  # mine
+        (2, Place(Phase.SPREAD, 0, 4)),  # no such rank
+        (2, Place(Phase.SPREAD, 0, -2)),
+        (2, Place(Phase.SPREAD, 0, 2, 1)),  # no slices here
+        (2, Place(Phase.SWAP, 0, 2)),  # another exchange
+    ],
+)
+def test_what_cannot_be_is_refused(from_rank, place):
+    core = AllGather(1, 4, skip=False)
+    core.start(0.0)
+    with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
+        core.handle(Arrived(from_rank, place, False, "x"), 0.0)
+
+
+def test_the_same_origin_twice_is_refused():
+    core = AllGather(1, 4, skip=False)
+    event = Arrived(2, Place(Phase.SPREAD, 0, 2), False, "x")
+    core.start(0.0)
+    core.handle(event, 0.0)
+    with pytest.raises(RemoteProtocolError, match="nothing more of this origin"):
+        core.handle(event, 0.0)
+
+
+def prepared(rng, world_size):
+    """One step's inputs and what each rank makes of them."""
+    inputs = random_inputs(rng, world_size)
+    selected = [select_locally(r, c, inputs.k, inputs.kind) for r, c in inputs.members]
+    payloads, residuals = zip(*selected, strict=True)
+    return inputs, payloads, residuals
+
+
+def group_of(inputs, payloads, seed, skipping=()):
+    world_size = len(payloads)
+    workspaces = [
+        GatherWorkspace(rank, world_size, payload, n=inputs.n, k=inputs.k, kind=inputs.kind)
+        for rank, payload in enumerate(payloads)
+    ]
+    return CollectiveGroup(workspaces, seed=seed, skipping=skipping)
+
+
+def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(seeds):
+    for seed in seeds(200):
+        rng = np.random.default_rng(seed)
+        world_size = WORLD_SIZES[seed % len(WORLD_SIZES)]
+        inputs, payloads, residuals = prepared(rng, world_size)
+        group = group_of(inputs, payloads, seed)
+        group.run()
+
+        assert group.verdicts == [False] * world_size, f"seed {seed}"
+        assert len({w.seal() for w in group.workspaces}) == 1, f"seed {seed}: the ranks differ"
+        inputs.assert_nothing_lost(residuals, group.workspaces[0].update, f"seed {seed}")
+        for rank in range(world_size):
+            partners = {to for src, to, _ in group.sent if src == rank}
+            assert partners <= neighbours(rank, world_size), f"seed {seed}"
+            assert sum(src == rank for src, _, _ in group.sent) == world_size - 1, f"seed {seed}"
+
+
+def test_one_who_skips_is_known_to_all_and_adds_nothing(seeds):
+    for seed in seeds(50):
+        rng = np.random.default_rng(seed)
+        world_size = int(rng.integers(2, 10))
+        inputs, payloads, _ = prepared(rng, world_size)
+        skipping = int(rng.integers(world_size))
+        group = group_of(inputs, payloads, seed, skipping={skipping})
+        group.run()
+        assert group.verdicts == [True] * world_size, f"seed {seed}"
+        assert len({w.seal() for w in group.workspaces}) == 1, f"seed {seed}: the ranks differ"
+
+
+def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+    for seed in seeds(100):
+        rng = np.random.default_rng(seed)
+        world_size = int(rng.integers(2, 17))
+        inputs, payloads, _ = prepared(rng, world_size)
+        undisturbed, group = group_of(inputs, payloads, seed), group_of(inputs, payloads, seed)
+        undisturbed.run()
+        dead = Random(seed).randrange(world_size)
+        group.network.call_at(Random(seed).uniform(0, 0.05), lambda g=group, d=dead: g.network.crash(d))
+        group.run()
+
+        for rank in set(range(world_size)) - {dead}:
+            if group.verdicts[rank] is None:
+                assert dead in group.blamed_by(rank), f"seed {seed}: rank {rank} blames the wrong ones"
+            else:
+                assert group.workspaces[rank].seal() == undisturbed.workspaces[rank].seal(), f"seed {seed}"
+
+
+def test_forwarding_hands_on_the_very_same_bytes():
+    payload = select_locally(np.zeros(4, np.float32), np.ones(4, np.float32), 2, ValueKind.FP16)[0]
+    workspace = GatherWorkspace(0, 3, payload, n=4, k=2, kind=ValueKind.FP16)
+    theirs = bytes(payload)
+    workspace.apply(StoreOf(2, theirs))
+    assert workspace.payload(Place(Phase.SPREAD, 1, 2)) is theirs

@@ -1,0 +1,216 @@
+"""The butterfly: its schedule as a picture, and promises 1 and 2 of GTopK on a network that reorders."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol.collective import Adopt, Arrived, Complete, MergeIn, SendTo
+from gridtrain.protocol.gtopk import Butterfly, neighbours, schedule
+from gridtrain.protocol.messages import Phase, Place
+from gridtrain.runtime.buffers import ButterflyWorkspace
+from gridtrain.testing.collectives import CollectiveGroup, lockstep, random_inputs, select_locally
+from gridtrain.wire.sparse import ValueKind
+
+WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 32]
+
+
+def picture(world_size):
+    arrows = {(True, False): "->", (False, True): "<-", (True, True): "<->"}
+    return "\n".join(
+        f"rank {rank}:  "
+        + "   ".join(
+            f"{hop.place.phase.name.lower()} {arrows[hop.sends, hop.receives]} {hop.partner}"
+            for hop in schedule(rank, world_size)
+        )
+        for rank in range(world_size)
+    )
+
+
+def test_the_schedule_of_six_ranks():
+    assert picture(6) == (
+        "rank 0:  fold <- 4   swap <-> 1   swap <-> 2   unfold -> 4\n"
+        "rank 1:  fold <- 5   swap <-> 0   swap <-> 3   unfold -> 5\n"
+        "rank 2:  swap <-> 3   swap <-> 0\n"
+        "rank 3:  swap <-> 2   swap <-> 1\n"
+        "rank 4:  fold -> 0   unfold <- 0\n"
+        "rank 5:  fold -> 1   unfold <- 1"
+    )
+
+
+def test_the_schedule_of_three_ranks():
+    assert picture(3) == (
+        "rank 0:  fold <- 2   swap <-> 1   unfold -> 2\nrank 1:  swap <-> 0\nrank 2:  fold -> 0   unfold <- 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "hops"), [(1, 0), (2, 1), (3, 3), (4, 2), (6, 4), (7, 4), (8, 3), (31, 6), (32, 5)]
+)
+def test_the_time_is_at_most_that_of_the_design(world_size, hops):
+    """floor(log2 P) hops, and two more if P is not a power of two (save where ways overlap: P = 3)."""
+    ticks = lockstep([Butterfly(rank, world_size, False) for rank in range(world_size)])
+    assert len(ticks) <= hops
+
+
+def test_a_transcript_of_rank_1_of_six_whose_partners_are_ahead():
+    core = Butterfly(1, 6, skip=False)
+
+    def came(from_rank, phase, hop, payload, skip=False):
+        return core.handle(Arrived(from_rank, Place(phase, hop), skip, payload), 0.0)
+
+    assert came(0, Phase.SWAP, 0, "0's") == []  # before I began
+    assert core.start(0.0) == []
+    assert came(3, Phase.SWAP, 1, "2+3's", skip=True) == []  # two hops ahead
+    assert core.waiting_for() == {5} and not core.complete
+    assert came(5, Phase.FOLD, 0, "5's") == [
+        MergeIn("5's", 1, 0),
+        SendTo(0, Place(Phase.SWAP, 0), False),
+        MergeIn("0's", 2, 1),
+        SendTo(3, Place(Phase.SWAP, 1), False),
+        MergeIn("2+3's", 4, 1),
+        SendTo(5, Place(Phase.UNFOLD), True),
+        Complete(True),
+    ]
+    assert core.waiting_for() == frozenset() and core.complete
+
+
+def test_a_transcript_of_rank_5_of_six_which_is_folded():
+    core = Butterfly(5, 6, skip=False)
+    assert core.start(0.0) == [SendTo(1, Place(Phase.FOLD), False)]
+    assert core.waiting_for() == {1}
+    assert core.handle(Arrived(1, Place(Phase.UNFOLD), True, "all"), 0.0) == [Adopt("all"), Complete(True)]
+
+
+def test_one_rank_is_complete_at_once():
+    core = Butterfly(0, 1, skip=True)
+    assert core.start(0.0) == [Complete(True)]
+    assert core.complete and neighbours(0, 1) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("from_rank", "place"),
+    [
+        (2, Place(Phase.SWAP, 0)),  # hop 0 is with rank 1
+        (1, Place(Phase.SWAP, 1)),  # hop 1 is with rank 2
+        (4, Place(Phase.SWAP, 2)),  # there is no hop 2 below rank 4
+        (1, Place(Phase.SWAP, 0, 1)),  # no segments here
+        (1, Place(Phase.FOLD)),  # rank 4 folds into me
+        (4, Place(Phase.UNFOLD)),  # I send that one
+        (1, Place(Phase.SPREAD)),  # another exchange
+    ],
+)
+def test_what_cannot_be_is_refused(from_rank, place):
+    core = Butterfly(0, 6, skip=False)
+    core.start(0.0)
+    with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
+        core.handle(Arrived(from_rank, place, False, "x"), 0.0)
+
+
+@pytest.mark.parametrize("hop", [0, 1])
+def test_the_same_place_twice_is_refused_used_or_held(hop):
+    core = Butterfly(0, 4, skip=False)
+    event = Arrived(1 << hop, Place(Phase.SWAP, hop), False, "x")
+    core.start(0.0)
+    core.handle(event, 0.0)
+    with pytest.raises(RemoteProtocolError, match="due there was nothing"):
+        core.handle(event, 0.0)
+
+
+def select_all(inputs):
+    selected = [select_locally(r, c, inputs.k, inputs.kind) for r, c in inputs.members]
+    payloads, residuals = zip(*selected, strict=True)
+    return payloads, residuals
+
+
+def group_of(inputs, payloads, seed, skipping=()):
+    workspaces = [ButterflyWorkspace(p, n=inputs.n, k=inputs.k, kind=inputs.kind) for p in payloads]
+    return CollectiveGroup(workspaces, seed=seed, skipping=skipping)
+
+
+def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(seeds):
+    """Three rounds each: what a round leaves in the residuals goes into the next."""
+    for seed in seeds(300):
+        rng = np.random.default_rng(seed)
+        world_size = WORLD_SIZES[seed % len(WORLD_SIZES)]
+        inputs = random_inputs(rng, world_size)
+        for round_ in range(3):
+            payloads, residuals = select_all(inputs)
+            group = group_of(inputs, payloads, seed)
+            group.run()
+
+            says = f"seed {seed}, round {round_}"
+            assert group.verdicts == [False] * world_size, says
+            assert len({w.seal() for w in group.workspaces}) == 1, f"{says}: the ranks differ"
+            for residual_N, workspace in zip(residuals, group.workspaces, strict=True):
+                for indices, values in workspace.kept:
+                    residual_N[indices] += values
+            inputs.assert_nothing_lost(residuals, group.workspaces[0].update, says)
+            for rank in range(world_size):
+                partners = {to for src, to, _ in group.sent if src == rank}
+                assert partners <= neighbours(rank, world_size), says
+            inputs = inputs.next_round(rng, residuals)
+
+
+def test_with_k_equal_n_the_update_is_the_whole_sum(seeds):
+    for seed in seeds(50):
+        rng = np.random.default_rng(seed)
+        world_size = WORLD_SIZES[seed % len(WORLD_SIZES)]
+        inputs = random_inputs(rng, world_size, integers=True, dense=True)
+        payloads, _ = select_all(inputs)
+        group = group_of(inputs, payloads, seed)
+        group.run()
+        whole = np.sum([r.astype(np.float64) + c for r, c in inputs.members], axis=0)
+        update = np.zeros(inputs.n)
+        update[group.workspaces[0].update.indices] = group.workspaces[0].update.values
+        assert (update == whole).all(), f"seed {seed}"
+
+
+def test_what_is_kept_is_spread_over_the_ranks_and_the_fold_is_not_forgotten():
+    """Rank r of 6 sends the value r + 1 at index 9 + r; k = 1.  The largest, 6 at 14, comes through.
+
+    fold     0: 1, 5 -> 5 at 13 (rank 0 alone keeps 1 at 9)  1: 2, 6 -> 6 at 14 (rank 1 alone keeps 2 at 10)
+    swap 1   0, 1: 5, 6 -> 6 at 14 (13 is odd: rank 1)       2, 3: 3, 4 -> 4 at 12 (11 is odd: rank 3)
+    swap 2   all: 6, 4 -> 6 at 14 (12 mod 4 = 0: rank 0)
+    """
+    vectors = [np.zeros(16, np.float32) for _ in range(6)]
+    for rank, vector in enumerate(vectors):
+        vector[9 + rank] = rank + 1
+    payloads = [select_locally(v * 0, v, 1, ValueKind.FP16)[0] for v in vectors]
+    workspaces = [ButterflyWorkspace(p, n=16, k=1, kind=ValueKind.FP16) for p in payloads]
+    CollectiveGroup(workspaces, seed=0).run()
+    kept = [{int(i): float(v) for ix, vs in w.kept for i, v in zip(ix, vs, strict=True)} for w in workspaces]
+    assert kept == [{9: 1.0, 12: 4.0}, {10: 2.0, 13: 5.0}, {}, {11: 3.0}, {}, {}]
+    assert [w.update.indices.tolist() for w in workspaces] == [[14]] * 6
+
+
+def test_one_who_skips_is_known_to_all(seeds):
+    for seed in seeds(100):
+        rng = np.random.default_rng(seed)
+        world_size = int(rng.integers(1, 17))
+        inputs = random_inputs(rng, world_size)
+        payloads, _ = select_all(inputs)
+        group = group_of(inputs, payloads, seed, skipping={int(rng.integers(world_size))})
+        group.run()
+        assert group.verdicts == [True] * world_size, f"seed {seed}"
+        assert len({w.seal() for w in group.workspaces}) == 1, f"seed {seed}: the ranks differ"
+
+
+def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+    for seed in seeds(200):
+        rng = np.random.default_rng(seed)
+        world_size = int(rng.integers(2, 17))
+        inputs = random_inputs(rng, world_size)
+        payloads, _ = select_all(inputs)
+        undisturbed, group = group_of(inputs, payloads, seed), group_of(inputs, payloads, seed)
+        undisturbed.run()
+        dead = Random(seed).randrange(world_size)
+        group.network.call_at(Random(seed).uniform(0, 0.05), lambda g=group, d=dead: g.network.crash(d))
+        group.run()
+
+        for rank in set(range(world_size)) - {dead}:
+            if group.verdicts[rank] is None:
+                assert dead in group.blamed_by(rank), f"seed {seed}: rank {rank} blames the wrong ones"
+            else:
+                assert group.workspaces[rank].seal() == undisturbed.workspaces[rank].seal(), f"seed {seed}"

@@ -1,0 +1,164 @@
+"""The ring: its schedule as a picture, and promises 1 and 2 on a virtual network that reorders."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol.collective import AddSlice, Arrived, Complete, SendTo, StoreSlice
+from gridtrain.protocol.messages import Phase, Place
+from gridtrain.protocol.ring import Ring, neighbours, ring_message_count
+from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.testing.collectives import CollectiveGroup, lockstep, random_inputs
+
+WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 32]
+
+
+def test_the_schedule_of_three_ranks():
+    """R2: a partial sum of segment 2; G2: its whole sum."""
+    ticks = lockstep([Ring(rank, 3, slices=1, skip=False) for rank in range(3)])
+    picture = "\n".join(
+        f"tick {tick}  "
+        + "  ".join(
+            f"{rank} -> {send.to_rank}: {send.place.phase.name[0]}{send.place.segment}"
+            for rank, send in sorted(sends, key=lambda sent: sent[0])
+        )
+        for tick, sends in enumerate(ticks)
+    )
+    assert picture == (
+        "tick 0  0 -> 1: R0  1 -> 2: R1  2 -> 0: R2\n"
+        "tick 1  0 -> 1: R2  1 -> 2: R0  2 -> 0: R1\n"
+        "tick 2  0 -> 1: G1  1 -> 2: G2  2 -> 0: G0\n"
+        "tick 3  0 -> 1: G0  1 -> 2: G1  2 -> 0: G2"
+    )
+
+
+def test_a_transcript_of_rank_0_of_three():
+    ring = Ring(0, 3, slices=1, skip=False)
+
+    def came(phase, hop, segment, skip=False):
+        return ring.handle(Arrived(2, Place(phase, hop, segment), skip, f"{phase.name} {segment}"), 0.0)
+
+    assert ring.start(0.0) == [SendTo(1, Place(Phase.REDUCE, 0, 0), False)]
+    assert came(Phase.REDUCE, 0, 2, skip=True) == [  # rank 2 skips: its mark goes along
+        AddSlice(2, 0, "REDUCE 2"),
+        SendTo(1, Place(Phase.REDUCE, 1, 2), True),
+    ]
+    assert came(Phase.REDUCE, 1, 1, skip=True) == [  # segment 1 is whole here
+        AddSlice(1, 0, "REDUCE 1"),
+        SendTo(1, Place(Phase.GATHER, 0, 1), True),
+    ]
+    assert came(Phase.GATHER, 0, 0, skip=True) == [
+        StoreSlice(0, 0, "GATHER 0"),
+        SendTo(1, Place(Phase.GATHER, 1, 0), True),
+    ]
+    assert ring.waiting_for() == {2} and not ring.complete
+    assert came(Phase.GATHER, 1, 2, skip=True) == [StoreSlice(2, 0, "GATHER 2"), Complete(True)]
+    assert ring.waiting_for() == frozenset() and ring.complete
+
+
+def test_slices_do_not_wait_for_each_other():
+    ring = Ring(0, 2, slices=2, skip=False)
+    ring.start(0.0)
+    for phase, slice_ in [(Phase.REDUCE, 1), (Phase.REDUCE, 0)]:
+        effects = ring.handle(Arrived(1, Place(phase, 0, 1, slice_), False, "x"), 0.0)
+        assert effects[1] == SendTo(1, Place(Phase.GATHER, 0, 1, slice_), False)
+
+
+def test_one_who_skips_marks_all_that_it_passes_on():
+    ring = Ring(0, 3, slices=1, skip=True)
+    assert ring.start(0.0) == [SendTo(1, Place(Phase.REDUCE, 0, 0), True)]
+    effects = ring.handle(Arrived(2, Place(Phase.REDUCE, 0, 2), False, "x"), 0.0)
+    assert effects[1] == SendTo(1, Place(Phase.REDUCE, 1, 2), True)
+
+
+def test_one_rank_is_complete_at_once():
+    ring = Ring(0, 1, slices=3, skip=True)
+    assert ring.start(0.0) == [Complete(True)]
+    assert ring.complete and neighbours(0, 1) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("from_rank", "place"),
+    [
+        (1, Place(Phase.REDUCE, 0, 2)),  # the right neighbour, not the left
+        (0, Place(Phase.REDUCE, 0, 2)),  # myself
+        (2, Place(Phase.REDUCE, 1, 2)),  # segment 2 comes at hop 0
+        (2, Place(Phase.REDUCE, 0, 0)),  # mine, which nobody reduces before me
+        (2, Place(Phase.GATHER, 0, 2)),  # gathered before it was reduced here
+        (2, Place(Phase.GATHER, 2, 1)),  # became whole here
+        (2, Place(Phase.REDUCE, 0, 3)),  # no such segment
+        (2, Place(Phase.REDUCE, 0, -1)),
+        (2, Place(Phase.REDUCE, 0, 2, 1)),  # no such slice
+        (2, Place(Phase.SWAP, 0, 2)),  # another exchange
+    ],
+)
+def test_what_cannot_be_is_refused(from_rank, place):
+    ring = Ring(0, 3, slices=1, skip=False)
+    ring.start(0.0)
+    with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
+        ring.handle(Arrived(from_rank, place, False, "x"), 0.0)
+
+
+def test_the_same_place_twice_is_refused():
+    ring = Ring(0, 3, slices=1, skip=False)
+    event = Arrived(2, Place(Phase.REDUCE, 0, 2), False, "x")
+    ring.start(0.0)
+    ring.handle(event, 0.0)
+    with pytest.raises(RemoteProtocolError, match=r"due from rank 2 was Place.*GATHER"):
+        ring.handle(event, 0.0)
+
+
+def random_vectors(rng, world_size):
+    """Small integers times one power of two (exact in any order), or floats over a wide range."""
+    inputs = random_inputs(rng, world_size)
+    return [contribution_N for _, contribution_N in inputs.members], inputs.scale is not None
+
+
+def test_all_ranks_end_with_the_same_bits_and_the_sum(seeds):
+    for seed in seeds(300):
+        rng = np.random.default_rng(seed)
+        world_size = WORLD_SIZES[seed % len(WORLD_SIZES)]
+        vectors, exact = random_vectors(rng, world_size)
+        skipping = {r for r in range(world_size) if rng.random() < 0.05}
+        terms = [v * 0 if r in skipping else v for r, v in enumerate(vectors)]
+        expected = np.sum(terms, axis=0, dtype=np.float64)
+        bound = (np.log2(world_size) + 3) * 2.0**-23 * np.abs(terms).sum(axis=0, dtype=np.float64)
+
+        workspaces = [DenseWorkspace(v, world_size, slice_bytes=16) for v in vectors]
+        group = CollectiveGroup(workspaces, seed=seed, skipping=skipping)
+        group.run()
+
+        assert group.verdicts == [bool(skipping)] * world_size, f"seed {seed}"
+        assert len({w.seal() for w in workspaces}) == 1, f"seed {seed}: the ranks differ"
+        error = np.abs(workspaces[0].update_N - expected)
+        assert (error <= (0 if exact else bound)).all(), f"seed {seed}: off by {error.max()}"
+        messages = ring_message_count(world_size, workspaces[0].slices)
+        for rank in range(world_size):
+            partners = {to for src, to, _ in group.sent if src == rank}
+            assert partners <= neighbours(rank, world_size), f"seed {seed}"
+            assert sum(src == rank for src, _, _ in group.sent) == messages, f"seed {seed}"
+
+
+def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+    for seed in seeds(200):
+        rng = np.random.default_rng(seed)
+        world_size = int(rng.integers(2, 10))
+        vectors, _ = random_vectors(rng, world_size)
+
+        def group_of(vectors, world_size=world_size, seed=seed):
+            workspaces = [DenseWorkspace(v.copy(), world_size, slice_bytes=64) for v in vectors]
+            return CollectiveGroup(workspaces, seed=seed)
+
+        undisturbed, group = group_of(vectors), group_of(vectors)
+        undisturbed.run()
+        dead = Random(seed).randrange(world_size)
+        group.network.call_at(Random(seed).uniform(0, 0.1), lambda g=group, d=dead: g.network.crash(d))
+        group.run()
+
+        for rank in set(range(world_size)) - {dead}:
+            if group.verdicts[rank] is None:
+                assert dead in group.blamed_by(rank), f"seed {seed}: rank {rank} blames the wrong ones"
+            else:
+                assert group.workspaces[rank].seal() == undisturbed.workspaces[rank].seal(), f"seed {seed}"
