@@ -1,0 +1,143 @@
+"""Messages to frames and back.
+
+Decides whether frames from a peer are a message, by `schema`, before anyone else looks at them.
+Copies no payload, keeps no state, and touches no socket.
+
+    frame 0   msgpack array [code, field, field, ...]     at most 64 KiB
+    frame 1   the payload, of Data, StateBlock and StatusReply alone, at most 64 MiB
+
+What `decode` does, in order: count the frames, measure them, parse the header with every limit of
+msgpack set, look up the code, check each field.  Its only error is `RemoteProtocolError`; the only
+one of `encode` is `LocalProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgpack
+
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.protocol.messages import Message
+from gridtrain.wire.kinds import BoundError
+from gridtrain.wire.schema import MESSAGES
+
+MAX_FRAMES = 2
+MAX_HEADER_BYTES = 64 * 1024
+MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
+MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
+
+# What msgpack itself enforces while it parses; `schema` is narrower, field by field.
+_MAX_STR_BYTES = 512
+_MAX_BIN_BYTES = 64
+_MAX_ARRAY_ITEMS = 4096
+
+TYPE_CODES: dict[type, int] = {record.cls: code for code, record in MESSAGES.items()}
+
+_REMEDY = "the peer is dropped; see that it runs the same version of gridtrain"
+
+
+def encode(message: Message) -> list[bytes | memoryview]:
+    """The message as one or two frames; a payload's frame is a view of the payload, not a copy.
+
+    Raises:
+        LocalProtocolError: a field is out of its bounds, the header exceeds 64 KiB or the payload 64 MiB, or
+            the payload is no contiguous buffer.
+    """
+    code = TYPE_CODES.get(type(message))
+    if code is None:
+        raise LocalProtocolError(f"{type(message).__name__} is no message of the protocol")
+    record = MESSAGES[code]
+    try:
+        header: bytes = msgpack.packb([code, *record.pack(message)])
+    except BoundError as error:
+        raise LocalProtocolError(f"cannot send: {error.inside(record.name)}") from None
+    if len(header) > MAX_HEADER_BYTES:
+        raise LocalProtocolError(
+            f"header of {record.name} takes {len(header)} bytes, at most {MAX_HEADER_BYTES} are allowed",
+            remedy="send it in pages",
+        )
+    if not record.has_frame:
+        return [header]
+    return [header, _as_frame(message.payload, record.name)]  # type: ignore[union-attr]
+
+
+def decode(frames: Sequence[bytes | memoryview]) -> Message:
+    """The message that these frames of one multipart message are; its payload is frame 1 itself.
+
+    Raises:
+        RemoteProtocolError: they are none.
+    """
+    _check_sizes(frames)
+    header = _parse(frames[0])
+    if type(header) is not tuple or not header or type(header[0]) is not int:
+        raise RemoteProtocolError("header is not an array that begins with a message code", remedy=_REMEDY)
+    record = MESSAGES.get(header[0])
+    if record is None:
+        raise RemoteProtocolError(f"message code {header[0]} is not known", remedy=_REMEDY)
+    if len(frames) != 1 + record.has_frame:
+        raise RemoteProtocolError(
+            f"{record.name} came in {len(frames)} frames, must be {1 + record.has_frame}", remedy=_REMEDY
+        )
+    try:
+        message: Message = record.unpack(header[1:], *frames[1:])
+    except BoundError as error:
+        raise RemoteProtocolError(str(error.inside(record.name)), remedy=_REMEDY) from None
+    return message
+
+
+def _as_frame(payload: Any, name: str) -> bytes | memoryview:
+    try:
+        view = memoryview(payload)
+        frame = view.cast("B") if view.nbytes else b""  # an empty view cannot be cast
+    except (TypeError, ValueError) as error:
+        raise LocalProtocolError(f"payload of {name} is no contiguous buffer: {error}") from None
+    if len(frame) > MAX_PAYLOAD_BYTES:
+        raise LocalProtocolError(
+            f"payload of {name} takes {len(frame)} bytes, at most {MAX_PAYLOAD_BYTES} are allowed",
+            remedy="send it in slices",
+        )
+    return frame
+
+
+def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
+    if not 1 <= len(frames) <= MAX_FRAMES:
+        raise RemoteProtocolError(f"{len(frames)} frames, must be 1 .. {MAX_FRAMES}", remedy=_REMEDY)
+    for name, frame, limit in zip(
+        ("header", "payload"), frames, (MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES), strict=False
+    ):
+        if len(frame) > limit:
+            raise RemoteProtocolError(
+                f"{name} of {len(frame)} bytes, at most {limit} are allowed", remedy=_REMEDY
+            )
+
+
+def _parse(header: bytes | memoryview) -> Any:
+    try:
+        return msgpack.unpackb(
+            header,
+            raw=False,
+            use_list=False,
+            strict_map_key=True,
+            object_hook=_refuse_map,
+            ext_hook=_refuse_ext,
+            max_str_len=_MAX_STR_BYTES,
+            max_bin_len=_MAX_BIN_BYTES,
+            max_array_len=_MAX_ARRAY_ITEMS,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        problem = str(error) or type(error).__name__
+        raise RemoteProtocolError(
+            f"header of {len(header)} bytes is no msgpack within the limits: {problem}", remedy=_REMEDY
+        ) from None
+
+
+def _refuse_map(_: dict[Any, Any]) -> NoReturn:
+    raise RemoteProtocolError("header holds a map, the protocol has none", remedy=_REMEDY)
+
+
+def _refuse_ext(code: int, _: bytes) -> NoReturn:
+    raise RemoteProtocolError(f"header holds extension type {code}, the protocol has none", remedy=_REMEDY)

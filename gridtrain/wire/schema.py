@@ -1,0 +1,163 @@
+"""The bounds of every field of every message, as one table: `MESSAGES`, at the end.
+
+Decides which values may travel.  `codec` applies it, PROTOCOL.md says the same in words (a test
+compares the two), and the tests draw their messages from it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gridtrain.protocol import messages as m
+from gridtrain.wire.kinds import (
+    Binary,
+    Choice,
+    Flag,
+    Frame,
+    Group,
+    Int,
+    Many,
+    Maybe,
+    OneOf,
+    Real,
+    Reason,
+    Record,
+    Text,
+)
+
+MAX_ROSTER_PAGE = 256
+"""Members of one Roster page: a page of the longest names and addresses still fits a header."""
+
+# -- leaves ----------------------------------------------------------------------------------------
+
+UINT = Int("uint", 0, 2**63 - 1, "an integer 0 .. 2^63-1 (what SQLite holds)")
+COUNT = Int("count", 0, 2**31 - 1, "an integer 0 .. 2^31-1")
+POSITIVE = Int("positive", 1, 2**31 - 1, "an integer 1 .. 2^31-1")
+APPLIED = Int("applied", -1, 2**63 - 1, "an integer -1 .. 2^63-1; -1: no step yet")
+FLAG = Flag()
+REAL = Real("float", -sys.float_info.max, sys.float_info.max, "a finite 64-bit float")
+SECONDS = Real("seconds", 0.0, 1e6, "a 64-bit float 0 .. 10^6")
+PEER = Binary("peer", 32, 32, "exactly 32 bytes, a public key")
+DIGEST = Binary("digest", 0, 64, "0 .. 64 bytes")
+NAME = Text("name", 64, "at most 64 bytes of UTF-8 without control characters")
+ADDRESS = Text("address", 128, "at most 128 bytes of UTF-8 without control characters")
+TEXT = Text("text", 512, "at most 512 bytes of UTF-8 without control characters")
+REASON = Reason("reason", 512, "at most 512 bytes of UTF-8 without control characters save newline")
+STATE = Choice("state", "waiting", "training", "paused", "finished")
+PHASE = OneOf(m.Phase)
+VERDICT = OneOf(m.Verdict)
+FRAME = Frame()
+
+# -- parts of messages -----------------------------------------------------------------------------
+
+
+def _span_is_forward(span: m.Span) -> str | None:
+    return None if span.start <= span.stop else f"{span}, must not stop before it starts"
+
+
+def _one_end(spec: m.LedgerSpec) -> str | None:
+    return None if (spec.epochs is None) != (spec.steps is None) else f"{spec}, must have epochs or steps"
+
+
+def _page_is_one_of(roster: m.Roster) -> str | None:
+    return None if roster.page < roster.pages else f"page {roster.page} of {roster.pages}"
+
+
+def _block_is_one_of(block: m.StateBlock) -> str | None:
+    return None if block.index < block.total else f"block {block.index} of {block.total}"
+
+
+ROUND = Record(m.RoundId, term=UINT, generation=UINT, step=UINT, attempt=UINT)
+CHANNEL = Record(m.Channel, group=COUNT, kind=COUNT, index=COUNT)
+PLACE = Record(m.Place, phase=PHASE, hop=COUNT, segment=COUNT, slice=COUNT)
+SPAN = Record(m.Span, _span_is_forward, start=UINT, stop=UINT)
+SPANS = Many(SPAN, 4096)
+LEDGER_SPEC = Record(m.LedgerSpec, _one_end, size=UINT, seed=UINT, epochs=Maybe(UINT), steps=Maybe(UINT))
+LEDGER = Record(
+    m.LedgerState,
+    step=UINT,
+    cursor=UINT,
+    requeued=SPANS,
+    consumed=UINT,
+    skipped=UINT,
+    holders=Maybe(Many(Group(PEER, SPANS), 1024)),
+)
+MEMBER = Record(m.Member, peer=PEER, name=NAME, address=ADDRESS, share=COUNT, joining=FLAG)
+
+RECORDS: tuple[Record, ...] = (ROUND, CHANNEL, PLACE, SPAN, LEDGER_SPEC, LEDGER, MEMBER)
+
+# -- messages --------------------------------------------------------------------------------------
+
+MESSAGES: dict[int, Record] = {
+    # The first message; its code and layout are the same in every version.
+    1: Record(m.Hello, peer=PEER, version=UINT, software=NAME),
+    # worker -> coordinator
+    10: Record(m.Join, run=NAME, name=NAME, address=ADDRESS),
+    11: Record(
+        m.Setup,
+        facts=Many(Group(NAME, TEXT), 64),
+        ledger=LEDGER_SPEC,
+        batch_size=COUNT,
+        global_batch_size=Maybe(COUNT),
+    ),
+    12: Record(m.Links, rtt_s=Many(Group(PEER, SECONDS), 256)),
+    13: Record(m.Beat, sequence=UINT, step=APPLIED, progress=UINT, figures=Many(Group(NAME, REAL), 64)),
+    14: Record(
+        m.Report,
+        term=UINT,
+        generation=UINT,
+        synced=FLAG,
+        applied=APPLIED,
+        history=DIGEST,
+        ledger=LEDGER,
+        prepared=Maybe(ROUND),
+        digest=DIGEST,
+        skip=FLAG,
+    ),
+    15: Record(m.Ready, term=UINT, generation=UINT, history=DIGEST),
+    16: Record(m.Stalled, round=ROUND, suspects=Many(PEER, 1024), reason=REASON),
+    17: Record(m.Leave, reason=REASON),
+    18: Record(m.Finished, applied=APPLIED, history=DIGEST),
+    19: Record(m.StatusRequest),
+    # coordinator -> worker
+    30: Record(m.Welcome, term=UINT, run=NAME, software=NAME),
+    31: Record(m.Refused, code=NAME, reason=REASON, remedy=REASON),
+    32: Record(m.Admitted, probe=Many(Group(PEER, ADDRESS), 256)),
+    33: Record(m.BeatReply, term=UINT, sequence=UINT),
+    34: Record(m.Freeze, term=UINT, generation=UINT, reason=REASON),
+    35: Record(
+        m.Roster,
+        _page_is_one_of,
+        term=UINT,
+        generation=UINT,
+        page=COUNT,
+        pages=POSITIVE,
+        members=Many(MEMBER, MAX_ROSTER_PAGE),
+    ),
+    36: Record(
+        m.View,
+        term=UINT,
+        generation=UINT,
+        world_size=POSITIVE,
+        verdict=VERDICT,
+        decided=Maybe(ROUND),
+        applied=APPLIED,
+        history=DIGEST,
+        ledger=LEDGER,
+        reason=REASON,
+    ),
+    37: Record(m.Start, term=UINT, generation=UINT),
+    38: Record(m.RunState, state=STATE, reason=REASON),
+    39: Record(m.StatusReply, payload=FRAME),
+    # worker <-> worker
+    50: Record(m.Data, round=ROUND, channel=CHANNEL, place=PLACE, skip=FLAG, payload=FRAME),
+    51: Record(m.Vote, round=ROUND, yes=FLAG, digest=DIGEST, reason=REASON),
+    52: Record(m.Decision, round=ROUND, verdict=VERDICT, reason=REASON),
+    53: Record(m.Progress, round=ROUND, progress=UINT),
+    54: Record(m.Ping, nonce=UINT),
+    55: Record(m.Pong, nonce=UINT),
+    56: Record(m.StateRequest, term=UINT, generation=UINT),
+    57: Record(
+        m.StateBlock, _block_is_one_of, term=UINT, generation=UINT, index=COUNT, total=POSITIVE, payload=FRAME
+    ),
+}
