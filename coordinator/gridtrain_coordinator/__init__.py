@@ -1,0 +1,1 @@
+"""The coordinator daemon: membership, generations, journal.  Never imports torch."""

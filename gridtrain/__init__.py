@@ -1,0 +1,69 @@
+"""gridtrain: train one PyTorch model together, over plain sockets, peer to peer.
+
+    grid = gridtrain.join()
+    optimizer = grid.optimizer(optimizer, model, exchange=gridtrain.GTopK(density=0.01, momentum=0.9))
+    for batch in grid.batches(dataset, batch_size=32, epochs=3):
+        loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+This module is a lazy facade: importing it, or `gridtrain.wire`, never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from gridtrain._version import __version__
+from gridtrain.config import Deadlines, Dense, GTopK, TopK
+from gridtrain.errors import (
+    ConfigError,
+    CoordinatorUnreachable,
+    GridtrainError,
+    JoinRefused,
+    LocalProtocolError,
+    RemoteProtocolError,
+    RunPaused,
+)
+
+if TYPE_CHECKING:
+    from gridtrain.optim.grid import Grid, join
+    from gridtrain.optim.wrapper import GridOptimizer
+    from gridtrain.runtime.local import local
+
+_LAZY = {
+    "join": "gridtrain.optim.grid",
+    "Grid": "gridtrain.optim.grid",
+    "GridOptimizer": "gridtrain.optim.wrapper",
+    "local": "gridtrain.runtime.local",
+}
+
+__all__ = [
+    "ConfigError",
+    "CoordinatorUnreachable",
+    "Deadlines",
+    "Dense",
+    "GTopK",
+    "Grid",
+    "GridOptimizer",
+    "GridtrainError",
+    "JoinRefused",
+    "LocalProtocolError",
+    "RemoteProtocolError",
+    "RunPaused",
+    "TopK",
+    "__version__",
+    "join",
+    "local",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'gridtrain' has no attribute {name!r}")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"gridtrain.{name} needs torch, which is not installed here",
+            remedy="pip install 'gridtrain[torch]' (or install the torch build that fits your GPU first)",
+        )
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,119 @@
+"""What the workers tell the demo: one JSON line per step, written by the first worker.
+
+Decides the file format; the training script writes it, the orchestrator follows it while it grows.
+
+    <folder>/steps.jsonl       StepRecord, StepRecord, ...      the first worker
+    <folder>/sent-<id>.json    Sent                             every worker, at its end
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gridtrain.errors import GridtrainError
+
+STEPS_FILE = "steps.jsonl"
+SENT_GLOB = "sent-*.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes that one worker has put on its sockets so far, framing included.
+
+    Attributes:
+        data: the exchanges' payloads.
+        votes: votes and the root's decisions.
+        control: everything else: heartbeats, progress, membership, the state for one that joins.
+    """
+
+    data: int = 0
+    votes: int = 0
+    control: int = 0
+
+    @classmethod
+    def of_traffic(cls, sent_bytes: Mapping[str, int]) -> Sent:
+        """From a transport's counters by message type."""
+        data = sent_bytes.get("Data", 0)
+        votes = sent_bytes.get("Vote", 0) + sent_bytes.get("Decision", 0)
+        return cls(data, votes, sum(sent_bytes.values()) - data - votes)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of the first worker so far: in its own backward passes, selecting what to send, with
+    the exchange on its line, and waiting for votes and for others."""
+
+    compute: float = 0.0
+    select: float = 0.0
+    communicate: float = 0.0
+    wait: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The state after a committed step.  `sent` and `times` count from the run's start.
+
+    Attributes:
+        step: steps committed so far.
+        seconds: wall time since the first batch, held-out evaluations taken out.
+        loss: running mean of the first worker's training loss, nats per byte.
+        held_out: loss on the fixed held-out subset; None on the steps where it is not measured.
+    """
+
+    step: int
+    seconds: float
+    loss: float
+    held_out: float | None
+    sent: Sent
+    times: Times
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> StepRecord:
+        """Raises `GridtrainError` if the line is not a record."""
+        try:
+            values: dict[str, Any] = json.loads(line)
+            values["sent"], values["times"] = Sent(**values["sent"]), Times(**values["times"])
+            return cls(**values)
+        except (ValueError, TypeError, KeyError) as error:
+            raise GridtrainError(
+                f"not a step record: {line[:80]!r} ({error})",
+                remedy="delete the demo's output folder and run it again",
+            ) from error
+
+
+class Follower:
+    """Reads the records that were added to a growing file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_records(self) -> list[StepRecord]:
+        """Complete lines only; a line that is still being written comes with a later call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            added = file.read()
+        complete = added[: added.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [StepRecord.from_line(line) for line in complete.decode().splitlines()]
+
+
+def write_sent(folder: Path, worker: str, sent: Sent) -> None:
+    (folder / f"sent-{worker}.json").write_text(json.dumps(asdict(sent)))
+
+
+def mean_sent(folder: Path) -> dict[str, float]:
+    """Mean over the workers that wrote their totals; empty if none did."""
+    totals = [json.loads(path.read_text()) for path in sorted(folder.glob(SENT_GLOB))]
+    if not totals:
+        return {}
+    return {field.name: sum(t[field.name] for t in totals) / len(totals) for field in fields(Sent)}

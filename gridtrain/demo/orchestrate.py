@@ -1,0 +1,274 @@
+"""A coordinator and its workers as processes of this machine: started, followed, always cleaned up.
+
+Decides which processes run and when a run has failed.  Never touches a gradient.
+
+    for each exchange:
+      gridtrain coordinator --min-workers P           one log file each
+      gridtrain worker ADDRESS -- train.py  x P       all behind the cap
+      follow steps.jsonl until every worker ended     a worker fails -> the tail of its log, all stopped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from gridtrain.demo.metrics import STEPS_FILE, Follower, StepRecord, mean_sent
+from gridtrain.demo.recipe import DENSITY, MEASURE_EVERY, label_of
+from gridtrain.demo.report import Curve, Measurement
+from gridtrain.errors import GridtrainError
+
+POLL_S = 0.2
+GRACE_S = 5.0
+"""Between asking a process to end and killing it."""
+
+SILENCE_S = 90.0
+"""Without a new step for this long, a run has failed.  Longer than a step at any cap that makes sense."""
+
+START_S = 120.0
+"""Importing torch in all workers at once, on a slow machine."""
+
+LOG_TAIL_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `gridtrain demo` was asked for.
+
+    Attributes:
+        runs: (exchange, steps), in order; the first is the baseline.
+        cap: upload and download limit of each worker, such as "20Mbit".
+        out: folder for logs, metrics and the report.
+    """
+
+    runs: tuple[tuple[str, int], ...]
+    out: Path
+    workers: int = 4
+    cap: str = "20Mbit"
+    density: float = DENSITY
+    model: str = "small"
+    seed: int = 0
+    measure_every: int = MEASURE_EVERY
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A process to start; its end with another exit code than 0 fails the run."""
+
+    name: str
+    argv: tuple[str, ...]
+
+
+class View(Protocol):
+    """Who is told how a run goes on (a terminal, a log, a test)."""
+
+    def begin(self, exchange: str, label: str, steps: int) -> None: ...
+
+    def update(self, record: StepRecord) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def run_all(plan: Plan, view: View) -> list[Curve]:
+    """Run the exchanges one after the other.
+
+    Raises:
+        GridtrainError: a worker or the coordinator failed; the text holds the tail of its log.
+    """
+    curves: list[Curve] = []
+    for exchange, steps in plan.runs:
+        folder = plan.out / exchange
+        _empty(folder)
+        view.begin(exchange, label_of(exchange, plan.density), steps)
+        coordinator, *workers = commands(plan, exchange, steps, folder)
+        try:
+            supervise(coordinator, workers, folder, view.update)
+        finally:
+            view.end()
+        curves.append(curve_of(exchange, label_of(exchange, plan.density), folder))
+    return curves
+
+
+def commands(plan: Plan, exchange: str, steps: int, folder: Path) -> list[Command]:
+    """The coordinator's command, then the workers'."""
+    port = _free_port()
+    address = f"tcp://127.0.0.1:{port}"
+    cli = (sys.executable, "-m", "gridtrain")
+    coordinator = (*cli, "coordinator", "--listen", address, "--min-workers", str(plan.workers))
+    coordinator += ("--state", str(folder / "coordinator.sqlite"))
+    train = (sys.executable, "-m", "gridtrain.demo.train", "--exchange", exchange, "--steps", str(steps))
+    train += ("--density", str(plan.density), "--model", plan.model, "--seed", str(plan.seed))
+    train += ("--measure-every", str(plan.measure_every), "--metrics", str(folder))
+    worker = (*cli, "worker", address, "--upload-limit", plan.cap, "--download-limit", plan.cap)
+    return [
+        Command("coordinator", coordinator),
+        *(
+            Command(f"worker-{i}", (*worker, "--name", f"worker-{i}", "--", *train))
+            for i in range(1, plan.workers + 1)
+        ),
+    ]
+
+
+def supervise(
+    coordinator: Command,
+    workers: Sequence[Command],
+    folder: Path,
+    on_record: Callable[[StepRecord], None],
+    *,
+    start_s: float = START_S,
+    silence_s: float = SILENCE_S,
+) -> None:
+    """Run until every worker has ended with exit code 0; no process outlives this call.
+
+    Raises:
+        GridtrainError: a process failed, or no step was made for too long.
+    """
+    with started([coordinator, *workers], folder) as processes:
+        follower = Follower(folder / STEPS_FILE)
+        heard_s, patience_s = time.monotonic(), start_s
+        while True:
+            ended = all(process.poll() is not None for process in processes[1:])
+            for record in follower.new_records():
+                on_record(record)
+                heard_s, patience_s = time.monotonic(), silence_s
+            for process in processes:
+                process.raise_if_failed()
+            if ended:
+                return
+            if time.monotonic() - heard_s > patience_s:
+                raise GridtrainError(
+                    f"no step for {patience_s:.0f} s\n{processes[0].tail()}\n{processes[1].tail()}",
+                    remedy=f"the complete logs are in {folder}",
+                )
+            time.sleep(POLL_S)
+
+
+@dataclass(slots=True)
+class Running:
+    """A started process with its log file."""
+
+    command: Command
+    popen: subprocess.Popen[bytes]
+    log: Path
+    stopping: bool = field(default=False)
+
+    def poll(self) -> int | None:
+        return self.popen.poll()
+
+    def tail(self) -> str:
+        """The last lines of its log, with a heading."""
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"--- {self.command.name}, end of its log ---", *lines])
+
+    def raise_if_failed(self) -> None:
+        code = self.poll()
+        if code:
+            raise GridtrainError(
+                f"{self.command.name} ended with exit code {code}\n{self.tail()}",
+                remedy=f"the complete logs are in {self.log.parent}",
+            )
+
+
+@contextlib.contextmanager
+def started(commands: Sequence[Command], folder: Path) -> Iterator[list[Running]]:
+    """Start processes, each in its own session; end all of them and their children on leaving."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    running: list[Running] = []
+    try:
+        for command in commands:
+            log = folder / f"{command.name}.log"
+            with log.open("wb") as output:
+                popen = subprocess.Popen(
+                    command.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C comes to us alone; we end the rest in order
+                )
+            running.append(Running(command, popen, log))
+        yield running
+    finally:
+        _end(running)
+
+
+def _end(running: Sequence[Running]) -> None:
+    """Ask everyone to end, workers first, and kill what is left after `GRACE_S`.
+
+    A second Ctrl-C meanwhile must not leave processes behind: it is held back until all are gone.
+    """
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN) if _in_main_thread() else None
+    try:
+        for process in reversed(running):
+            _signal_group(process, signal.SIGTERM)
+        until_s = time.monotonic() + GRACE_S
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.popen.wait(max(0.0, until_s - time.monotonic()))
+        for process in running:
+            _signal_group(process, signal.SIGKILL)  # also children that outlived their parent
+            process.popen.wait()
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)
+
+
+def _signal_group(process: Running, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.popen.pid, number)
+
+
+def _in_main_thread() -> bool:
+
+    return threading.current_thread() is threading.main_thread()
+
+
+def _free_port() -> int:
+    """A port that is free now.  Taken in the meantime: the coordinator says so and the run fails cleanly."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _empty(folder: Path) -> None:
+    """Remove what an earlier demo left: only files that the demo itself makes."""
+    for pattern in (STEPS_FILE, "sent-*.json", "*.log", "coordinator.sqlite*"):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def curve_of(exchange: str, label: str, folder: Path) -> Curve:
+    """A finished run's curve, from the files that its workers wrote.
+
+    Raises:
+        GridtrainError: the run left no held-out measurement.
+    """
+    records = Follower(folder / STEPS_FILE).new_records()
+    measurements = tuple(
+        Measurement(r.step, r.seconds, r.held_out, r.sent.data) for r in records if r.held_out is not None
+    )
+    if not measurements:
+        raise GridtrainError(
+            f"the run with {label} ended without a held-out measurement",
+            remedy=f"the logs are in {folder}",
+        )
+    last = records[-1]
+    sent = mean_sent(folder) or {
+        "data": float(last.sent.data),
+        "votes": float(last.sent.votes),
+        "control": float(last.sent.control),
+    }
+    times_s = {name: getattr(last.times, name) for name in ("compute", "select", "communicate", "wait")}
+    return Curve(exchange, label, measurements, last.step, last.seconds, sent, times_s)

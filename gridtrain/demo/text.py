@@ -1,0 +1,79 @@
+"""Real text that every machine has: the source of Python's own standard library.
+
+Decides which bytes are trained on and which are held out.  Never touches the network, never
+writes a file, and reads only top-level modules (no tests, no site-packages).
+
+    stdlib/*.py, sorted -> first 24 KiB of each -> every 10th file -> held out
+                                                -> the others      -> training
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from gridtrain.errors import ConfigError
+
+FILE_LIMIT_BYTES = 24 * 1024
+"""No single long module dominates, and the whole is bounded (about 2 MB for Python 3.11)."""
+
+TOTAL_LIMIT_BYTES = 4 * 1024 * 1024
+LEAST_BYTES = 512 * 1024
+HELD_OUT_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Training and held-out text as bytes; no file is in both.
+
+    Attributes:
+        train: the training files, one after the other.
+        held_out: the held-out files, one after the other.
+        files: how many files there are in both together.
+        digest: SHA-256 of both, in hex: equal on machines with the same Python.
+    """
+
+    train: bytes
+    held_out: bytes
+    files: int
+    digest: str
+
+
+def load_corpus(folder: Path | None = None) -> Corpus:
+    """Read the text, the same on every call and in every process of a machine.
+
+    Args:
+        folder: where the modules lie; by default the running interpreter's standard library.
+
+    Raises:
+        ConfigError: the sources are missing (a stripped or zipped standard library) or too few.
+    """
+    if folder is None:
+        folder = Path(sysconfig.get_path("stdlib"))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    total_bytes = 0
+    names = sorted(path.name for path in folder.glob("*.py")) if folder.is_dir() else []
+    for position, name in enumerate(names):
+        piece = _read_start(folder / name)
+        if total_bytes + len(piece) > TOTAL_LIMIT_BYTES:
+            break
+        total_bytes += len(piece)
+        parts[position % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].append(piece)
+    if total_bytes < LEAST_BYTES:
+        raise ConfigError(
+            f"the standard library at {folder} has {total_bytes} bytes of Python source in {len(names)} files; "
+            f"the demo needs at least {LEAST_BYTES}",
+            remedy="this Python is stripped or zipped; run the demo with one from python.org, pyenv or your system",
+        )
+    train, held_out = b"".join(parts[0]), b"".join(parts[1])
+    digest = hashlib.sha256(len(train).to_bytes(8, "big") + train + held_out).hexdigest()
+    return Corpus(train, held_out, len(parts[0]) + len(parts[1]), digest)
+
+
+def _read_start(path: Path) -> bytes:
+    """The first bytes of a file, cut at a line's end."""
+    with path.open("rb") as file:
+        piece = file.read(FILE_LIMIT_BYTES)
+    return piece[: piece.rfind(b"\n") + 1]

@@ -1,0 +1,1 @@
+"""What a PyTorch training loop touches: optimizer wrapper, sampler, state transfer."""

@@ -1,0 +1,363 @@
+"""What users hold: `grid = gridtrain.join()` and the few calls on it.
+
+Decides how an ordinary PyTorch loop maps to steps of the run.  The work is done elsewhere: rounds in
+`runtime`, updates in `optim.wrapper`, samples in `optim.sampler`.
+
+    grid = gridtrain.join()
+    optimizer = grid.optimizer(optimizer, model, exchange=gridtrain.GTopK(density=0.01, momentum=0.9))
+    for batch in grid.batches(dataset, batch_size=32, epochs=3):
+        loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gridtrain._version import __version__
+from gridtrain.config import Dense, Exchange, GTopK, JoinConfig, TopK
+from gridtrain.errors import ConfigError
+from gridtrain.optim import sampler, state_sync
+from gridtrain.optim.flat import model_digest
+from gridtrain.optim.scaler import GridScaler
+from gridtrain.optim.wrapper import GridOptimizer
+from gridtrain.protocol import allgather, gtopk, ledger, ring
+from gridtrain.protocol.messages import LedgerSpec, Setup, Span
+from gridtrain.runtime.api import Edges, GroupSession, Reassigned
+from gridtrain.runtime.naming import random_name, state_directory
+from gridtrain.transport.base import Transport
+from gridtrain.transport.limits import parse_rate
+from gridtrain.transport.zeromq import ZeroMQTransport
+
+log = logging.getLogger("gridtrain")
+
+_NEIGHBOURS: dict[type, Edges] = {
+    Dense: ring.neighbours,
+    TopK: allgather.neighbours,
+    GTopK: gtopk.neighbours,
+}
+
+
+def join(
+    coordinator: str | None = None,
+    *,
+    run: str | None = None,
+    name: str | None = None,
+    listen: str | None = None,
+    advertise: str | None = None,
+    upload_limit: str | None = None,
+    download_limit: str | None = None,
+    export_dir: str | None = None,
+) -> Grid:
+    """Join a run.  Whatever is not given comes from `GRIDTRAIN_*`, which `gridtrain worker` sets.
+
+    Args:
+        coordinator: "tcp://host:port".
+        run: name of the run; the coordinator refuses another.
+        name: what others see of this worker; a random one by default.
+        listen: where peers connect to, "tcp://interface:port"; port 0 takes a free one.
+        advertise: the address that peers are told, where it differs from `listen`.
+        upload_limit, download_limit: such as "20Mbit"; always obeyed.
+        export_dir: where the first worker puts the final model; the state directory by default.
+
+    Raises:
+        ConfigError: an argument or variable is malformed, or no coordinator is named.
+        CoordinatorUnreachable: nobody answered in time.
+        JoinRefused: the coordinator does not want this worker; the text says why.
+    """
+    config = JoinConfig.from_environment(
+        coordinator=coordinator,
+        run=run,
+        name=name or os.environ.get("GRIDTRAIN_NAME") or random_name(),
+        listen=listen,
+        advertise=advertise,
+        upload_limit=upload_limit,
+        download_limit=download_limit,
+        export_dir=export_dir,
+    )
+    transport = ZeroMQTransport(
+        secrets.token_bytes(32),
+        f"gridtrain {__version__}",
+        upload_Bps=parse_rate(config.upload_limit) if config.upload_limit else None,
+        download_Bps=parse_rate(config.download_limit) if config.download_limit else None,
+    )
+    return Grid(transport, config)
+
+
+class Grid:
+    """This worker's hold on the run.  Used from the thread that trains."""
+
+    def __init__(self, transport: Transport, config: JoinConfig) -> None:
+        self._config = config
+        self._session = GroupSession(transport, config)
+        self._session.start()
+        self._optimizer: GridOptimizer | None = None
+        self._spec: LedgerSpec | None = None
+        self._clip_norm: float | None = None
+        self._done = False
+        atexit.register(self.close)
+
+    # -- where we are ----------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the generation that runs; 0 before the first."""
+        return self._session.picture.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the generation that runs; 0 before the first."""
+        return self._session.picture.world_size
+
+    @property
+    def is_first(self) -> bool:
+        """True on exactly one worker of a generation: for logging and saving."""
+        return self.rank == 0
+
+    @property
+    def step(self) -> int:
+        """Steps committed so far, over the whole run."""
+        return self._session.picture.applied + 1
+
+    @property
+    def finished(self) -> bool:
+        """The ledger has ended the run."""
+        return self._done
+
+    @property
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Bytes (sent, received) by message type, counted on the socket with framing."""
+        return self._session.traffic
+
+    # -- what a loop calls -------------------------------------------------------------------------
+
+    def optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        *,
+        exchange: Exchange | None = None,
+        clip_norm: float | None = None,
+        average_buffers_every: int = 100,
+    ) -> GridOptimizer:
+        """Wrap `optimizer`, so that `step()` applies the group's update.  See `GridOptimizer`.
+
+        Args:
+            exchange: `Dense()`, `TopK(...)` or `GTopK(...)`, the same on all workers; `GTopK()` by default.
+            clip_norm: largest 2-norm of the exchanged update.
+            average_buffers_every: steps between two averages of floating buffers (batch norm).
+        """
+        if self._optimizer is not None:
+            raise ConfigError("grid.optimizer was called twice", remedy="one run trains one model")
+        wrapped = GridOptimizer(
+            optimizer,
+            model,
+            exchange if exchange is not None else GTopK(),
+            self._session,
+            clip_norm=clip_norm,
+        )
+        self._optimizer, self._clip_norm = wrapped, clip_norm
+        self._session.attach(wrapped.capture, wrapped.restore)
+        return wrapped
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] = sampler.collate,
+    ) -> Iterator[Any]:
+        """Yield this worker's batches until the run's ledger ends it; every sample counts once.
+
+        One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or
+        once for every `accumulate` batches.  A step in which this worker holds no samples (the tail
+        of a pass) is taken part in without running the body.
+
+        Args:
+            dataset: map-style, the same on all workers.
+            batch_size: samples of one yielded batch on this worker.
+            global_batch_size: samples of a step over all workers; held constant as workers come and go.
+            epochs, steps: exactly one of them ends the run, for all workers together.
+            accumulate: yielded batches in one step.
+            seed: of the order of the samples, the same on all workers.
+        """
+        self._enter(dataset, batch_size, global_batch_size, epochs, steps, accumulate, seed)
+        assert self._spec is not None
+        for spans in self._turns():
+            indices = sampler.sample_indices(self._spec, spans)
+            for part in _parts(indices, accumulate):
+                yield sampler.fetch(dataset, part, collate_fn)
+
+    def sampler(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        seed: int = 0,
+    ) -> sampler.GridSampler:
+        """For `DataLoader(dataset, batch_sampler=grid.sampler(dataset, ...))`; arguments as in `batches`.
+
+        The loader must not run ahead of the steps: use it with `num_workers=0`.
+        """
+        self._enter(dataset, batch_size, global_batch_size, epochs, steps, 1, seed)
+        assert self._spec is not None
+        return sampler.GridSampler(self._spec, self._turns)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around a long evaluation: tells the others that this worker is busy, not hung."""
+        self._session.busy(True)
+        try:
+            yield
+        finally:
+            self._session.busy(False)
+
+    def report(self, **figures: float) -> None:
+        """Numbers for `gridtrain status` and the run's owner, such as `loss=...`."""
+        self._session.note({name: float(value) for name, value in figures.items()})
+
+    def track(self, **trackers: state_sync.Stateful) -> None:
+        """Schedulers, weight averages and the like that a joining worker must receive."""
+        self._wrapped().track(**trackers)
+
+    def scaler(self, **kwargs: Any) -> GridScaler:
+        """A `torch.amp.GradScaler` whose scale stays equal on all workers."""
+        return GridScaler(**kwargs)
+
+    def close(self, reason: str = "the training script ended") -> None:
+        """Leave the run; idempotent, and done by itself when the script ends."""
+        atexit.unregister(self.close)
+        self._session.close("" if self._done else reason)
+
+    def __enter__(self) -> Grid:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _wrapped(self) -> GridOptimizer:
+        if self._optimizer is None:
+            raise ConfigError(
+                "the optimizer has not been wrapped yet",
+                remedy="call optimizer = grid.optimizer(optimizer, model, ...) first",
+            )
+        return self._optimizer
+
+    def _enter(
+        self,
+        dataset: Any,
+        batch_size: int | None,
+        global_batch_size: int | None,
+        epochs: int | None,
+        steps: int | None,
+        accumulate: int,
+        seed: int,
+    ) -> None:
+        wrapped = self._wrapped()
+        if (batch_size is None) == (global_batch_size is None):
+            raise ConfigError(
+                f"batch_size={batch_size}, global_batch_size={global_batch_size}; exactly one must be given",
+                remedy="batch_size=32 for 32 samples on each worker",
+            )
+        for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
+        if accumulate < 1:
+            raise ConfigError(f"accumulate is {accumulate}; it must be >= 1", remedy="try accumulate=1")
+        data_text, _ = sampler.dataset_digest(dataset)
+        self._spec = LedgerSpec(size=len(dataset), seed=seed, epochs=epochs, steps=steps)
+        ledger.validate(self._spec)
+        facts = (
+            ("model", model_digest(wrapped.model)[0]),
+            ("exchange", wrapped.exchange_config.describe()),
+            ("optimizer", _optimizer_text(wrapped.inner)),
+            ("clip_norm", str(self._clip_norm)),
+            ("data", data_text),
+        )
+        share = batch_size * accumulate if batch_size is not None else 0
+        neighbours = _NEIGHBOURS[type(wrapped.exchange_config)]
+        with_buffers = False
+        self._session.enter(
+            Setup(facts, self._spec, share, global_batch_size),
+            # Averages of buffers go round the ring, whatever exchange the gradients take.
+            lambda r, p: neighbours(r, p) | (ring.neighbours(r, p) if with_buffers else frozenset()),
+        )
+
+    def _turns(self) -> Iterator[Sequence[Span]]:
+        """This worker's spans of one step after the other; empty turns are taken on the way."""
+        wrapped = self._wrapped()
+        while True:
+            picture = self._session.await_turn()
+            if picture is None:
+                break
+            assert picture.open_round is not None
+            if not picture.spans:
+                try:
+                    wrapped.apply_empty_turn()
+                except Reassigned:
+                    continue
+                continue
+            yield picture.spans
+            if self._session.picture.applied < picture.open_round.step:
+                raise ConfigError(
+                    f"the loop asked for the next batch before optimizer.step() of step {picture.open_round.step}",
+                    remedy="call optimizer.step() once for each batch, or give grid.batches(accumulate=...)",
+                )
+        self._finish()
+
+    def _finish(self) -> None:
+        self._done = True
+        if self.is_first:
+            path = self._export()
+            log.warning("the run is finished; the model is in %s", path)
+        if not self._session.farewell():
+            log.warning("left before the coordinator had declared the run finished")
+
+    def _export(self) -> Path:
+        """The final model as safetensors, written aside and renamed."""
+        import safetensors.torch
+
+        directory = Path(self._config.export_dir or state_directory(self._config.run))
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "final.safetensors"
+        state = {
+            name: value.detach().cpu().clone() for name, value in self._wrapped().model.state_dict().items()
+        }
+        safetensors.torch.save_file(state, path.with_suffix(".partial"))
+        os.replace(path.with_suffix(".partial"), path)
+        return path
+
+
+def _parts(indices: list[int], count: int) -> list[list[int]]:
+    """`count` near-equal micro-batches, fewer where there are not enough samples."""
+    count = min(count, len(indices))
+    bounds = [len(indices) * i // count for i in range(count + 1)]
+    return [indices[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def _optimizer_text(inner: torch.optim.Optimizer) -> str:
+    """For comparison and for people: the kind and its plain options, those of the first group."""
+    group = inner.param_groups[0]
+    options = {k: v for k, v in group.items() if k != "params" and isinstance(v, int | float | str | tuple)}
+    shown = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
+    text = f"{type(inner).__name__}({shown}) in {len(inner.param_groups)} groups"
+    return text if len(text) <= 400 else f"{text[:360]}... {state_sync.hyper_digest(inner).hex()[:12]}"

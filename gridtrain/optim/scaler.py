@@ -1,0 +1,34 @@
+"""A GradScaler whose scale stays equal on all workers.
+
+Decides nothing: it takes over the group's verdict.  Worker A overflows, worker B does not; the group skips
+the step on both, and both must back off:
+
+    torch's GradScaler     A: scale / 2     B: counts a good step      scales drift apart
+    GridScaler             A: scale / 2     B: scale / 2
+
+The verdict has to be put into the scaler's own record: it hands `optimizer.found_inf` out as a fresh sum, so
+that a write to the optimizer's attribute does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gridtrain.optim.wrapper import GridOptimizer
+
+
+class GridScaler(torch.amp.GradScaler):
+    """Use it exactly as `torch.amp.GradScaler`, with the optimizer that `grid.optimizer` returned."""
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        result = super().step(optimizer, *args, **kwargs)
+        if self.is_enabled() and isinstance(optimizer, GridOptimizer):
+            found: dict[torch.device, torch.Tensor]
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            if not found:  # no gradient on this worker at all
+                found[torch.device("cpu")] = torch.zeros(())
+            for found_inf in found.values():
+                found_inf.fill_(float(optimizer.last_skipped))
+        return result

@@ -1,0 +1,45 @@
+"""The narrow waist between the optimizer wrapper and the runtime.
+
+Decides nothing.  `gridtrain.runtime.api` implements it over a group; tests over a perfect network.
+
+    wrapper (training thread)                      session (owns rounds, votes, the loop's thread)
+       begin(capture) ------------------------------>  waits for a running generation
+       <------------------------------- StepPlan ----  who takes part, with how many samples
+       run(plan, [workspace], skip, salt) ---------->  collective, vote, decision
+       <--------------------------- RoundOutcome ----  committed: apply.  Not: begin again, same gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from gridtrain.runtime.buffers import Workspace
+from gridtrain.runtime.plan import RoundOutcome, StepPlan
+
+Capture = Callable[[], Sequence[bytes | memoryview]]
+
+
+class Session(Protocol):
+    """One worker's place in the run.  All methods are called on the training thread."""
+
+    def begin(self, capture: Capture) -> StepPlan:
+        """Block until a generation runs and the next attempt can start.
+
+        May call `capture` meanwhile, to hand this worker's state to one that joins.
+        Raises `RunPaused` when the run cannot go on.
+        """
+        ...
+
+    def run(self, plan: StepPlan, workspaces: Sequence[Workspace], skip: bool, salt: bytes) -> RoundOutcome:
+        """Exchange, vote and wait for the decision.
+
+        Args:
+            skip: this worker's gradient is not finite; ORed over all members.
+            salt: what must be equal on all members besides the update; part of the vote's digest.
+        """
+        ...
+
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Seconds of the step that was just finished: computing, waiting, selecting, ..."""
+        ...

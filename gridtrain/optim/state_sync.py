@@ -1,0 +1,303 @@
+"""The replicated state as bytes: what a joining worker receives, and a digest to compare replicas by.
+
+Decides what belongs to the state and how it is laid out.  Never unpickles, never sends anything.
+
+    u64 J | J bytes of JSON                              | safetensors
+            parameters, buffers: {name: tensor}            "0", "1", "2" ...
+            optimizer:  the inner optimizer's state_dict
+            trackers:   {name: state_dict} of schedulers, averages, ...
+            (a tensor stands in the JSON as {"tensor": "7"})
+
+Residuals are not part of it: every worker has its own, and one that joins begins with none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.optim.flat import canonical_names, canonical_parameters
+
+_LENGTH = struct.Struct("<Q")
+_MAX_DEPTH = 32
+
+
+class Stateful(Protocol):
+    """A scheduler, an average of weights, a GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+Trackers = Mapping[str, Stateful]
+
+
+# -- the whole state -----------------------------------------------------------------------------
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers) -> list[bytes]:
+    """A copy of the state, in pieces that are to be joined.
+
+    Raises:
+        ConfigError: a state_dict holds something that is neither a tensor nor plain data.
+    """
+    packer = _Packer()
+    document = {
+        "parameters": packer.pack(dict(canonical_parameters(model)), "model"),
+        "buffers": packer.pack(dict(_buffers(model)), "model"),
+        "optimizer": packer.pack(optimizer.state_dict(), "optimizer"),
+        "trackers": {name: packer.pack(item.state_dict(), name) for name, item in trackers.items()},
+    }
+    text = json.dumps(document, separators=(",", ":")).encode()
+    return [_LENGTH.pack(len(text)), text, safetensors.torch.save(packer.tensors)]
+
+
+def restore(
+    blobs: bytes | memoryview | Sequence[bytes | memoryview],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trackers: Trackers,
+) -> None:
+    """Make model, optimizer and trackers bit-identical to what `capture` saw.
+
+    Args:
+        blobs: what `capture` returned, cut in any way.
+
+    Raises:
+        RemoteProtocolError: not such a state, or that of another model; nothing was changed before
+            parameters and buffers were checked.
+    """
+    pieces = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
+    document, tensors = _parse(b"".join(pieces))
+    try:
+        parameters = _unpack(document["parameters"], tensors)
+        buffers = _unpack(document["buffers"], tensors)
+        optimizer_state = _unpack(document["optimizer"], tensors)
+        tracked = {name: _unpack(state, tensors) for name, state in document["trackers"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _not_a_state(f"{type(error).__name__}: {error}") from error
+    if tracked.keys() != trackers.keys():
+        raise RemoteProtocolError(
+            f"the state tracks {sorted(tracked)}, this worker tracks {sorted(trackers)}",
+            remedy="call grid.track(...) with the same names on all workers, before the first batch",
+        )
+    own_parameters, own_buffers = dict(canonical_parameters(model)), dict(_buffers(model))
+    _check_same("parameters", parameters, own_parameters)
+    _check_same("buffers", buffers, own_buffers)
+    with torch.no_grad():
+        for name, tensor in (own_parameters | own_buffers).items():
+            tensor.copy_(parameters[name] if name in parameters else buffers[name])
+    try:
+        optimizer.load_state_dict(optimizer_state)
+        for name, item in trackers.items():
+            item.load_state_dict(tracked[name])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RemoteProtocolError(
+            f"the optimizer's or a tracker's state does not fit: {error}",
+            remedy="build optimizer and schedulers alike on all workers",
+        ) from error
+
+
+def _parse(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if len(data) < _LENGTH.size:
+        raise _not_a_state(f"{len(data)} bytes")
+    (text_bytes,) = _LENGTH.unpack_from(data)
+    if text_bytes > len(data) - _LENGTH.size:
+        raise _not_a_state(f"its JSON of {text_bytes} bytes does not fit into {len(data)}")
+    end = _LENGTH.size + text_bytes
+    try:
+        document = json.loads(data[_LENGTH.size : end])
+        tensors = safetensors.torch.load(data[end:])
+    except (ValueError, RecursionError, SafetensorError) as error:
+        raise _not_a_state(str(error)) from error
+    if not isinstance(document, dict):
+        raise _not_a_state(f"its JSON is a {type(document).__name__}")
+    return document, tensors
+
+
+def _check_same(what: str, theirs: Any, own: Mapping[str, Tensor]) -> None:
+    if not isinstance(theirs, dict) or not all(isinstance(t, Tensor) for t in theirs.values()):
+        raise _not_a_state(f"{what} are not named tensors")
+    described = {name: (tuple(t.shape), t.dtype) for name, t in theirs.items()}
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
+    different = sorted(n for n in described.keys() | expected.keys() if described.get(n) != expected.get(n))
+    if different:
+        first = different[0]
+        raise RemoteProtocolError(
+            f"{len(different)} {what} differ, the first is {first!r}: "
+            f"{described.get(first, 'absent')} there, {expected.get(first, 'absent')} here",
+            remedy="run the same model code on all workers",
+        )
+
+
+def _not_a_state(reason: str) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"what came is not a training state: {reason}", remedy="ask another worker for it"
+    )
+
+
+# -- nested state_dicts as JSON and tensors ------------------------------------------------------
+
+
+class _Packer:
+    """Plain data becomes JSON that remembers int keys and tuples; tensors are numbered and copied out."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def pack(self, value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            name = str(len(self.tensors))
+            # Cloned: safetensors refuses memory that two tensors share.
+            self.tensors[name] = value.detach().cpu().contiguous().clone()
+            return {"tensor": name}
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Mapping):
+            kind = "counter" if isinstance(value, Counter) else "dict"
+            items = [[self.pack(k, where), self.pack(v, f"{where}.{k}")] for k, v in value.items()]
+            return {kind: items}
+        if isinstance(value, list | tuple):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return {kind: [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]}
+        raise ConfigError(
+            f"{where} is a {type(value).__name__}, which a joining worker cannot be sent",
+            remedy="keep tensors, numbers, strings, lists and dicts in state_dict()",
+        )
+
+
+def _unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
+    """Raises `ValueError`, `KeyError` or `TypeError` for what `_Packer` would not have written."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+    if not isinstance(node, dict):
+        if isinstance(node, list):
+            raise ValueError("a bare list")
+        return node
+    ((kind, content),) = node.items()
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "list" | "tuple":
+            values = [_unpack(item, tensors, depth + 1) for item in content]
+            return tuple(values) if kind == "tuple" else values
+        case "dict" | "counter":
+            items = {_unpack(k, tensors, depth + 1): _unpack(v, tensors, depth + 1) for k, v in content}
+            return Counter(items) if kind == "counter" else items
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+# -- digests -------------------------------------------------------------------------------------
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    """32-byte digest of all parameters, the optimizer's state and its hyper-parameters, bit for bit.
+
+    Buffers are left out: between their averagings they may differ (promise 1).
+    """
+    packer = _Packer()
+    layout = {
+        "parameters": packer.pack(dict(canonical_parameters(model)), "model"),
+        "state": packer.pack(_sorted(optimizer.state_dict()["state"]), "optimizer"),
+    }
+    total = hashlib.blake2b(json.dumps(layout).encode(), digest_size=32)
+    for tensor in packer.tensors.values():
+        total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor_bytes(tensor).data)
+    total.update(hyper_digest(optimizer))
+    return total.digest()
+
+
+def hyper_digest(optimizer: torch.optim.Optimizer) -> bytes:
+    """32-byte digest of the optimizer's kind and all plain fields of its groups (lr, weight_decay, ...)."""
+    groups = []
+    for group in optimizer.param_groups:
+        fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()}
+        groups.append({k: v for k, v in fields.items() if k not in _NAMES and _is_plain(v)})
+    document = json.dumps([type(optimizer).__name__, groups], sort_keys=True)
+    return hashlib.blake2b(document.encode(), digest_size=32).digest()
+
+
+_NAMES = ("params", "param_names")  # the model's, and differently prefixed under torch.compile
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _sorted(state: Any) -> Any:
+    return {k: _sorted(state[k]) for k in sorted(state, key=str)} if isinstance(state, dict) else state
+
+
+def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The tensor's bits in logical order, (bytes,)."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array
+
+
+# -- buffers: float ones are averaged, integer ones taken from the lowest rank ---------------------
+
+
+def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Persistent buffers (those in `state_dict`), in the model's order, shared ones once."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    named = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
+    return list(zip(canonical_names([name for name, _ in named]), (b for _, b in named), strict=True))
+
+
+def _chosen_buffers(model: nn.Module, *, floating: bool) -> list[Tensor]:
+    return [b for _, b in _buffers(model) if b.is_floating_point() == floating and not b.is_complex()]
+
+
+def buffers_vector(model: nn.Module) -> npt.NDArray[np.float32]:
+    """All floating-point buffers (batch-norm statistics, ...) as one (n,) float32 vector."""
+    return _joined(_chosen_buffers(model, floating=True), torch.float32)
+
+
+def load_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.float32]) -> None:
+    """Write an averaged `buffers_vector` back."""
+    _spread(_chosen_buffers(model, floating=True), vector_N)
+
+
+def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:
+    """All integer and boolean buffers (batch counters, ...) as one (n,) int64 vector."""
+    return _joined(_chosen_buffers(model, floating=False), torch.int64)
+
+
+def load_integer_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.int64]) -> None:
+    """Write the lowest rank's `integer_buffers_vector` back."""
+    _spread(_chosen_buffers(model, floating=False), vector_N)
+
+
+def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:
+    pieces = [t.detach().cpu().reshape(-1).to(dtype) for t in tensors]
+    return np.asarray(torch.cat([torch.empty(0, dtype=dtype), *pieces]).numpy())
+
+
+def _spread(tensors: Sequence[Tensor], vector_N: npt.NDArray[Any]) -> None:
+    expected = sum(t.numel() for t in tensors)
+    if vector_N.shape != (expected,):
+        raise RemoteProtocolError(f"buffers of shape {vector_N.shape}, this model's are ({expected},)")
+    with torch.no_grad():
+        for tensor, piece in zip(
+            tensors, torch.split(torch.from_numpy(vector_N), [t.numel() for t in tensors]), strict=True
+        ):
+            tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,296 @@
+"""The optimizer that a user's loop calls: the group's update instead of the local gradient.
+
+Decides what a worker brings into a step and applies what the group committed (DESIGN section 7).  Never opens
+a socket and never decides a commit: that is the session's.
+
+    p.grad --gather--> flat_N --(n_i / N)--> contribution --prepare--> workspace --+
+      ^                  ^                                                         |  session.run
+      |                  |            not committed: begin again, same gradient <--+
+      +-----scatter------+------ clip_norm ------- update <----- committed --------+
+      |                                            (skip: no update, the inner optimizer is not called)
+      +--> inner.step()
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from gridtrain.config import Dense, Exchange
+from gridtrain.errors import ConfigError
+from gridtrain.optim import state_sync
+from gridtrain.optim.exchange import exchanger
+from gridtrain.optim.flat import FlatGradient
+from gridtrain.optim.session import Session
+from gridtrain.runtime.plan import StepPlan
+from gridtrain.sparsify.merge import largest_summable
+from gridtrain.wire.sparse import Sparse
+
+_NORM_BLOCK = 1 << 20
+
+
+class GridOptimizer(torch.optim.Optimizer):
+    """A real `torch.optim.Optimizer` around the user's, whose groups, state and `state_dict` it shows.
+
+    Between backward and `step`, clipping clips the local gradient.  To clip what the group agreed on, give
+    `clip_norm=`, or use the explicit form::
+
+        optimizer.exchange()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    Args:
+        inner: the optimizer that applies updates.
+        model: all of its trainable parameters take part, zeros where a gradient is None.
+        exchange: `Dense()`, `TopK(...)` or `GTopK(...)`.
+        session: this worker's place in the run.
+        clip_norm: largest 2-norm of the exchanged update; None: not clipped.
+
+    Attributes:
+        skipped_steps: committed steps whose update was empty because somebody's gradient was not finite.
+        last_skipped: whether the latest step was one of these.
+        timings: seconds of the latest step: computing, waiting, selecting, communicating, applying.
+
+    Raises:
+        ConfigError: inner, model and exchange do not fit together; the text says what to change.
+    """
+
+    inner: torch.optim.Optimizer
+    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to `step`
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        model: nn.Module,
+        exchange: Exchange,
+        session: Session,
+        *,
+        clip_norm: float | None = None,
+    ) -> None:
+        _refuse_misfits(inner, exchange, clip_norm)
+        # Not Optimizer.__init__, which would build groups of its own: the door that unpickling uses
+        # sets up everything else (hooks, profiling).
+        self.__setstate__({"inner": inner})
+        self.model = model
+        self.exchange_config = exchange
+        self._session = session
+        self._clip_norm = clip_norm
+        self._flat = FlatGradient(model, inner)
+        self._exchanger = exchanger(exchange, self._flat.n, self._flat.flat_N.device)
+        self._trackers: dict[str, state_sync.Stateful] = {}
+        self._exchanged = False
+        self.skipped_steps = 0
+        self.last_skipped = False
+        self.timings: dict[str, float] = {}
+        self._watch = _Stopwatch()
+
+    # -- what an Optimizer is --------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ConfigError(
+            "a parameter group was added after the optimizer was wrapped, when the flat layout is fixed",
+            remedy="add all groups to the inner optimizer before grid.optimizer(...)",
+        )
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Exchange (unless `exchange()` was called), then apply the committed update."""
+        if closure is not None:
+            raise ConfigError(
+                "step() was called with a closure; a gradient is exchanged once and cannot be re-evaluated",
+                remedy="call loss.backward() and then optimizer.step()",
+            )
+        if not self._exchanged:
+            self.exchange()
+        self._exchanged = False
+        self._apply()
+
+    # -- the group's step ------------------------------------------------------------------------
+
+    def exchange(self) -> bool:
+        """Replace every `p.grad` by the group's committed update; `step` then only applies it.
+
+        Returns False if the step is skipped: gradients are as they were, and `step` will not apply them.
+        With a GradScaler call `scaler.unscale_(optimizer)` first.
+        """
+        if self._exchanged:
+            raise ConfigError(
+                "exchange() was called twice for one step",
+                remedy="call optimizer.step() after each optimizer.exchange()",
+            )
+        self._flat.gather()
+        overflowed = self._unscale()
+        self._turn(math.inf if overflowed else _largest_magnitude(self._flat.flat_N))
+        self._exchanged = True
+        return not self.last_skipped
+
+    def apply_empty_turn(self) -> None:
+        """Take part in a step for which this worker holds no samples: zeros in, the group's update applied.
+
+        Leaves no gradients behind.  The user's loop body does not run, so schedulers are not stepped.
+        """
+        self._flat.flat_N.zero_()
+        self._turn(0.0)
+        self._apply()
+        self.zero_grad()
+
+    def _turn(self, largest: float) -> None:
+        """Attempts at one step until one commits; the local gradient in flat_N stays until then.
+
+        `largest`: its largest magnitude, infinite or NaN if it is not finite.
+        """
+        self._watch.lap("computing_s")
+        while True:
+            plan = self._session.begin(self.capture)
+            self._watch.lap("waiting_s")
+            usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
+            attempt = self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
+            self._watch.lap("selecting_s")
+            outcome = self._session.run(plan, [attempt.workspace], attempt.skip, self.hyper_digest())
+            self._watch.lap("communicating_s")
+            if outcome.committed:
+                break
+        self.last_skipped = outcome.skip
+        if outcome.skip:
+            self.skipped_steps += 1
+            return
+        update = self._exchanger.commit(attempt)
+        self._flat.fill(update)
+        if self._clip_norm is not None:
+            self._flat.flat_N.mul_(min(1.0, self._clip_norm / (_norm(update) + 1e-6)))
+        self._flat.scatter()
+
+    def _contribution(self, plan: StepPlan) -> Tensor:
+        flat_N = self._flat.flat_N
+        return flat_N * plan.weight if plan.samples else torch.zeros_like(flat_N)
+
+    def _apply(self) -> None:
+        if not self.last_skipped:
+            self.inner.step()
+        self._watch.lap("applying_s")
+        self.timings = self._watch.reset()
+        self._session.note(self.timings)
+
+    def _unscale(self) -> bool:
+        """What GradScaler leaves to an optimizer that declares `_step_supports_amp_scaling`.
+
+        Returns whether it found a gradient that is not finite.
+        """
+        scale: Tensor | None = getattr(self, "grad_scale", None)  # None: already unscaled, or no scaler
+        if scale is not None:
+            self._flat.flat_N.mul_(1.0 / float(scale))
+        return float(getattr(self, "found_inf", 0.0)) > 0.0
+
+    # -- what has to be equal on all workers ------------------------------------------------------
+
+    def hyper_digest(self) -> bytes:
+        """32-byte digest of learning rates, weight decays, ... of all groups.
+
+        Part of every vote: a learning rate that one worker's scheduler changed alone forks no replica.
+        """
+        return state_sync.hyper_digest(self.inner)
+
+    def track(self, **trackers: state_sync.Stateful) -> None:
+        """Put schedulers, averages and the like into what a joining worker receives.  All workers alike."""
+        self._trackers.update(trackers)
+
+    def capture(self) -> Sequence[bytes | memoryview]:
+        """The whole replicated state; see `state_sync.capture`."""
+        return state_sync.capture(self.model, self.inner, self._trackers)
+
+    def restore(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
+        """Take over another worker's `capture`; see `state_sync.restore`."""
+        state_sync.restore(blobs, self.model, self.inner, self._trackers)
+
+    def residual_state(self) -> dict[str, Tensor]:
+        """What this worker has not yet sent; empty for `Dense`.  Not part of `state_dict`: not replicated."""
+        feedback = self._exchanger.feedback
+        return {} if feedback is None else feedback.state()
+
+    def load_residual_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over `residual_state` of the same model and exchange; raises `ConfigError` otherwise."""
+        feedback = self._exchanger.feedback
+        if feedback is not None:
+            feedback.load(state)
+
+
+class _Stopwatch:
+    """Laps of one step by name, in seconds; time outside of steps counts as the next one's first lap."""
+
+    def __init__(self) -> None:
+        self._last_s = time.perf_counter()
+        self._laps_s: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now_s = time.perf_counter()
+        self._laps_s[name] = self._laps_s.get(name, 0.0) + now_s - self._last_s
+        self._last_s = now_s
+
+    def reset(self) -> dict[str, float]:
+        laps_s, self._laps_s = self._laps_s, {}
+        return laps_s
+
+
+def _refuse_misfits(inner: torch.optim.Optimizer, exchange: Exchange, clip_norm: float | None) -> None:
+    name = type(inner).__name__
+    if isinstance(inner, GridOptimizer):
+        raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
+    if isinstance(inner, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ConfigError(f"{name} cannot take its gradients from a group", remedy="use SGD or AdamW")
+    if clip_norm is not None and not 0.0 < clip_norm < math.inf:
+        raise ConfigError(f"clip_norm is {clip_norm}; it must be > 0 and finite", remedy="try clip_norm=1.0")
+    if isinstance(exchange, Dense):
+        return
+    momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)
+    if momentum and exchange.momentum:
+        raise ConfigError(
+            f"{name} has momentum {momentum} and {exchange.describe()} corrects for momentum, too",
+            remedy=f"keep the exchange's and build {name} with momentum=0",
+        )
+    if "betas" in inner.defaults:
+        warnings.warn(
+            f"{name} after a sparse exchange learns badly, most elements of an update being zero -> "
+            "use exchange=Dense(), or SGD with GTopK(momentum=0.9); LocalSteps arrives in a later release",
+            stacklevel=3,
+        )
+
+
+def _largest_magnitude(values_N: Tensor) -> float:
+    """NaN if there is one; infinite or NaN compares as too large for any bound."""
+    low, high = torch.aminmax(values_N)
+    return float(torch.maximum(-low, high))
+
+
+def _norm(update: npt.NDArray[np.float32] | Sparse) -> float:
+    """2-norm, summed in float64 on the host: equal on all workers whatever their number of threads."""
+    values = update.values if isinstance(update, Sparse) else update
+    blocks = (values[i : i + _NORM_BLOCK].astype(np.float64) for i in range(0, values.size, _NORM_BLOCK))
+    return math.sqrt(math.fsum(float(np.square(block).sum()) for block in blocks))

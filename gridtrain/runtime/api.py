@@ -1,0 +1,187 @@
+"""The trainer's place in the group: turns, rounds and chores, seen from the training thread.
+
+Decides when the training thread may go on and which chore it does while it waits (capture its state
+for a joiner, restore a donor's).  Never touches a socket, a protocol rule or a tensor.
+
+    batches:  await_turn -> spans ----> the user's loop computes -----> optimizer.step
+                                                                          begin -> StepPlan
+                                                                          run   -> RoundOutcome
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from gridtrain.config import JoinConfig
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.protocol import member
+from gridtrain.protocol import messages as m
+from gridtrain.runtime.buffers import Workspace
+from gridtrain.runtime.driver import Driver, Picture
+from gridtrain.runtime.plan import RoundOutcome, StepPlan
+from gridtrain.transport.base import Transport
+
+Capture = Callable[[], Sequence[bytes | memoryview]]
+Restore = Callable[[Sequence[bytes]], None]
+Edges = Callable[[int, int], frozenset[int]]
+
+FAREWELL_S = 15.0  # how long a finished worker stays for the others' sake
+
+
+class Reassigned(Exception):
+    """The open step's positions changed before this worker's turn at it: fetch them again."""
+
+
+class GroupSession:
+    """One worker's place in a run, over a `Driver`.  All methods belong to the training thread.
+
+    Raises, from every method that waits: `JoinRefused` when the coordinator dismissed this worker,
+    `RunPaused` when the run cannot go on, or whatever else ended the loop's thread.
+    """
+
+    def __init__(self, transport: Transport, config: JoinConfig) -> None:
+        self.config = config
+        self._driver = Driver(transport, config)
+        self._capture: Capture | None = None
+        self._restore: Restore | None = None
+        self._given_for = 0
+        self._turn: Picture | None = None
+        self._entered = False
+        self._ended = False
+
+    def start(self) -> None:
+        """See `Driver.start`."""
+        self._driver.start()
+
+    def attach(self, capture: Capture, restore: Restore) -> None:
+        """How to take a copy of this worker's state, and how to load another's."""
+        self._capture, self._restore = capture, restore
+
+    def enter(self, setup: m.Setup, edges: Edges) -> None:
+        """Ask for a place in the run.  The coordinator refuses a set-up that differs from the run's."""
+        if self._entered:
+            raise ConfigError(
+                "a second data set was given to this run; its ledger has one",
+                remedy="call grid.batches(...) or grid.sampler(...) once",
+            )
+        self._entered = True
+        self._driver.command(member.Enter(setup, edges))
+
+    # -- turns -----------------------------------------------------------------------------------
+
+    def await_turn(self) -> Picture | None:
+        """Block until a step is open; None when the ledger has ended the run.  Does chores meanwhile."""
+        if not self._entered:
+            raise ConfigError(
+                "a step was begun before the data was named",
+                remedy="iterate over grid.batches(dataset, ...), or use grid.sampler(dataset, ...)",
+            )
+        while True:
+            picture = self._driver.wait(self._has_something)
+            assert picture is not None
+            if picture.offered_state:
+                self._take_state()
+            elif self._owes_state(picture):
+                self._give_state(picture.wanted_state)
+            elif picture.finished:
+                self._turn = None
+                return None
+            else:
+                self._turn = picture
+                return picture
+
+    def _has_something(self, picture: Picture) -> bool:
+        return (
+            picture.open_round is not None
+            or picture.finished
+            or picture.offered_state
+            or self._owes_state(picture)
+        )
+
+    def _owes_state(self, picture: Picture) -> bool:
+        return picture.wanted_state > self._given_for and self._capture is not None
+
+    def _give_state(self, generation: int) -> None:
+        assert self._capture is not None
+        self._given_for = generation
+        self._driver.give_state(generation, self._capture())
+
+    def _take_state(self) -> None:
+        if self._restore is None:
+            raise ConfigError(
+                "a state arrived before the optimizer was wrapped",
+                remedy="call grid.optimizer(optimizer, model, ...) before grid.batches(...)",
+            )
+        self._restore(self._driver.take_state())
+        self._driver.command(member.Restored())
+        self._driver.wait(lambda p: not p.offered_state)
+
+    # -- one step (gridtrain.optim.session.Session) ------------------------------------------------
+
+    def begin(self, capture: Capture) -> StepPlan:
+        """See `optim.session.Session.begin`.  Raises `Reassigned` inside `batches` (an empty turn)."""
+        asked = self._turn.spans if self._turn is not None else None
+        picture = self.await_turn()
+        if picture is None or picture.open_round is None:
+            raise ConfigError(
+                "optimizer.step() was called after the end of the run",
+                remedy="leave the loop when grid.batches(...) ends; it ends the run",
+            )
+        if asked == () and picture.spans:
+            raise Reassigned
+        return StepPlan(
+            step=picture.open_round.step,
+            attempt=picture.open_round.attempt,
+            rank=picture.rank,
+            world_size=picture.world_size,
+            samples=sum(span.stop - span.start for span in picture.spans),
+            total_samples=picture.total_samples,
+        )
+
+    def run(self, plan: StepPlan, workspaces: Sequence[Workspace], skip: bool, salt: bytes) -> RoundOutcome:
+        """See `optim.session.Session.run`."""
+        assert self._turn is not None and self._turn.open_round is not None
+        return self._driver.run_round(self._turn.open_round, workspaces, skip, salt)
+
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Figures for `gridtrain status`."""
+        self._driver.note(figures)
+
+    # -- what people ask ---------------------------------------------------------------------------
+
+    @property
+    def picture(self) -> Picture:
+        return self._driver.look()
+
+    @property
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Bytes (sent, received) so far by message type, framing included."""
+        return self._driver.traffic
+
+    def busy(self, inside: bool) -> None:
+        self._driver.busy(inside)
+
+    def farewell(self) -> bool:
+        """After the end: stay until all members have finished, so that none misses the last decision.
+
+        Returns whether the coordinator declared the run finished in time.
+        """
+        until_s = time.monotonic() + FAREWELL_S
+        try:
+            while True:
+                picture = self._driver.wait(
+                    lambda p: p.run_state[0] == "finished" or self._owes_state(p),
+                    until_s - time.monotonic(),
+                )
+                if picture is None or picture.run_state[0] == "finished":
+                    return picture is not None
+                self._give_state(picture.wanted_state)
+        except GridtrainError:
+            return False  # the run is over for this worker; nothing depends on what failed
+
+    def close(self, reason: str = "") -> None:
+        """Leave and release everything; idempotent."""
+        if not self._ended:
+            self._ended = True
+            self._driver.stop(reason)

@@ -1,0 +1,255 @@
+"""Workspaces: the numbers of one collective of one attempt.
+
+Decides how an effect of a collective changes the numbers, and checks each payload against what is
+known locally (n, k, kind, world size) before it is used.  Never decides who sends what to whom or
+when (the core does), and never commits: a workspace is dropped whole when its round aborts.
+
+    loop --- apply(AddSlice | StoreSlice | StoreOf | MergeIn | Adopt) --> workspace --> update, kept
+         <-- payload(place) ---------------------------------------------          --> seal(): digest
+
+    DenseWorkspace      Ring        work (n,) float32, in place
+    GatherWorkspace     AllGather   one payload for each rank, summed in rank order at the end
+    ButterflyWorkspace  Butterfly   mine: one payload, replaced by each merge; kept: goes to the residual
+
+A member that skips contributes zeros, or a payload without entries; `collective(skip=True)` sees to it.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.protocol.allgather import AllGather
+from gridtrain.protocol.collective import (
+    AddSlice,
+    Adopt,
+    Collective,
+    MergeIn,
+    StoreOf,
+    StoreSlice,
+    WorkspaceEffect,
+)
+from gridtrain.protocol.gtopk import Butterfly
+from gridtrain.protocol.messages import Place
+from gridtrain.protocol.ring import Ring
+from gridtrain.sparsify.merge import FloatArray, Kept, merge, sum_in_rank_order
+from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
+
+SLICE_BYTES = 256 * 1024
+_FLOAT = np.dtype("<f4")  # as on the wire, and as on every machine that we know
+
+
+class Workspace(Protocol):
+    """What the loop needs of one collective's numbers."""
+
+    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+        """The core that decides for these numbers; `skip`: the local gradient is not finite."""
+        ...
+
+    def apply(self, effect: WorkspaceEffect) -> None:
+        """Raises `RemoteProtocolError` if the payload is not what it must be."""
+        ...
+
+    def payload(self, place: Place) -> bytes | memoryview:
+        """What a `SendTo` of this place sends now; not copied, read only."""
+        ...
+
+    def seal(self) -> bytes:
+        """After Complete: 32-byte digest of the update's bits, equal on all ranks.
+
+        Raises `RemoteProtocolError` if the update is not finite."""
+        ...
+
+
+class DenseWorkspace:
+    """A ring's segments and slices over one flat vector.
+
+    Takes ownership of `contribution_N` ((n,) float32): sums are made in it, in place.  A retry needs
+    a fresh one.  `update_N` is the whole sum once the collective is complete.
+
+    Payloads are views of the vector that the transport may still be sending when we go on.  They are
+    never overwritten too early: a rank writes to a slice again only when its final value arrives, and
+    that exists only after every rank further down the ring has received and added the partial sum
+    that the view shows.  The final value is sent on after it was stored, and is not written to again.
+    """
+
+    def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int = SLICE_BYTES) -> None:
+        if (
+            contribution_N.ndim != 1
+            or contribution_N.dtype != _FLOAT
+            or not contribution_N.flags.c_contiguous
+        ):
+            raise LocalProtocolError(
+                f"contribution is {contribution_N.dtype} of shape {contribution_N.shape}: "
+                "must be float32 of shape (n,), contiguous"
+            )
+        self.update_N = contribution_N
+        self._world_size = world_size
+        longest_segment_bytes = -(-contribution_N.size // world_size) * _FLOAT.itemsize
+        self.slices = max(1, -(-longest_segment_bytes // slice_bytes))
+
+    def collective(self, rank: int, world_size: int, skip: bool) -> Ring:
+        _check_world_size(world_size, self._world_size)
+        if skip:
+            self.update_N[:] = 0
+        return Ring(rank, world_size, self.slices, skip)
+
+    def apply(self, effect: WorkspaceEffect) -> None:
+        match effect:
+            case AddSlice(segment, slice_, payload):
+                with np.errstate(over="ignore", invalid="ignore"):  # `seal` checks
+                    self._view(segment, slice_)[:] += self._values(segment, slice_, payload)
+            case StoreSlice(segment, slice_, payload):
+                self._view(segment, slice_)[:] = self._values(segment, slice_, payload)
+            case _:
+                raise _no_effect_of("Ring", effect)
+
+    def payload(self, place: Place) -> memoryview:
+        return self._view(place.segment, place.slice).view(np.uint8).data.toreadonly()
+
+    def seal(self) -> bytes:
+        # min and max say it without a temporary array: NaN spreads, infinity is one of them.
+        if self.update_N.size and not np.isfinite([self.update_N.min(), self.update_N.max()]).all():
+            raise RemoteProtocolError(
+                "the dense sum is not finite although no member skips",
+                remedy="abort: a member whose values are that large, or not finite, has to skip the step",
+            )
+        return blake2b(self.update_N.data, digest_size=32).digest()
+
+    def _view(self, segment: int, slice_: int) -> FloatArray:
+        """Segments are near-equal parts of the vector, slices of a segment; any may be empty."""
+        start, stop = _part(0, self.update_N.size, segment, self._world_size)
+        start, stop = _part(start, stop, slice_, self.slices)
+        return self.update_N[start:stop]
+
+    def _values(self, segment: int, slice_: int, payload: bytes | memoryview) -> FloatArray:
+        expected = self._view(segment, slice_).nbytes
+        data = np.frombuffer(payload, np.uint8)
+        if data.size != expected:
+            raise RemoteProtocolError(
+                f"segment {segment}, slice {slice_} came with {data.size} bytes, must be {expected}",
+                remedy="drop the peer; all members of a run train the same model",
+            )
+        return data.view(_FLOAT)
+
+
+class GatherWorkspace:
+    """Everybody's payload.  `update` is their sum in rank order, one's own decoded like the others."""
+
+    def __init__(
+        self, rank: int, world_size: int, payload: bytes, *, n: int, k: int, kind: ValueKind
+    ) -> None:
+        self._n, self._k, self._kind = n, k, kind
+        self._rank = rank
+        self._payloads: list[bytes | memoryview | None] = [None] * world_size
+        self._parts: list[Sparse | None] = [None] * world_size
+        self._store(rank, payload)
+        self._update: Sparse | None = None
+
+    @property
+    def update(self) -> Sparse:
+        if self._update is None:
+            parts = [part for part in self._parts if part is not None]
+            if len(parts) < len(self._parts):
+                raise LocalProtocolError(
+                    f"update asked for with payloads of {len(parts)} of {len(self._parts)} ranks"
+                )
+            self._update = sum_in_rank_order(parts)
+        return self._update
+
+    def collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
+        _check_world_size(world_size, len(self._payloads))
+        if skip:
+            self._store(self._rank, _nothing(self._n, self._kind))
+        return AllGather(rank, world_size, skip)
+
+    def apply(self, effect: WorkspaceEffect) -> None:
+        match effect:
+            case StoreOf(rank, payload):
+                self._store(rank, payload)
+            case _:
+                raise _no_effect_of("AllGather", effect)
+
+    def payload(self, place: Place) -> bytes | memoryview:
+        stored = self._payloads[place.segment]
+        if stored is None:
+            raise LocalProtocolError(f"payload of rank {place.segment} asked for before it came")
+        return stored
+
+    def seal(self) -> bytes:
+        return _digest(self.update)
+
+    def _store(self, rank: int, payload: bytes | memoryview) -> None:
+        self._parts[rank] = decode(payload, n=self._n, max_entries=self._k, kind=self._kind)
+        self._payloads[rank] = payload
+
+
+class ButterflyWorkspace:
+    """One payload, merged hop by hop.  `update` is what it decodes to.
+
+    `kept`: dropped or rounded values that this rank owns; to be added to the residual at the commit.
+    """
+
+    def __init__(self, payload: bytes, *, n: int, k: int, kind: ValueKind) -> None:
+        self._n, self._k, self._kind = n, k, kind
+        self._payload: bytes | memoryview = payload
+        self.update = self._decode(payload)
+        self.kept: list[Kept] = []
+
+    def collective(self, rank: int, world_size: int, skip: bool) -> Butterfly:
+        if skip:
+            self._take(_nothing(self._n, self._kind))
+        return Butterfly(rank, world_size, skip)
+
+    def apply(self, effect: WorkspaceEffect) -> None:
+        match effect:
+            case MergeIn(payload, owner_modulus, owner_residue):
+                theirs = self._decode(payload)
+                merged = merge(self.update, theirs, n=self._n, k=self._k, kind=self._kind)
+                self._payload, self.update = merged.payload, merged.sparse
+                self.kept.append(merged.owned(owner_modulus, owner_residue))
+            case Adopt(payload):
+                self._take(payload)
+            case _:
+                raise _no_effect_of("Butterfly", effect)
+
+    def payload(self, place: Place) -> bytes | memoryview:
+        return self._payload
+
+    def seal(self) -> bytes:
+        return _digest(self.update)
+
+    def _take(self, payload: bytes | memoryview) -> None:
+        self._payload, self.update = payload, self._decode(payload)
+
+    def _decode(self, payload: bytes | memoryview) -> Sparse:
+        return decode(payload, n=self._n, max_entries=self._k, kind=self._kind)
+
+
+def _part(start: int, stop: int, index: int, parts: int) -> tuple[int, int]:
+    """Bounds of the index-th of near-equal parts of start .. stop."""
+    length = stop - start
+    return start + index * length // parts, start + (index + 1) * length // parts
+
+
+def _nothing(n: int, kind: ValueKind) -> bytes:
+    return encode(np.empty(0, np.int64), np.empty(0, np.float32), n=n, kind=kind)
+
+
+def _digest(update: Sparse) -> bytes:
+    digest = blake2b(digest_size=32)
+    digest.update(update.indices.astype("<i8", copy=False).data)
+    digest.update(update.values.astype(_FLOAT, copy=False).data)
+    return digest.digest()
+
+
+def _check_world_size(asked: int, made_for: int) -> None:
+    if asked != made_for:
+        raise LocalProtocolError(f"collective of {asked} ranks over a workspace made for {made_for}")
+
+
+def _no_effect_of(core: str, effect: WorkspaceEffect) -> LocalProtocolError:
+    return LocalProtocolError(f"{type(effect).__name__} is no effect of {core}")

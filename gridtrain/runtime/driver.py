@@ -1,0 +1,417 @@
+"""The worker's only loop: carries effects of the member core to the transport, and events back.
+
+Decides nothing about the protocol.  One thread (this one) owns the transport, the core and the
+workspaces while a round is open; the trainer's thread hands in commands and waits for pictures.
+
+    trainer thread          this thread                                    network
+      enter, submit ---> commands --> MemberCore.handle --> effects --> Transport.send
+      wait   <--- Picture (immutable) <----+     ^------- events <----- Transport.poll
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gridtrain.config import JoinConfig
+from gridtrain.errors import CoordinatorUnreachable, GridtrainError, RemoteProtocolError, TransportError
+from gridtrain.protocol import member as core
+from gridtrain.protocol import messages as m
+from gridtrain.runtime.buffers import Workspace
+from gridtrain.runtime.plan import RoundOutcome
+from gridtrain.runtime.probe import Prober
+from gridtrain.runtime.statefeed import StateIntake, StateOutlet
+from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, TransportEvent, Violation
+
+log = logging.getLogger("gridtrain")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What the trainer may know, replaced as a whole whenever something changed.
+
+    Attributes:
+        open_round: the round that the trainer may submit to now; None: wait.
+        spans: this worker's positions in the open step; `total_samples`: everybody's.
+        wanted_state: generation for which a joiner waits for our state; 0: none.
+        offered_state: the donor's state is complete and waits to be restored.
+    """
+
+    welcomed: bool = False
+    stage: core.Stage = core.Stage.APART
+    generation: int = 0
+    rank: int = 0
+    world_size: int = 0
+    open_round: m.RoundId | None = None
+    spans: tuple[m.Span, ...] = ()
+    total_samples: int = 0
+    applied: int = -1
+    history: bytes = b""
+    consumed: int = 0
+    finished: bool = False
+    run_state: tuple[str, str] = ("", "")
+    wanted_state: int = 0
+    offered_state: bool = False
+
+
+@dataclass(slots=True)
+class _OpenRound:
+    id: m.RoundId
+    workspaces: Mapping[m.Channel, Workspace]
+    salt: bytes
+    outcome: RoundOutcome | None = None
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """Commands of the trainer's thread, guarded by the driver's condition."""
+
+    events: deque[core.Event] = field(default_factory=deque)
+    captured: tuple[int, Sequence[bytes | memoryview]] | None = None
+
+
+class Driver:
+    """Runs a `MemberCore` over a `Transport` in a thread of its own.
+
+    Args:
+        transport: owned by this driver's thread from `start` on.
+        config: addresses, names and deadlines.
+    """
+
+    def __init__(self, transport: Transport, config: JoinConfig) -> None:
+        self._transport = transport
+        self._config = config
+        self._address = ""
+        self._core: core.MemberCore | None = None
+        self._changed = threading.Condition()
+        self._inbox = _Inbox()
+        self._picture = Picture()
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._open: _OpenRound | None = None
+        self._ended: list[tuple[_OpenRound, RoundOutcome]] = []
+        self._prober = Prober()
+        self._intake = StateIntake()
+        self._outlet = StateOutlet()
+        self._progress = 0
+        self._inside = False  # the trainer waits in one of our calls, so it is alive
+        self._figures: dict[str, float] = {}
+        self._pulse_s = 0.0
+        self._assigned: tuple[m.RoundId, tuple[m.Span, ...], int] | None = None
+        self._thread = threading.Thread(target=self._main, name="gridtrain-io", daemon=True)
+
+    # -- the trainer's thread --------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Listen, dial the coordinator and wait for its welcome.
+
+        Raises `CoordinatorUnreachable`, `JoinRefused`, `TransportError`.
+        """
+        self._address = self._transport.listen(self._config.listen)
+        self._transport.dial(None, self._config.coordinator)
+        self._thread.start()
+        timeout_s = self._config.deadlines.connect_s
+        if not self.wait(lambda p: p.welcomed, timeout_s):
+            self.stop()
+            raise CoordinatorUnreachable(
+                f"no coordinator answered at {self._config.coordinator} within {timeout_s:.0f} s",
+                remedy="check the address and the port, and that `gridtrain coordinator` is running there",
+            )
+
+    def wait(self, ready: Callable[[Picture], bool], timeout_s: float = math.inf) -> Picture | None:
+        """Block until `ready(picture)`; None on time-out.  Raises what stopped the loop."""
+        until_s = time.monotonic() + timeout_s
+        with self._changed:
+            self._inside = True
+            self._progress += 1
+            try:
+                while not ready(self._picture):
+                    if self._error is not None:
+                        raise self._error
+                    left_s = until_s - time.monotonic()
+                    if left_s <= 0:
+                        return None
+                    self._changed.wait(min(left_s, 1.0))  # bounded, so that Ctrl-C is noticed
+                return self._picture
+            finally:
+                self._inside = False
+
+    def look(self) -> Picture:
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            return self._picture
+
+    def command(self, event: core.Event) -> None:
+        with self._changed:
+            self._inbox.events.append(event)
+        self._transport.wake()
+
+    def run_round(self, round_id: m.RoundId, workspaces: Sequence[Workspace], skip: bool, salt: bytes) -> RoundOutcome:
+        """Submit this worker's part of a round and wait for its outcome."""
+        by_channel = {m.Channel(index=i): workspace for i, workspace in enumerate(workspaces)}
+        picture = self.look()
+        mine = _OpenRound(round_id, by_channel, salt)
+        collectives = {
+            channel: workspace.collective(picture.rank, picture.world_size, skip)
+            for channel, workspace in by_channel.items()
+            if picture.generation == round_id.generation
+        }
+        if not collectives:
+            return RoundOutcome(committed=False, skip=False)
+        with self._changed:
+            self._open = mine
+        self.command(core.Submit(round_id, collectives))
+        self.wait(lambda _: mine.outcome is not None)
+        assert mine.outcome is not None
+        return mine.outcome
+
+    def give_state(self, generation: int, blobs: Sequence[bytes | memoryview]) -> None:
+        """The trainer captured its state for the joiners of `generation`."""
+        with self._changed:
+            self._inbox.captured = (generation, blobs)
+        self._transport.wake()
+
+    def take_state(self) -> list[bytes]:
+        """The donor's state, complete; `Restored` is to follow."""
+        with self._changed:
+            return self._intake.blobs()
+
+    def note(self, figures: Mapping[str, float]) -> None:
+        with self._changed:
+            self._figures.update(figures)
+            self._progress += 1
+
+    def busy(self, inside: bool) -> None:
+        """The trainer is legitimately busy (an evaluation) and counts as making progress."""
+        with self._changed:
+            self._inside = inside
+
+    @property
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Bytes sent and received so far by message type."""
+        counts = self._transport.traffic
+        names = set(counts.sent_bytes) | set(counts.received_bytes)
+        return {n: (counts.sent_bytes.get(n, 0), counts.received_bytes.get(n, 0)) for n in names}
+
+    def stop(self, reason: str = "") -> None:
+        """Leave (if `reason` is given), flush and release everything; idempotent."""
+        if reason and self._error is None and self._thread.is_alive():
+            self.command(core.Depart(reason))
+        with self._changed:
+            self._stopping = True
+        self._transport.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=10.0)
+
+    # -- this thread ---------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    stopping = self._stopping
+                    events, self._inbox.events = self._inbox.events, deque()
+                    captured, self._inbox.captured = self._inbox.captured, None
+                for command in events:
+                    self._handle(command)
+                if captured is not None:
+                    self._outlet.fill(*captured)
+                if stopping:
+                    return
+                self._turn()
+        except BaseException as error:  # the trainer must hear of it, whatever it is
+            if not isinstance(error, GridtrainError):
+                log.exception("gridtrain's loop crashed")
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        finally:
+            self._transport.close()
+
+    def _turn(self) -> None:
+        now_s = time.monotonic()
+        deadline_s = min(self._pulse_s, self._core.deadline_s if self._core else math.inf)
+        timeout_s = 0.0 if self._outlet.ready(self._transport) else max(0.0, deadline_s - now_s)
+        for event in self._transport.poll(min(timeout_s, self._config.deadlines.beat_s)):
+            self._transport_event(event)
+        now_s = time.monotonic()
+        if self._core is not None:
+            if now_s >= self._pulse_s:
+                self._pulse_s = now_s + self._config.deadlines.beat_s
+                self._beat()
+            if now_s >= self._core.deadline_s:
+                self._carry_out(self._core.tick(now_s))
+            rtt_s = self._prober.done(now_s)
+            if rtt_s is not None:
+                self._handle(core.Probed(rtt_s))
+            self._progress += self._outlet.pump(self._transport)
+        self._publish()
+
+    def _beat(self) -> None:
+        assert self._core is not None
+        with self._changed:
+            if self._inside and self._core.stage in (core.Stage.RUNNING, core.Stage.FROZEN):
+                self._progress += 1
+            progress, figures = self._progress, tuple(sorted(self._figures.items()))
+        sent = sum(sent for sent, _ in self.traffic.values())
+        received = sum(received for _, received in self.traffic.values())
+        counts = (("received_bytes", float(received)), ("sent_bytes", float(sent)))
+        self._handle(core.Pulse(progress, (*figures, *counts)))
+
+    def _transport_event(self, event: TransportEvent) -> None:
+        match event:
+            case PeerUp(peer):
+                if self._core is None:
+                    self._core = self._introduce(peer)
+                self._prober.peer_up(peer, self._transport, time.monotonic())
+                self._handle(core.EdgeUp(peer))
+            case PeerDown(peer, reason):
+                self._handle(core.EdgeDown(peer, reason))
+            case Violation(peer, reason):
+                if self._core is None and "protocol" in reason:
+                    raise RemoteProtocolError(reason, remedy="install the same gridtrain release on both sides")
+                log.warning("a peer broke the protocol: %s", reason)
+            case Received(peer, m.Ping(nonce)):
+                self._send(peer, m.Pong(nonce))
+            case Received(_, m.Pong(nonce)):
+                self._prober.pong(nonce, self._transport, time.monotonic())
+            case Received(peer, message):
+                self._heard(peer, message)
+
+    def _introduce(self, coordinator: m.PeerId) -> core.MemberCore:
+        join = m.Join(self._config.run, self._config.name, self._config.advertise or self._address)
+        return core.MemberCore(self._transport.me, coordinator, join, self._config.deadlines)
+
+    def _heard(self, peer: m.PeerId, message: m.Message) -> None:
+        try:
+            self._handle(core.Heard(peer, message))
+        except RemoteProtocolError as error:
+            log.warning("from %s: %s", peer.hex()[:8], error)
+            self._handle(core.Broke(f"a peer broke the protocol: {error}"))
+
+    def _handle(self, event: core.Event) -> None:
+        if self._core is not None:
+            self._carry_out(self._core.handle(event, time.monotonic()))
+
+    def _carry_out(self, effects: list[core.Effect]) -> None:
+        """Effects in order; what an effect leads to comes after the ones already returned."""
+        queue = deque(effects)
+        while queue:
+            effect = queue.popleft()
+            try:
+                queue.extend(self._do(effect))
+            except (RemoteProtocolError, TransportError) as error:
+                assert self._core is not None
+                queue.extend(self._core.handle(core.Broke(str(error)), time.monotonic()))
+
+    def _do(self, effect: core.Effect) -> list[core.Effect]:
+        assert self._core is not None
+        match effect:
+            case core.Post(peer, message):
+                self._send(peer, message)
+            case core.Ship(peer, round_id, channel, place, skip):
+                workspace = self._workspace(round_id, channel)
+                if workspace is not None:
+                    data = m.Data(round_id, channel, place, skip, workspace.payload(place))
+                    self._transport.send(peer, data)
+            case core.Fill(channel, fill):
+                if self._open is not None:
+                    self._open.workspaces[channel].apply(fill)
+            case core.Seal(skip):
+                return self._seal(skip)
+            case core.Resolve(round_id, committed, skip, reason):
+                self._resolve(round_id, committed, skip, reason)
+            case core.Dial(peer, address):
+                self._transport.dial(peer, address)
+            case core.Probe(targets):
+                self._prober.begin(targets, self._transport, time.monotonic(), self._config.deadlines.probe_s)
+            case core.GiveState(peer, _, generation):
+                self._outlet.ask(peer, self._core.term, generation)
+            case core.TakeBlock(block):
+                self._progress += 1
+                self._intake.take(block)
+            case core.Stop(error):
+                raise error
+            case core.Note(event, fields):
+                self._log(event, fields)
+        return []
+
+    def _send(self, peer: m.PeerId, message: m.Message) -> None:
+        """Control messages: what cannot be sent now is repeated by the protocol or superseded."""
+        try:
+            self._transport.send(peer, message)
+        except TransportError as error:
+            log.debug("not sent: %s to %s: %s", type(message).__name__, peer.hex()[:8], error)
+
+    def _workspace(self, round_id: m.RoundId, channel: m.Channel) -> Workspace | None:
+        if self._open is None or self._open.id != round_id:
+            return None
+        return self._open.workspaces[channel]
+
+    def _seal(self, skip: bool) -> list[core.Effect]:
+        if self._open is None or self._core is None:
+            return []
+        digest = hashlib.blake2b(self._open.salt + bytes([skip]), digest_size=32)
+        for channel in sorted(self._open.workspaces):
+            digest.update(b"" if skip else self._open.workspaces[channel].seal())
+        return self._core.handle(core.Sealed(digest.digest()), time.monotonic())
+
+    def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool, reason: str) -> None:
+        if not committed:
+            log.info("step %d attempt %d did not commit: %s", round_id.step, round_id.attempt, reason)
+        if self._open is not None and self._open.id == round_id:
+            self._ended.append((self._open, RoundOutcome(committed, skip)))
+            self._open = None
+
+    def _log(self, event: str, fields: Mapping[str, Any]) -> None:
+        level = logging.WARNING if event in ("stalled", "coordinator_away") else logging.INFO
+        log.log(level, "%s %s", event, " ".join(f"{k}={v}" for k, v in fields.items()))
+
+    def _publish(self) -> None:
+        """Replace the picture if it changed, and wake the trainer."""
+        here = self._core
+        if here is None:
+            return
+        in_view = here.me in {member.peer for member in here.roster}
+        open_round, spans, total = None, (), 0
+        if here.may_begin and not here.finished:
+            open_round = here.next_round
+            if self._assigned is None or self._assigned[0] != open_round:
+                assignment = here.assignment()
+                lengths = (s.stop - s.start for held in assignment.values() for s in held)
+                self._assigned = (open_round, assignment.get(here.me, ()), sum(lengths))
+            _, spans, total = self._assigned
+        picture = Picture(
+            welcomed=here.welcomed,
+            stage=here.stage,
+            generation=here.generation,
+            rank=here.rank if in_view else 0,
+            world_size=here.world_size,
+            open_round=open_round,
+            spans=spans,
+            total_samples=total,
+            applied=here.applied,
+            history=here.history,
+            consumed=here.ledger.consumed,
+            finished=here.finished and here.stage is core.Stage.RUNNING and here.round is None,
+            run_state=here.run_state,
+            wanted_state=self._outlet.wanted,
+            offered_state=self._intake.complete_for(here.generation) and not here.synced,
+        )
+        with self._changed:
+            if picture == self._picture and not self._ended:
+                return
+            # Together, so that the trainer never sees an outcome beside the picture from before it.
+            self._picture = picture
+            for ended, outcome in self._ended:
+                ended.outcome = outcome
+            self._ended.clear()
+            self._changed.notify_all()

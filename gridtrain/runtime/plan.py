@@ -1,0 +1,46 @@
+"""What the optimizer wrapper and the runtime say to each other about one attempt at a step.
+
+Decides nothing, and loads no torch: two small records that both sides of `optim.session.Session` share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One attempt at one step's exchange, as this worker sees it.
+
+    Attributes:
+        step: global step, from 0 over the whole run.
+        attempt: attempt at it, from 0 in each generation.
+        rank, world_size: in the generation that runs it.
+        samples: samples behind this worker's gradient, n_i (0: it takes part with zeros).
+        total_samples: samples of the whole step, N = sum of all n_i.
+    """
+
+    step: int
+    attempt: int
+    rank: int
+    world_size: int
+    samples: int
+    total_samples: int
+
+    @property
+    def weight(self) -> float:
+        """n_i / N, what this worker's mean gradient counts in the step."""
+        return self.samples / self.total_samples if self.samples else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """How the attempt ended, the same on every member.
+
+    Attributes:
+        committed: False: nothing may change; begin again with the same gradient.
+        skip: committed, but somebody's gradient was not finite: the update is empty.
+    """
+
+    committed: bool
+    skip: bool

@@ -1,0 +1,69 @@
+"""Round trips to peers, measured with a few Pings each.
+
+Decides when a probe is over: all targets measured `PINGS` times, or the deadline passed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from gridtrain.errors import TransportError
+from gridtrain.protocol.messages import PeerId, Ping
+from gridtrain.transport.base import Transport
+
+PINGS = 5
+
+
+class Prober:
+    """One probe at a time; the smallest round trip of each target counts."""
+
+    def __init__(self) -> None:
+        self._targets: set[PeerId] = set()
+        self._best_s: dict[PeerId, float] = {}
+        self._left: dict[PeerId, int] = {}
+        self._sent: dict[int, tuple[PeerId, float]] = {}
+        self._until_s = math.inf
+        self._nonce = 0
+        self._running = False
+
+    def begin(
+        self, targets: tuple[tuple[PeerId, str], ...], transport: Transport, now_s: float, limit_s: float
+    ) -> None:
+        """Dial `targets` and start; `limit_s` bounds the whole."""
+        self._targets = {peer for peer, _ in targets}
+        self._best_s, self._sent = {}, {}
+        self._left = dict.fromkeys(self._targets, PINGS)
+        self._until_s, self._running = now_s + 0.8 * limit_s, True
+        for peer, address in targets:
+            if transport.connected(peer):
+                self._ping(peer, transport, now_s)
+            else:
+                transport.dial(peer, address)
+
+    def peer_up(self, peer: PeerId, transport: Transport, now_s: float) -> None:
+        if self._running and peer in self._targets and peer not in self._best_s:
+            self._ping(peer, transport, now_s)
+
+    def pong(self, nonce: int, transport: Transport, now_s: float) -> None:
+        peer, sent_s = self._sent.pop(nonce, (b"", 0.0))
+        if peer not in self._left:
+            return
+        self._best_s[peer] = min(now_s - sent_s, self._best_s.get(peer, math.inf))
+        self._left[peer] -= 1
+        if self._left[peer] > 0:
+            self._ping(peer, transport, now_s)
+
+    def done(self, now_s: float) -> tuple[tuple[PeerId, float], ...] | None:
+        """Round trips in seconds, once; None while the probe runs or none was asked for."""
+        if not self._running or (any(self._left.values()) and now_s < self._until_s):
+            return None
+        self._running = False
+        return tuple(sorted(self._best_s.items()))
+
+    def _ping(self, peer: PeerId, transport: Transport, now_s: float) -> None:
+        self._nonce += 1
+        self._sent[self._nonce] = (peer, now_s)
+        try:
+            transport.send(peer, Ping(self._nonce))
+        except TransportError:
+            self._left[peer] = 0  # its connection broke: not measured

@@ -1,0 +1,110 @@
+"""A joiner's state on its way: cut into blocks on one side, put together on the other.
+
+Decides nothing about who gives to whom (`protocol.member` does) and opens no blob.
+
+    blobs  [a][bb][c]   ->   lengths | a | b | b | c    blocks of at most 1 MiB, in order
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol.messages import PeerId, StateBlock
+from gridtrain.transport.base import Transport
+
+BLOCK_BYTES = 1 << 20
+BACKLOG_BYTES = 4 << 20  # how much is queued in the transport at a time
+MAX_STATE_BYTES = 64 << 30
+
+
+def cut(blobs: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Blocks of at most `BLOCK_BYTES`; the first holds the blobs' lengths."""
+    views = [memoryview(blob).cast("B") for blob in blobs]
+    blocks: list[bytes | memoryview] = [struct.pack(f"<{len(views)}Q", *(len(view) for view in views))]
+    for view in views:
+        blocks += [view[i : i + BLOCK_BYTES] for i in range(0, len(view), BLOCK_BYTES)]
+    return blocks
+
+
+class StateOutlet:
+    """The donor's side: sends the captured state to whoever asked, as the transport drains."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[PeerId, tuple[int, int]] = {}
+        self._queues: dict[PeerId, deque[StateBlock]] = {}
+
+    @property
+    def wanted(self) -> int:
+        """Generation whose joiners wait for the trainer to capture; 0: none."""
+        return max((generation for _, generation in self._waiting.values()), default=0)
+
+    def ask(self, peer: PeerId, term: int, generation: int) -> None:
+        self._waiting[peer] = (term, generation)
+        self._queues.pop(peer, None)
+
+    def fill(self, generation: int, blobs: Sequence[bytes | memoryview]) -> None:
+        """The trainer captured its state for `generation`."""
+        blocks = cut(blobs)
+        for peer, (term, asked) in list(self._waiting.items()):
+            if asked == generation:
+                del self._waiting[peer]
+                self._queues[peer] = deque(
+                    StateBlock(term, generation, index, len(blocks), block) for index, block in enumerate(blocks)
+                )
+
+    def ready(self, transport: Transport) -> bool:
+        return any(transport.backlog_bytes(peer) < BACKLOG_BYTES for peer in self._queues)
+
+    def pump(self, transport: Transport) -> int:
+        """Queue blocks up to the backlog's bound; returns how many."""
+        sent = 0
+        for peer, queue in list(self._queues.items()):
+            while queue and transport.connected(peer) and transport.backlog_bytes(peer) < BACKLOG_BYTES:
+                transport.send(peer, queue.popleft())
+                sent += 1
+            if not queue or not transport.connected(peer):
+                del self._queues[peer]  # a joiner that comes back asks again
+        return sent
+
+
+class StateIntake:
+    """The joiner's side.  A block of a newer generation starts anew."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._total = 0
+        self._blocks: dict[int, bytes] = {}
+
+    def take(self, block: StateBlock) -> None:
+        """Raises `RemoteProtocolError` for a block that cannot belong to the others."""
+        if block.generation != self._generation:
+            self._generation, self._total, self._blocks = block.generation, block.total, {}
+        if block.total != self._total or not 0 <= block.index < block.total:
+            raise RemoteProtocolError(
+                f"block {block.index} of {block.total} in a state of {self._total} blocks"
+            )
+        if block.total * BLOCK_BYTES > MAX_STATE_BYTES:
+            raise RemoteProtocolError(f"a state of {block.total} blocks; at most {MAX_STATE_BYTES // BLOCK_BYTES}")
+        self._blocks[block.index] = bytes(block.payload)
+
+    def complete_for(self, generation: int) -> bool:
+        return generation == self._generation and 0 < self._total == len(self._blocks)
+
+    def blobs(self) -> list[bytes]:
+        """The donor's blobs; the blocks are released.  Raises `RemoteProtocolError` if lengths lie."""
+        blocks, self._blocks = self._blocks, {}
+        head = blocks.pop(0)
+        if len(head) % 8:
+            raise RemoteProtocolError(f"the state's table of lengths has {len(head)} bytes, not a multiple of 8")
+        lengths = struct.unpack(f"<{len(head) // 8}Q", head)
+        whole = b"".join(blocks[index] for index in sorted(blocks))
+        if sum(lengths) != len(whole):
+            raise RemoteProtocolError(f"the state has {len(whole)} bytes, its table says {sum(lengths)}")
+        blobs, offset = [], 0
+        for length in lengths:
+            blobs.append(whole[offset : offset + length])
+            offset += length
+        return blobs

@@ -1,0 +1,1 @@
+"""Which gradient elements travel, and what becomes of those that do not."""

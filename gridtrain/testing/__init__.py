@@ -1,0 +1,1 @@
+"""Fault injection, for our tests and for users."""

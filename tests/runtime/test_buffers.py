@@ -1,0 +1,201 @@
+"""Workspaces: what each effect does to the numbers, and what they refuse."""
+
+import numpy as np
+import pytest
+
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.protocol.allgather import AllGather
+from gridtrain.protocol.collective import AddSlice, Adopt, MergeIn, StoreOf, StoreSlice
+from gridtrain.protocol.gtopk import Butterfly
+from gridtrain.protocol.messages import Phase, Place
+from gridtrain.protocol.ring import Ring
+from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
+from gridtrain.wire.sparse import ValueKind, encode
+
+KIND = ValueKind.FP32
+N, K = 8, 2
+
+
+def floats(*values):
+    return np.array(values, np.float32)
+
+
+def payload(entries):
+    indices = np.array(list(entries), np.int64)
+    return encode(indices, floats(*entries.values()), n=N, kind=KIND)
+
+
+def shown(update):
+    return dict(zip(update.indices.tolist(), update.values.tolist(), strict=True))
+
+
+def butterfly(entries):
+    return ButterflyWorkspace(payload(entries), n=N, k=K, kind=KIND)
+
+
+def gather(rank, world_size, entries):
+    return GatherWorkspace(rank, world_size, payload(entries), n=N, k=K, kind=KIND)
+
+
+# -- dense -------------------------------------------------------------------------------------
+
+
+def test_seven_elements_on_three_ranks_in_slices_of_two():
+    """Segments 0 1 | 2 3 | 4 5 6, each in two slices (the longest has 12 bytes): 0, 1, 2, 3, 4, 5 6."""
+    workspace = DenseWorkspace(floats(0, 1, 2, 3, 4, 5, 6), 3, slice_bytes=8)
+    assert workspace.slices == 2
+    sent = [
+        np.frombuffer(workspace.payload(Place(Phase.REDUCE, 0, s, c)), np.float32).tolist()
+        for s in range(3)
+        for c in range(2)
+    ]
+    assert sent == [[0], [1], [2], [3], [4], [5, 6]]
+
+
+def test_slices_are_added_and_stored_in_place():
+    contribution = floats(1, 2, 3, 4)
+    workspace = DenseWorkspace(contribution, 2)
+    workspace.apply(AddSlice(0, 0, floats(10, 20).tobytes()))
+    workspace.apply(StoreSlice(1, 0, memoryview(floats(7, 8).tobytes())))
+    assert workspace.update_N is contribution
+    assert contribution.tolist() == [11, 22, 7, 8]
+
+
+def test_payloads_are_views_that_nobody_can_write_to():
+    workspace = DenseWorkspace(floats(1, 2), 1)
+    view = workspace.payload(Place(Phase.REDUCE))
+    workspace.update_N[0] = 5
+    assert np.frombuffer(view, np.float32).tolist() == [5, 2] and view.readonly
+
+
+def test_more_ranks_than_elements_leave_empty_segments():
+    workspace = DenseWorkspace(floats(1, 2), 5)
+    lengths = [len(workspace.payload(Place(Phase.REDUCE, 0, s))) for s in range(5)]
+    assert sorted(lengths) == [0, 0, 0, 4, 4]
+    workspace.apply(AddSlice(lengths.index(0), 0, b""))
+    assert workspace.update_N.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("nbytes", [0, 4, 7, 12])
+def test_a_slice_of_another_length_is_refused(nbytes):
+    workspace = DenseWorkspace(floats(1, 2, 3, 4), 2)
+    with pytest.raises(RemoteProtocolError, match=f"came with {nbytes} bytes, must be 8"):
+        workspace.apply(AddSlice(0, 0, bytes(nbytes)))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.filterwarnings("error")
+def test_what_is_not_finite_is_not_sealed(bad):
+    workspace = DenseWorkspace(floats(1, 2, 3, 4), 2)
+    workspace.apply(AddSlice(0, 0, floats(bad, 0).tobytes()))
+    with pytest.raises(RemoteProtocolError, match="not finite although no member skips"):
+        workspace.seal()
+
+
+def test_one_who_skips_contributes_zeros():
+    workspace = DenseWorkspace(floats(np.nan, 1), 2)
+    assert isinstance(workspace.collective(0, 2, skip=True), Ring)
+    assert workspace.update_N.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]])
+def test_a_contribution_of_another_form_is_our_bug(wrong):
+    with pytest.raises(LocalProtocolError, match="must be float32"):
+        DenseWorkspace(wrong, 2)
+
+
+# -- gather ------------------------------------------------------------------------------------
+
+
+def test_the_update_is_the_sum_over_all_ranks():
+    workspace = gather(1, 3, {0: 1.0, 5: 2.0})
+    workspace.apply(StoreOf(2, payload({5: 3.0})))
+    with pytest.raises(LocalProtocolError, match="payloads of 2 of 3 ranks"):
+        workspace.seal()
+    workspace.apply(StoreOf(0, payload({0: -1.0, 7: 4.0})))
+    assert shown(workspace.update) == {5: 5.0, 7: 4.0}
+    assert isinstance(workspace.collective(1, 3, skip=False), AllGather)
+
+
+def test_more_entries_than_k_are_refused():
+    with pytest.raises(RemoteProtocolError, match="3 entries"):
+        gather(1, 3, {}).apply(StoreOf(0, payload({0: 1.0, 1: 1.0, 2: 1.0})))
+
+
+# -- butterfly ---------------------------------------------------------------------------------
+
+
+def test_a_merge_goes_on_with_the_largest_and_keeps_its_part_of_the_rest():
+    workspace = butterfly({0: 1.0, 5: 2.0})
+    workspace.apply(MergeIn(payload({1: 9.0, 5: 3.0}), owner_modulus=2, owner_residue=0))
+    assert shown(workspace.update) == {1: 9.0, 5: 5.0}
+    assert [(i.tolist(), v.tolist()) for i, v in workspace.kept] == [([0], [1.0])]
+    assert workspace.payload(Place(Phase.SWAP, 1)) == payload({1: 9.0, 5: 5.0})
+
+
+def test_the_other_side_keeps_the_other_part():
+    workspace = butterfly({1: 9.0, 5: 3.0})
+    workspace.apply(MergeIn(payload({0: 1.0, 5: 2.0}), owner_modulus=2, owner_residue=1))
+    assert shown(workspace.update) == {1: 9.0, 5: 5.0}
+    assert [(i.tolist(), v.tolist()) for i, v in workspace.kept] == [([], [])]
+
+
+def test_what_is_adopted_is_taken_bit_for_bit():
+    workspace = butterfly({0: 1.0})
+    workspace.apply(Adopt(payload({3: 4.0})))
+    assert shown(workspace.update) == {3: 4.0}
+    assert workspace.payload(Place(Phase.UNFOLD)) == payload({3: 4.0})
+    assert workspace.kept == []
+
+
+def test_one_who_skips_sends_no_entries():
+    workspace = butterfly({0: 1.0})
+    assert isinstance(workspace.collective(0, 4, skip=True), Butterfly)
+    assert workspace.payload(Place(Phase.SWAP)) == payload({})
+
+
+# -- all ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workspace", "other"),
+    [
+        (DenseWorkspace(floats(1, 2), 1), DenseWorkspace(floats(1, -2), 1)),
+        (gather(0, 1, {0: 1.0}), gather(0, 1, {1: 1.0})),
+        (butterfly({0: 1.0}), butterfly({0: 1.0 + 2**-23})),
+    ],
+    ids=["dense", "gather", "butterfly"],
+)
+def test_another_update_has_another_digest(workspace, other):
+    assert len(workspace.seal()) == 32
+    assert workspace.seal() == workspace.seal() != other.seal()
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\xff" * 20, payload({0: 1.0})[:-1], payload({0: 1.0}) + b"\x00"])
+def test_a_damaged_payload_is_the_peers_fault_and_changes_nothing(damaged):
+    workspace = butterfly({2: 1.0})
+    with pytest.raises(RemoteProtocolError):
+        workspace.apply(MergeIn(damaged, 1, 0))
+    assert shown(workspace.update) == {2: 1.0} and workspace.kept == []
+    with pytest.raises(RemoteProtocolError):
+        gather(1, 3, {}).apply(StoreOf(0, damaged))
+
+
+@pytest.mark.parametrize(
+    ("workspace", "foreign"),
+    [
+        (DenseWorkspace(floats(1, 2), 1), Adopt(b"")),
+        (gather(0, 1, {}), AddSlice(0, 0, b"")),
+        (butterfly({}), StoreOf(0, b"")),
+    ],
+    ids=["dense", "gather", "butterfly"],
+)
+def test_an_effect_of_another_core_is_our_bug(workspace, foreign):
+    with pytest.raises(LocalProtocolError, match="is no effect of"):
+        workspace.apply(foreign)
+
+
+@pytest.mark.parametrize("workspace", [DenseWorkspace(floats(1, 2), 3), gather(0, 3, {})])
+def test_a_workspace_made_for_other_ranks_is_our_bug(workspace):
+    with pytest.raises(LocalProtocolError, match="collective of 4 ranks over a workspace made for 3"):
+        workspace.collective(0, 4, skip=False)

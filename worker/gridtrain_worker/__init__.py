@@ -1,0 +1,1 @@
+"""The worker agent: supervises a training process on a volunteer's machine."""
