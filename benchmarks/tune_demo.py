@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -29,8 +30,8 @@ from torch import Tensor
 from gridtrain.demo.model import ByteGPT, Windows
 from gridtrain.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, MEASURE_EVERY, SIZES
 from gridtrain.demo.text import load_corpus
-from gridtrain.sparsify.feedback import ErrorFeedback, Kept
-from gridtrain.sparsify.merge import merge
+from gridtrain.sparsify.feedback import ErrorFeedback
+from gridtrain.sparsify.merge import Kept, merge
 from gridtrain.wire.sparse import ValueKind, decode
 
 WORKERS = 4
@@ -65,9 +66,8 @@ class Lesson:
         return torch.cat([p.grad.flatten() for p in self.parameters if p.grad is not None])
 
     def apply(self, update_N: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        for parameter, piece in zip(
-            self.parameters, update_N.split([p.numel() for p in self.parameters]), strict=True
-        ):
+        pieces = torch.split(update_N, [p.numel() for p in self.parameters])
+        for parameter, piece in zip(self.parameters, pieces, strict=True):
             parameter.grad = piece.view_as(parameter).clone()
         torch.nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
         optimizer.step()
@@ -161,7 +161,7 @@ def tune(seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results" / "demo_tuning.json", metavar="FILE"
@@ -169,7 +169,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     heading = {
-        "command": "python benchmarks/tune_demo.py " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python benchmarks/tune_demo.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} CPU cores, {_memory_gib()} GiB, no GPU, one thread used",
         "software": f"Python {platform.python_version()}, torch {torch.__version__}",
@@ -180,7 +180,9 @@ def main() -> None:
         "momentum": MOMENTUM,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(heading | tune(arguments.seed), indent=1) + "\n")
+    text = json.dumps(heading | tune(arguments.seed), indent=1)
+    pairs_on_one_line = re.sub(r"\[\s+([\d.]+),\s+([\d.]+)\s+\]", r"[\1, \2]", text)
+    arguments.out.write_text(pairs_on_one_line + "\n")
     print(f"written: {arguments.out}")
 
 

@@ -41,7 +41,8 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x_BTD = x_BTD + self.attention_out(mixed.transpose(1, 2).reshape(B, T, D))
         hidden: Tensor = F.gelu(self.mlp_in(self.norm_mlp(x_BTD)))
-        return x_BTD + self.mlp_out(hidden)
+        out: Tensor = self.mlp_out(hidden)
+        return x_BTD + out
 
 
 class ByteGPT(nn.Module):

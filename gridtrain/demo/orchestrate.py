@@ -19,10 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from gridtrain.config import ENV_PREFIX
 from gridtrain.demo.metrics import STEPS_FILE, Follower, StepRecord, mean_sent
 from gridtrain.demo.recipe import DENSITY, MEASURE_EVERY, label_of
 from gridtrain.demo.report import Curve, Measurement
@@ -72,7 +73,7 @@ class Command:
 class View(Protocol):
     """Who is told how a run goes on (a terminal, a log, a test)."""
 
-    def begin(self, exchange: str, label: str, steps: int) -> None: ...
+    def begin(self, label: str, steps: int) -> None: ...
 
     def update(self, record: StepRecord) -> None: ...
 
@@ -89,13 +90,14 @@ def run_all(plan: Plan, view: View) -> list[Curve]:
     for exchange, steps in plan.runs:
         folder = plan.out / exchange
         _empty(folder)
-        view.begin(exchange, label_of(exchange, plan.density), steps)
+        label = label_of(exchange, plan.density)
+        view.begin(label, steps)
         coordinator, *workers = commands(plan, exchange, steps, folder)
         try:
             supervise(coordinator, workers, folder, view.update)
         finally:
             view.end()
-        curves.append(curve_of(exchange, label_of(exchange, plan.density), folder))
+        curves.append(curve_of(exchange, label, folder))
     return curves
 
 
@@ -103,15 +105,15 @@ def commands(plan: Plan, exchange: str, steps: int, folder: Path) -> list[Comman
     """The coordinator's command, then the workers'."""
     port = _free_port()
     address = f"tcp://127.0.0.1:{port}"
-    cli = (sys.executable, "-m", "gridtrain")
-    coordinator = (*cli, "coordinator", "--listen", address, "--min-workers", str(plan.workers))
-    coordinator += ("--state", str(folder / "coordinator.sqlite"))
-    train = (sys.executable, "-m", "gridtrain.demo.train", "--exchange", exchange, "--steps", str(steps))
-    train += ("--density", str(plan.density), "--model", plan.model, "--seed", str(plan.seed))
-    train += ("--measure-every", str(plan.measure_every), "--metrics", str(folder))
+    cli = (sys.executable, "-c", "from gridtrain.cli import main; main()")
+    coordinator = [*cli, "coordinator", "--listen", address, "--min-workers", str(plan.workers)]
+    coordinator += ["--journal", str(folder / "journal.sqlite")]
+    train = [sys.executable, "-m", "gridtrain.demo.train", "--exchange", exchange, "--steps", str(steps)]
+    train += ["--density", str(plan.density), "--model", plan.model, "--seed", str(plan.seed)]
+    train += ["--measure-every", str(plan.measure_every), "--metrics", str(folder)]
     worker = (*cli, "worker", address, "--upload-limit", plan.cap, "--download-limit", plan.cap)
     return [
-        Command("coordinator", coordinator),
+        Command("coordinator", tuple(coordinator)),
         *(
             Command(f"worker-{i}", (*worker, "--name", f"worker-{i}", "--", *train))
             for i in range(1, plan.workers + 1)
@@ -160,7 +162,6 @@ class Running:
     command: Command
     popen: subprocess.Popen[bytes]
     log: Path
-    stopping: bool = field(default=False)
 
     def poll(self) -> int | None:
         return self.popen.poll()
@@ -183,7 +184,7 @@ class Running:
 def started(commands: Sequence[Command], folder: Path) -> Iterator[list[Running]]:
     """Start processes, each in its own session; end all of them and their children on leaving."""
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = _environment(folder)
     running: list[Running] = []
     try:
         for command in commands:
@@ -203,12 +204,20 @@ def started(commands: Sequence[Command], folder: Path) -> Iterator[list[Running]
         _end(running)
 
 
+def _environment(folder: Path) -> dict[str, str]:
+    """Ours, without settings of another run; one thread per worker, the final model among the results."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return inherited | threads | {"PYTHONUNBUFFERED": "1", f"{ENV_PREFIX}EXPORT_DIR": str(folder.resolve())}
+
+
 def _end(running: Sequence[Running]) -> None:
     """Ask everyone to end, workers first, and kill what is left after `GRACE_S`.
 
     A second Ctrl-C meanwhile must not leave processes behind: it is held back until all are gone.
     """
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN) if _in_main_thread() else None
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
     try:
         for process in reversed(running):
             _signal_group(process, signal.SIGTERM)
@@ -229,11 +238,6 @@ def _signal_group(process: Running, number: signal.Signals) -> None:
         os.killpg(process.popen.pid, number)
 
 
-def _in_main_thread() -> bool:
-
-    return threading.current_thread() is threading.main_thread()
-
-
 def _free_port() -> int:
     """A port that is free now.  Taken in the meantime: the coordinator says so and the run fails cleanly."""
     with socket.socket() as probe:
@@ -244,7 +248,7 @@ def _free_port() -> int:
 
 def _empty(folder: Path) -> None:
     """Remove what an earlier demo left: only files that the demo itself makes."""
-    for pattern in (STEPS_FILE, "sent-*.json", "*.log", "coordinator.sqlite*"):
+    for pattern in (STEPS_FILE, "sent-*.json", "*.log", "journal.sqlite*", "final.safetensors"):
         for path in folder.glob(pattern):
             path.unlink()
 

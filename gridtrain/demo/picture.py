@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from xml.sax.saxutils import escape
 
 COLOURS = ("#0072B2", "#D55E00", "#007A5A", "#8A4F7D")
@@ -23,6 +24,7 @@ COLOURS = ("#0072B2", "#D55E00", "#007A5A", "#8A4F7D")
 INK, FAINT, GRID = "#222222", "#6B6B6B", "#E4E4E4"
 PANEL_WIDTH, PANEL_HEIGHT = 430.0, 300.0
 LEFT, TOP, BETWEEN, RIGHT, BOTTOM = 66.0, 92.0, 84.0, 30.0, 62.0
+FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"
 FONT_PX = 13.0
 LETTER_PX = 0.62 * FONT_PX  # mean advance of a letter of a wide bold sans-serif
 
@@ -85,7 +87,7 @@ def nice_ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 def log_ticks(low: float, high: float) -> list[float]:
     """1-2-5 ticks that enclose [low, high], both above 0; only powers of ten over more than 3 decades."""
-    if not 0.0 < low:
+    if low <= 0.0:
         raise ValueError(f"a logarithmic axis cannot show {low}; it must be > 0")
     high = max(high, low)
     mantissas = (1,) if math.log10(high / low) > 3 else (1, 2, 5)
@@ -104,8 +106,8 @@ def draw(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
     width = LEFT + len(panels) * PANEL_WIDTH + (len(panels) - 1) * BETWEEN + RIGHT
     height = TOP + PANEL_HEIGHT + BOTTOM
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="{FONT_PX:g}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" font-family="{FONTS}" font-size="{FONT_PX:g}">',
         f"<title>{escape(title)}</title>",
         '<rect width="100%" height="100%" fill="#FFFFFF"/>',
         _text(LEFT, 28, title, size=17, weight="bold"),
@@ -243,7 +245,7 @@ def _along(curve: list[Point], text: str) -> list[Point]:
 def _dense(curve: list[Point]) -> list[Point]:
     """The curve with points at most about 5 px apart."""
     points = list(curve)
-    for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(curve):
         pieces = int(math.hypot(x1 - x0, y1 - y0) / 5) + 1
         points += [(x0 + (x1 - x0) * i / pieces, y0 + (y1 - y0) * i / pieces) for i in range(1, pieces)]
     return points

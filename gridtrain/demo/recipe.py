@@ -80,8 +80,8 @@ def exchange_of(name: str, density: float = DENSITY) -> Exchange:
     recipe = RECIPES[name]
     if name == "dense":
         return Dense()
-    kind = {"gtopk": GTopK, "topk": TopK}[name]
-    return kind(density=density, momentum=recipe.momentum)
+    sparse = TopK if name == "topk" else GTopK
+    return sparse(density=density, momentum=recipe.momentum)
 
 
 def label_of(name: str, density: float = DENSITY) -> str:

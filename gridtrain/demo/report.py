@@ -21,7 +21,7 @@ from gridtrain.errors import GridtrainError
 
 HONEST_SENTENCE = (
     "On one machine a single process would be faster than all of this: nothing here had to travel. "
-    "The demo shows the network: what the same training costs when each worker sits behind its own {cap} line."
+    "The demo shows the network: what the same training costs when each worker sits behind a {cap} line."
 )
 
 CLOCK_SENTENCE = (

@@ -63,9 +63,9 @@ def load_corpus(folder: Path | None = None) -> Corpus:
         parts[position % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].append(piece)
     if total_bytes < LEAST_BYTES:
         raise ConfigError(
-            f"the standard library at {folder} has {total_bytes} bytes of Python source in {len(names)} files; "
-            f"the demo needs at least {LEAST_BYTES}",
-            remedy="this Python is stripped or zipped; run the demo with one from python.org, pyenv or your system",
+            f"the standard library at {folder} has {total_bytes} bytes of Python source in {len(names)} "
+            f"files; the demo needs at least {LEAST_BYTES}",
+            remedy="this Python is stripped or zipped: use one from python.org, pyenv or your system",
         )
     train, held_out = b"".join(parts[0]), b"".join(parts[1])
     digest = hashlib.sha256(len(train).to_bytes(8, "big") + train + held_out).hexdigest()

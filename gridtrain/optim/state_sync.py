@@ -267,6 +267,10 @@ def _chosen_buffers(model: nn.Module, *, floating: bool) -> list[Tensor]:
     return [b for _, b in _buffers(model) if b.is_floating_point() == floating and not b.is_complex()]
 
 
+def has_buffers(model: nn.Module) -> bool:
+    return bool(_buffers(model))
+
+
 def buffers_vector(model: nn.Module) -> npt.NDArray[np.float32]:
     """All floating-point buffers (batch-norm statistics, ...) as one (n,) float32 vector."""
     return _joined(_chosen_buffers(model, floating=True), torch.float32)

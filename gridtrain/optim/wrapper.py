@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from gridtrain.config import Dense, Exchange
 from gridtrain.errors import ConfigError
 from gridtrain.optim import state_sync
+from gridtrain.optim.averages import BufferAverage
 from gridtrain.optim.exchange import exchanger
 from gridtrain.optim.flat import FlatGradient
 from gridtrain.optim.session import Session
@@ -53,6 +54,7 @@ class GridOptimizer(torch.optim.Optimizer):
         exchange: `Dense()`, `TopK(...)` or `GTopK(...)`.
         session: this worker's place in the run.
         clip_norm: largest 2-norm of the exchanged update; None: not clipped.
+        average_buffers_every: steps between two averages of the model's buffers; 0: never.
 
     Attributes:
         skipped_steps: committed steps whose update was empty because somebody's gradient was not finite.
@@ -74,6 +76,7 @@ class GridOptimizer(torch.optim.Optimizer):
         session: Session,
         *,
         clip_norm: float | None = None,
+        average_buffers_every: int = 0,
     ) -> None:
         _refuse_misfits(inner, exchange, clip_norm)
         # Not Optimizer.__init__, which would build groups of its own: the door that unpickling uses
@@ -85,6 +88,7 @@ class GridOptimizer(torch.optim.Optimizer):
         self._clip_norm = clip_norm
         self._flat = FlatGradient(model, inner)
         self._exchanger = exchanger(exchange, self._flat.n, self._flat.flat_N.device)
+        self._averages = BufferAverage(model, average_buffers_every)
         self._trackers: dict[str, state_sync.Stateful] = {}
         self._exchanged = False
         self.skipped_steps = 0
@@ -173,8 +177,10 @@ class GridOptimizer(torch.optim.Optimizer):
             self._watch.lap("waiting_s")
             usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
             attempt = self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
+            averages = self._averages.workspace(plan)
+            workspaces = [attempt.workspace] if averages is None else [attempt.workspace, averages]
             self._watch.lap("selecting_s")
-            outcome = self._session.run(plan, [attempt.workspace], attempt.skip, self.hyper_digest())
+            outcome = self._session.run(plan, workspaces, attempt.skip, self.hyper_digest())
             self._watch.lap("communicating_s")
             if outcome.committed:
                 break
@@ -182,6 +188,8 @@ class GridOptimizer(torch.optim.Optimizer):
         if outcome.skip:
             self.skipped_steps += 1
             return
+        if averages is not None:
+            self._averages.load(averages)
         update = self._exchanger.commit(attempt)
         self._flat.fill(update)
         if self._clip_norm is not None:

@@ -157,7 +157,7 @@ def reassign(
             state,
             cursor=_cursor_after(state, taken),
             requeued=_coalesce(spec, [*_minus(state.requeued, taken), *lost]),
-            holders=tuple(sorted(kept.items())) or None,
+            holders=tuple(sorted(kept.items())),
         )
     )
 

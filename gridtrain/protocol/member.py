@@ -353,6 +353,8 @@ class MemberCore:
             case Submit(round_id, collectives):
                 return self._submit(round_id, collectives, now_s)
             case Sealed(digest):
+                if self.round is None or self.round.voted is not None:
+                    return []  # an effect before the Seal failed, and the vote was NO
                 return self._advance(Prepared(digest), now_s)
             case Broke(reason):
                 return self._advance(Failed(reason), now_s)

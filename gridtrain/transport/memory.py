@@ -211,7 +211,8 @@ class MemoryTransport:
     def dial(self, peer: PeerId | None, address: str) -> None:
         with self._alive():
             if peer is None or not self._connected_locked(peer):
-                self._dialled[address] = peer
+                kept = {other: key for other, key in self._dialled.items() if peer is None or key != peer}
+                self._dialled = {**kept, address: peer}
                 self.connect_locked()
 
     def hang_up(self, peer: PeerId) -> None:

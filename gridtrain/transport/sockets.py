@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from gridtrain.errors import TransportError
 from gridtrain.wire import codec
 
-HIGH_WATER_MESSAGES = 16
+HIGH_WATER_MESSAGES = 32
 """Messages that libzmq holds per connection and direction, beyond our outbox and the kernel."""
 
 CAPPED_RECEIVE_MESSAGES = 2
@@ -44,6 +45,8 @@ NEVER_MS = 24 * 3600 * 1000
 HANDSHAKE_S = 10.0
 LINGER_S = 0.5
 ZERO_COPY_BYTES = 64 * 1024
+
+_ADDRESS = re.compile(r"tcp://[^/\s]+:(\d{1,5}|\*)")
 
 LOST_EVENTS = frozenset(
     {
@@ -103,7 +106,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
     """Bind and return the address with the port that was chosen.  Raises `TransportError`."""
     endpoint = f"{address[:-1]}0" if address.endswith(":*") else address
     try:
-        _check_scheme(address)
+        _check_address(address)
         router.bind(endpoint)
     except zmq.ZMQError as error:
         raise _bind_error(address, error) from None
@@ -113,7 +116,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
 def connect(dealer: zmq.Socket[bytes], address: str) -> None:
     """Begin to connect.  Raises `TransportError` if the address can never work."""
     try:
-        _check_scheme(address)
+        _check_address(address)
         dealer.connect(address)
     except zmq.ZMQError as error:
         raise TransportError(
@@ -208,9 +211,11 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, receive_messages: 
     return socket
 
 
-def _check_scheme(address: str) -> None:
-    if not address.startswith("tcp://"):  # libzmq has others, over which a lost peer goes unnoticed
-        raise zmq.ZMQError(errno.EPROTONOSUPPORT)
+def _check_address(address: str) -> None:
+    """Only TCP: libzmq has other transports, over which a lost peer would go unnoticed."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or (match[1] != "*" and int(match[1]) > 65535):
+        raise zmq.ZMQError(errno.EINVAL)
 
 
 def _descriptor(frame: zmq.Frame) -> int:

@@ -20,12 +20,8 @@ before the loss is delivered before `PeerDown`.
 from __future__ import annotations
 
 import contextlib
-import math
-import random
 import socket
 import time
-from dataclasses import dataclass
-from typing import Literal
 
 import zmq
 
@@ -34,13 +30,10 @@ from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Message, PeerId
 from gridtrain.transport import sockets
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Traffic, TransportEvent, Violation
 from gridtrain.transport.limits import Meter, Pacer
+from gridtrain.transport.links import GREET_S, Dial, Link
 from gridtrain.transport.outbox import DEFAULT_LIMIT_BYTES, Outbox, Parcel, is_bulk
 from gridtrain.wire import codec
 
-GREET_S = 10.0
-"""Connect, handshake and Hello must be through by then, or the connection is tried anew."""
-
-BACKOFF_S = (0.05, 2.0)
 BATCH_MESSAGES = 64
 """At most so many messages are read from one socket before the others have their turn."""
 
@@ -50,34 +43,6 @@ ROUTER_RETRY_S = 0.001
 DRAIN_S = 0.1
 CLOSE_S = 1.0
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
-
-
-@dataclass(slots=True, eq=False)
-class _Dial:
-    """An address we keep connecting to.  `due_s`: when to try again, or to give up the attempt."""
-
-    peer: PeerId | None
-    address: str
-    due_s: float = 0.0
-    attempt: int = 0
-    socket: zmq.Socket[bytes] | None = None
-    monitor: zmq.Socket[bytes] | None = None
-    link: _Link | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Link:
-    """A connection over which a peer has greeted: dialled (`dial`) or accepted (`routing_id`).
-
-    `state`: "silent" after `hang_up`; "replaced" when the peer greeted over a newer connection.
-    """
-
-    peer: PeerId
-    software: str
-    dial: _Dial | None = None
-    routing_id: bytes = b""
-    fd: int = -1
-    state: Literal["up", "silent", "replaced"] = "up"
 
 
 class ZeroMQTransport:
@@ -117,11 +82,11 @@ class ZeroMQTransport:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._events: list[TransportEvent] = []
-        self._dials: list[_Dial] = []
-        self._edges: dict[PeerId, list[_Link]] = {}  # the first is the one we send over
-        self._accepted: dict[bytes, _Link] = {}
-        self._by_fd: dict[int, _Link] = {}
-        self._lost: list[tuple[_Link, float]] = []  # accepted ones, and since when
+        self._dials: list[Dial] = []
+        self._edges: dict[PeerId, list[Link]] = {}  # the first is the one we send over
+        self._accepted: dict[bytes, Link] = {}
+        self._by_fd: dict[int, Link] = {}
+        self._lost: list[tuple[Link, float]] = []  # accepted ones, and since when
         self._closed = False
 
     # -- the contract --------------------------------------------------------------------------
@@ -141,7 +106,7 @@ class ZeroMQTransport:
                 return
             if peer is not None and dial.peer == peer:  # it moved
                 self._drop_dial(dial)
-        dial = _Dial(peer, address)
+        dial = Dial(peer, address)
         self._open(dial, time.monotonic())
         self._dials.append(dial)
 
@@ -193,6 +158,8 @@ class ZeroMQTransport:
         if self._closed:
             return
         self._closed = True
+        for dial in [dial for dial in self._dials if dial.link is None]:
+            self._drop_dial(dial)
         deadline_s = time.monotonic() + CLOSE_S
         while not self._outbox.empty() and (now_s := time.monotonic()) < deadline_s:
             self._turn(max(0.0, min(deadline_s, self._due_s(now_s)) - now_s))
@@ -208,6 +175,8 @@ class ZeroMQTransport:
 
     def _due_s(self, now_s: float) -> float:
         """When there is something to do although no socket says so."""
+        if self._lost:
+            return now_s
         due_s = min([self._outbox.due_s(), *(dial.due_s for dial in self._dials)])
         if not self._meter.may_read(now_s):
             due_s = min(due_s, self._meter.free_s)
@@ -267,8 +236,9 @@ class ZeroMQTransport:
                     taken = sockets.write(link.dial.socket, parcel.body)
                 else:
                     taken = sockets.write(self._router, parcel.body, link.routing_id)
-            except zmq.ZMQError as error:  # EHOSTUNREACH: the ROUTER knows before its monitor does
-                self._link_down(link, f"connection lost: {error.strerror}")
+            except zmq.ZMQError:  # EHOSTUNREACH: the ROUTER knows before its monitor is read
+                self._outbox.drop(parcel.peer)
+                self._lose(link)
                 continue
             if taken:
                 self.traffic.count_sent(parcel.kind, parcel.nbytes)
@@ -277,7 +247,7 @@ class ZeroMQTransport:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def _read_batch(self, dial: _Dial | None, *, in_debt: bool = False) -> bool:
+    def _read_batch(self, dial: Dial | None, *, in_debt: bool = False) -> bool:
         """Read at most a batch from the dialled socket or the ROUTER.  True: nothing more is there.
 
         `in_debt`: read although the download cap says to wait; for what a lost connection left.
@@ -298,7 +268,7 @@ class ZeroMQTransport:
                 source = dial.socket  # None: it was not whom we dialled, and is closed
         return False
 
-    def _handle(self, incoming: sockets.Incoming, dial: _Dial | None) -> None:
+    def _handle(self, incoming: sockets.Incoming, dial: Dial | None) -> None:
         link = self._accepted.get(incoming.routing_id) if dial is None else dial.link
         if link is not None and link.state != "up":
             return
@@ -334,19 +304,11 @@ class ZeroMQTransport:
                 else:
                     self._redial(dial, f"no greeting within {GREET_S:g} s")
 
-    def _open(self, dial: _Dial, now_s: float) -> None:
-        dealer = sockets.open_dealer(self._context, self._receive_messages)
-        monitor = sockets.open_monitor(dealer)
-        try:
-            sockets.connect(dealer, dial.address)
-        except TransportError:
-            sockets.close(dealer, monitor)
-            raise
-        sockets.write(dealer, self._hello)  # leaves first, when the connection stands
-        self._count_hello()
-        dial.socket, dial.monitor, dial.due_s = dealer, monitor, now_s + GREET_S
+    def _open(self, dial: Dial, now_s: float) -> None:
+        dial.open(self._context, self._receive_messages, self._hello, now_s)
 
-    def _answered(self, hello: Hello, dial: _Dial) -> None:
+    def _answered(self, hello: Hello, dial: Dial) -> None:
+        self._count_hello()  # the one it answers; those of failed attempts never left
         if hello.version != PROTOCOL_VERSION:
             self._events.append(_mismatch(hello))
             self._drop_dial(dial)  # the same software will give the same answer
@@ -355,11 +317,11 @@ class ZeroMQTransport:
             self._events.append(Violation(dial.peer, text))
             self._redial(dial, text)
         else:
-            dial.peer, dial.due_s, dial.attempt = hello.peer, math.inf, 0
-            dial.link = _Link(hello.peer, hello.software, dial=dial)
-            self._link_up(dial.link)
+            link = Link(hello.peer, hello.software, dial=dial)
+            dial.greeted(link)
+            self._link_up(link)
 
-    def _read_dial_monitor(self, dial: _Dial) -> None:
+    def _read_dial_monitor(self, dial: Dial) -> None:
         if dial.monitor is None:
             return
         for event, _ in sockets.monitor_events(dial.monitor):
@@ -370,25 +332,15 @@ class ZeroMQTransport:
                     self._redial(dial, f"connection to {dial.address} lost")
                 return
 
-    def _redial(self, dial: _Dial, reason: str) -> None:
-        """This connection is over; the next attempt comes after a back-off with jitter."""
-        self._shut(dial)
-        first_s, most_s = BACKOFF_S
-        wait_s = min(most_s, first_s * 2 ** min(dial.attempt, 16)) * random.uniform(0.5, 1.0)
-        dial.attempt += 1
-        dial.due_s = time.monotonic() + wait_s
+    def _redial(self, dial: Dial, reason: str) -> None:
+        dial.retry_later(time.monotonic())
         if dial.link is not None:
             link, dial.link = dial.link, None
             self._link_down(link, reason)
 
-    def _drop_dial(self, dial: _Dial) -> None:
-        self._shut(dial)
+    def _drop_dial(self, dial: Dial) -> None:
+        dial.shut()
         self._dials.remove(dial)
-
-    def _shut(self, dial: _Dial) -> None:
-        if dial.socket is not None and dial.monitor is not None:
-            sockets.close(dial.socket, dial.monitor)
-        dial.socket = dial.monitor = None
 
     # -- connections that others made ----------------------------------------------------------
 
@@ -409,7 +361,7 @@ class ZeroMQTransport:
                 del self._accepted[old.routing_id]
             old.state = "replaced"
             self._link_down(old, "replaced by a newer connection of the same peer")
-        link = _Link(hello.peer, hello.software, routing_id=incoming.routing_id, fd=incoming.fd)
+        link = Link(hello.peer, hello.software, routing_id=incoming.routing_id, fd=incoming.fd)
         self._accepted[link.routing_id] = link
         if link.fd >= 0:
             self._by_fd[link.fd] = link
@@ -418,12 +370,16 @@ class ZeroMQTransport:
     def _read_router_monitor(self) -> None:
         for event, fd in sockets.monitor_events(self._router_monitor):
             if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_ACCEPTED) and fd in self._by_fd:
-                self._lost.append((self._by_fd.pop(fd), time.monotonic()))
+                self._lose(self._by_fd.pop(fd))
+
+    def _lose(self, link: Link) -> None:
+        if all(link is not lost for lost, _ in self._lost):
+            self._lost.append((link, time.monotonic()))
 
     def _finish_lost(self, drained: bool) -> None:
         """Report losses once everything that came before them was read (or after a bounded time)."""
         now_s = time.monotonic()
-        waiting: list[tuple[_Link, float]] = []
+        waiting: list[tuple[Link, float]] = []
         for link, since_s in self._lost:
             if drained or now_s >= since_s + DRAIN_S:
                 self._accepted.pop(link.routing_id, None)
@@ -434,8 +390,9 @@ class ZeroMQTransport:
 
     def _revive(self, peer: PeerId) -> bool:
         """After `hang_up` its connection to us still stands: use it again."""
+        lost = [link for link, _ in self._lost]
         for link in self._accepted.values():
-            if link.peer == peer and link.state == "silent":
+            if link.peer == peer and link.state == "silent" and link not in lost:
                 link.state = "up"
                 self._link_up(link)
                 return True
@@ -443,13 +400,13 @@ class ZeroMQTransport:
 
     # -- edges ---------------------------------------------------------------------------------
 
-    def _link_up(self, link: _Link) -> None:
+    def _link_up(self, link: Link) -> None:
         links = self._edges.setdefault(link.peer, [])
         links.append(link)
         if len(links) == 1:
             self._events.append(PeerUp(link.peer, link.software))
 
-    def _link_down(self, link: _Link, reason: str) -> None:
+    def _link_down(self, link: Link, reason: str) -> None:
         links = self._edges.get(link.peer, [])
         if link not in links:
             return

@@ -183,24 +183,24 @@ def _to_fp16(values_K: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float16]
 # -- the peer's --------------------------------------------------------------------------------
 
 
+def _refused(reason: str) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        reason, remedy="drop the peer; all members of a run use the same exchange and version of gridtrain"
+    )
+
+
 def _read_header(data: memoryview, n: int, max_entries: int, kind: ValueKind) -> tuple[int, int]:
     """K and exponent, checked against the generation and the length, before anything is allocated."""
     if data.nbytes < _HEADER.size:
-        raise RemoteProtocolError(
-            f"sparse payload of {data.nbytes} bytes, shorter than its {_HEADER.size}-byte header"
-        )
+        raise _refused(f"sparse payload of {data.nbytes} bytes, shorter than its {_HEADER.size}-byte header")
     k, exponent, sent_kind = _HEADER.unpack_from(data)
     if sent_kind != kind:
-        raise RemoteProtocolError(
-            f"sparse payload of value kind {sent_kind}, this generation's is {kind} ({kind.name})"
-        )
+        raise _refused(f"sparse payload of value kind {sent_kind}, this generation's is {kind} ({kind.name})")
     if k > min(max_entries, n):
-        raise RemoteProtocolError(
-            f"sparse payload of {k} entries, at most {min(max_entries, n)} of {n} are allowed"
-        )
+        raise _refused(f"sparse payload of {k} entries, at most {min(max_entries, n)} of {n} are allowed")
     expected = encoded_bytes(k, n, kind)
     if data.nbytes != expected:
-        raise RemoteProtocolError(
+        raise _refused(
             f"sparse payload of {data.nbytes} bytes, {k} {kind.name} entries of {n} take {expected}"
         )
     return k, exponent
@@ -212,25 +212,22 @@ def _read_indices(
     low_width, high_width = _widths(k, n)
     for name, section, width in (("low", low, k * low_width), ("high", high, high_width)):
         if width % 8 and section[-1] >> (width % 8):
-            raise RemoteProtocolError(f"padding after the {name} bits of a sparse payload is not zero")
+            raise _refused(f"padding after the {name} bits of a sparse payload is not zero")
     ones = np.flatnonzero(np.unpackbits(high, count=high_width, bitorder="little"))
     if ones.size != k:
-        raise RemoteProtocolError(
-            f"high bits of a sparse payload hold {ones.size} entries, its header says {k}"
-        )
+        raise _refused(f"high bits of a sparse payload hold {ones.size} entries, its header says {k}")
     indices = (ones - np.arange(k)) << low_width
     indices |= _unpack_low(low, k, low_width)
     if k and (indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
-        raise RemoteProtocolError(f"sparse indices are not strictly increasing and below {n}")
+        raise _refused(f"sparse indices are not strictly increasing and below {n}")
     return indices
 
 
 def _unpack_low(low: npt.NDArray[np.uint8], k: int, low_width: int) -> npt.NDArray[np.int64]:
     """Read each field from the 64-bit word that starts at its first byte: 32 + 7 bits are enough."""
     padded = low.tobytes() + bytes(8)
-    words: npt.NDArray[np.uint64] = np.ndarray(
-        (low.size + 1,), "<u8", padded, strides=(1,)
-    )  # one word at every byte offset
+    # One word at every byte offset; they overlap.
+    words: npt.NDArray[np.uint64] = np.ndarray((low.size + 1,), "<u8", padded, strides=(1,))
     at = np.arange(k) * low_width
     fields: npt.NDArray[np.uint64] = words[at >> 3] >> (at & 7).astype(np.uint64)
     return (fields & np.uint64((1 << low_width) - 1)).astype(np.int64)
@@ -239,9 +236,9 @@ def _unpack_low(low: npt.NDArray[np.uint8], k: int, low_width: int) -> npt.NDArr
 def _read_values(raw: npt.NDArray[np.floating], exponent: int, kind: ValueKind) -> npt.NDArray[np.float32]:
     if kind is ValueKind.FP32:
         if exponent != 0:
-            raise RemoteProtocolError(f"scale exponent {exponent} of fp32 values, must be 0")
+            raise _refused(f"scale exponent {exponent} of fp32 values, must be 0")
         if not np.isfinite(raw).all():
-            raise RemoteProtocolError("sparse payload holds infinite or NaN values")
+            raise _refused("sparse payload holds infinite or NaN values")
         return raw.astype(np.float32)
     # One comparison covers NaN, infinity and a scale that is not the canonical one.
     top_bits = int((raw.view("<u2") & 0x7FFF).max(initial=0))
@@ -249,7 +246,7 @@ def _read_values(raw: npt.NDArray[np.floating], exponent: int, kind: ValueKind) 
     if not zeros_only and not (
         _TOP_BITS_MIN <= top_bits <= _TOP_BITS_MAX and _EXPONENT_MIN <= exponent <= _EXPONENT_MAX
     ):
-        raise RemoteProtocolError(
+        raise _refused(
             f"fp16 values with largest magnitude {top_bits:#06x} and scale exponent {exponent}: must be "
             f"{_TOP_BITS_MIN:#06x} .. {_TOP_BITS_MAX:#06x} (2^14 <= |v| < 2^15) and "
             f"{_EXPONENT_MIN} .. {_EXPONENT_MAX}"
@@ -257,7 +254,5 @@ def _read_values(raw: npt.NDArray[np.floating], exponent: int, kind: ValueKind) 
     with np.errstate(under="ignore"):
         values = np.ldexp(raw.astype(np.float32), exponent)
     if exponent < _EXPONENT_LOSSLESS and not (np.ldexp(values, -exponent) == raw).all():
-        raise RemoteProtocolError(
-            f"fp16 values with scale exponent {exponent} are finer than float32 can hold"
-        )
+        raise _refused(f"fp16 values with scale exponent {exponent} are finer than float32 can hold")
     return values

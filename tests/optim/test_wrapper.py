@@ -304,12 +304,13 @@ def test_the_tail_of_the_data(network, exchange):
     assert len(set(network(samples=[2, 2, 0]).train(worker))) == 1
 
 
-def test_a_stand_in_batch_counts_for_nothing(network):
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+def test_a_stand_in_batch_counts_for_nothing(network, exchange):
     """A worker without samples may run its loop on any batch: weight 0, even if that batch is bad."""
 
     def worker(session):
         model = small_model()
-        optimizer = GridOptimizer(sgd(model), model, GTopK(density=0.2), session)
+        optimizer = GridOptimizer(sgd(model), model, exchange, session)
         backward(model, session.rank)
         if session.rank == 1:
             model[0].weight.grad[0, 0] = math.nan

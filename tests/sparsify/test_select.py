@@ -50,6 +50,7 @@ def test_k_out_of_range_is_our_own_bug(k):
         select_topk(torch.ones(3), k)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_selects_what_the_cpu_selects():
     acc = torch.randint(-50, 50, (100_000,)).float()

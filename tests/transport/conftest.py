@@ -107,3 +107,10 @@ def zeromq_net() -> Iterator[Net]:
     made = Net("zeromq")
     yield made
     made.close()
+
+
+@pytest.fixture
+def memory_net() -> Iterator[Net]:
+    made = Net("memory")
+    yield made
+    made.close()

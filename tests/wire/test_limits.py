@@ -17,11 +17,12 @@ MEMBER = [KEY, "ada", "tcp://h:1", 8, False]
 DATA = [50, ROUND, [0, 0, 0], [0, 0, 0, 0], False]
 
 
-def header(*fields: Any) -> list[bytes]:
+def header(*fields: Any) -> list[bytes | memoryview]:
     return [msgpack.packb(fields)]
 
 
-def refused(words: str, frames: list[bytes], name: str) -> Any:
+def refused(words: str, frames: list[bytes | memoryview], name: str) -> Any:
+    """A row: the words of the refusal, what came, and what it is."""
     return pytest.param(frames, words, id=name)
 
 
@@ -29,7 +30,11 @@ FRAMES = [
     refused("0 frames, must be 1 .. 2", [], "no frame"),
     refused("3 frames, must be 1 .. 2", [b"", b"", b""], "three frames"),
     refused("header of 65537 bytes, at most 65536", [b"\xc0" * 65537], "long header"),
-    refused("payload of 67108865 bytes", [*header(*DATA), bytes(MAX_PAYLOAD_BYTES + 1)], "long payload"),
+    refused(
+        "payload of 67108865 bytes",
+        [*header(*DATA), memoryview(bytes(MAX_PAYLOAD_BYTES + 1))],
+        "long payload",
+    ),
     refused("Data came in 1 frames, must be 2", header(*DATA), "Data without its payload"),
     refused("Ping came in 2 frames, must be 1", [*header(54, 1), b"x"], "a payload where none belongs"),
 ]
@@ -78,8 +83,8 @@ FIELDS = [
     refused("Vote.reason is bytes", header(51, ROUND, True, b"", b"ab"), "bytes for text"),
     refused("Decision.verdict is int 2,", header(52, ROUND, 2, ""), "unknown verdict"),
     refused("Decision.verdict is bool True,", header(52, ROUND, True, ""), "true for COMMIT"),
-    refused("Data.place.phase is int 6,", header(50, ROUND, [0] * 3, [6, 0, 0, 0], False) + [b""], "phase"),
-    refused("Data.place.hop is int 21", header(50, ROUND, [0] * 3, [0, 2**31, 0, 0], False) + [b""], "hop"),
+    refused("Data.place.phase is int 6,", [*header(50, ROUND, [0] * 3, [6, 0, 0, 0], False), b""], "phase"),
+    refused("Data.place.hop is int 21", [*header(50, ROUND, [0] * 3, [0, 2**31, 0, 0], False), b""], "hop"),
     refused("Hello.peer is 31 bytes,", header(1, bytes(31), 1, ""), "short key"),
     refused("Hello.peer is 33 bytes,", header(1, bytes(33), 1, ""), "long key"),
     refused("Hello.software is 65 bytes,", header(1, KEY, 1, "a" * 65), "long name"),
@@ -119,7 +124,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("frames", "words"), FRAMES + MSGPACK + CODES + FIELDS)
-def test_refused(frames: list[bytes], words: str) -> None:
+def test_refused(frames: list[bytes | memoryview], words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words) as caught:
         decode(frames)
     assert len(str(caught.value)) < 1000  # whatever came, the error stays readable
@@ -137,12 +142,12 @@ ACCEPTED = [
         header(14, 1, 1, True, 0, b"", [0, 0, [[0, 1]] * 4096, 0, 0, None], None, b"", False), id="4096 spans"
     ),
     pytest.param([*header(*DATA), b""], id="empty payload"),
-    pytest.param([*header(*DATA), bytes(MAX_PAYLOAD_BYTES)], id="payload of 64 MiB"),
+    pytest.param([*header(*DATA), memoryview(bytes(MAX_PAYLOAD_BYTES))], id="payload of 64 MiB"),
 ]
 
 
 @pytest.mark.parametrize("frames", ACCEPTED)
-def test_just_within(frames: list[bytes]) -> None:
+def test_just_within(frames: list[bytes | memoryview]) -> None:
     decode(frames)
 
 

@@ -1,0 +1,44 @@
+"""`python -m gridtrain_coordinator`: the coordinator without a command line, for containers.
+
+    GRIDTRAIN_RUN  GRIDTRAIN_LISTEN  GRIDTRAIN_ADVERTISE  GRIDTRAIN_JOURNAL  GRIDTRAIN_MIN_WORKERS
+
+The same choices as options: `gridtrain coordinator --help`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from gridtrain.config import ENV_PREFIX
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain_coordinator.daemon import Settings, serve
+
+
+def main() -> int:
+    try:
+        return serve(_settings(), out=sys.stdout, err=sys.stderr)
+    except GridtrainError as error:
+        print(f"gridtrain: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _settings() -> Settings:
+    def chosen(name: str, default: str) -> str:
+        return os.environ.get(ENV_PREFIX + name) or default
+
+    defaults, journal, min_workers = Settings(), chosen("JOURNAL", ""), chosen("MIN_WORKERS", "1")
+    if not min_workers.isdigit():
+        raise ConfigError(f"GRIDTRAIN_MIN_WORKERS is {min_workers!r}", remedy="write a number >= 1")
+    return Settings(
+        run=chosen("RUN", defaults.run),
+        listen=chosen("LISTEN", defaults.listen),
+        advertise=chosen("ADVERTISE", defaults.advertise),
+        journal=Path(journal) if journal else None,
+        min_workers=int(min_workers),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""One log line for each event: coloured text on a terminal, JSON lines anywhere else.
+
+Decides how a line looks, never what is logged.  Field values come from the network in part, so
+control characters are escaped: a worker's name cannot move the cursor of whoever reads the log.
+
+    terminal    12:00:03  joined      name=worker-7f3a peer=0a1b2c3d4e5f
+    elsewhere   {"ts": "2025-01-01T12:00:03.120+00:00", "level": "info", "event": "joined", "fields": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+Log = Callable[[str, str, Mapping[str, Any]], None]
+"""(level, event, fields), level one of "info", "warning", "error"."""
+
+_COLOURS = {"info": "36", "warning": "33", "error": "31;1"}
+
+
+def silent(level: str, event: str, fields: Mapping[str, Any]) -> None:
+    """For a coordinator inside a program that has its own output."""
+
+
+def log_to(stream: TextIO) -> Log:
+    """For people if `stream` is a terminal, JSON lines if it is not."""
+    line = _for_people if stream.isatty() else _for_machines
+
+    def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
+        stream.write(line(level, event, fields) + "\n")
+        stream.flush()
+
+    return log
+
+
+def _for_machines(level: str, event: str, fields: Mapping[str, Any]) -> str:
+    ts = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"ts": ts, "level": level, "event": event, "fields": dict(fields)}, default=str)
+
+
+def _for_people(level: str, event: str, fields: Mapping[str, Any]) -> str:
+    values = " ".join(f"{name}={_value(value)}" for name, value in fields.items())
+    word = f"{event:<15}"
+    if "NO_COLOR" not in os.environ:
+        word = f"\x1b[{_COLOURS.get(level, '0')}m{word}\x1b[0m"
+    return f"{datetime.now():%H:%M:%S}  {word} {values}".rstrip()
+
+
+def _value(value: Any) -> str:
+    """As it is if that is one printable word, else quoted with everything unprintable escaped."""
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    plain = text.isprintable() and text and not any(letter in text for letter in ' "=')
+    return text if plain else json.dumps(text)

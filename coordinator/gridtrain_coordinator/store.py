@@ -1,0 +1,194 @@
+"""The journal: what the coordinator must still know after it was killed.
+
+Decides how things become durable, never what they mean: an entry is a kind and a JSON body.  Never
+touches a socket or the protocol.
+
+    migrations/0001_journal.sql ... --applied in order, each in a transaction--> PRAGMA user_version
+
+One connection holds the file alone (two coordinators on one journal would give two verdicts), in WAL
+mode with synchronous=FULL: when `append` returns, the entry survives SIGKILL and power loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from gridtrain.errors import JournalError
+from gridtrain.protocol.messages import PeerId
+
+MEMORY = ":memory:"
+APPLICATION_ID = 0x67726964  # "grid", so that another program's database is not taken for a journal
+BUSY_S = 1.0
+
+_REMEDIES = {  # SQLite's result code -> (what happened, the next thing to do)
+    "SQLITE_NOTADB": ("is not a journal: not an SQLite database", "name another file with --journal"),
+    "SQLITE_CORRUPT": ("is damaged", "restore it from a backup, or name a new file with --journal"),
+    "SQLITE_BUSY": ("is in use", "stop the other coordinator, or name another file with --journal"),
+    "SQLITE_LOCKED": ("is in use", "stop the other coordinator, or name another file with --journal"),
+    "SQLITE_FULL": ("cannot grow: the disk is full", "make room, then start the coordinator again"),
+    "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
+    "SQLITE_CANTOPEN": ("cannot be opened", "check who may write there, or name another file with --journal"),
+    "SQLITE_READONLY": ("may not be written", "change its permissions, or name another file with --journal"),
+    "SQLITE_CONSTRAINT": (
+        "refused a change of what it holds",
+        "this is a bug in gridtrain: please report it",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the journal; `at` is ISO 8601, UTC."""
+
+    id: int
+    at: str
+    kind: str
+    body: dict[str, Any]
+
+
+class Store:
+    """See the module's text.  Used by one thread at a time.  Every method raises `JournalError`."""
+
+    def __init__(self, connection: sqlite3.Connection, path: str) -> None:
+        self._connection = connection
+        self._path = path
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Store:
+        """Open the journal at `path`, made and brought up to date if need be; ":memory:" forgets.
+
+        Raises:
+            JournalError: the directory is missing, the file is no journal, damaged, in use, not
+                writable, or of a newer version of gridtrain.
+        """
+        name = os.fspath(path)
+        if name != MEMORY and not Path(name).absolute().parent.is_dir():
+            folder = Path(name).absolute().parent
+            raise JournalError(
+                f"the journal's directory {folder} does not exist", remedy=f"mkdir -p {folder}"
+            )
+        with _explained(name):
+            connection = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        store = cls(connection, name)
+        try:
+            with _explained(name):
+                store._prepare()
+        except BaseException:
+            connection.close()
+            raise
+        return store
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def identity(self) -> PeerId:
+        """The coordinator's key, made when it is asked for the first time."""
+        with self._transaction():
+            self._connection.execute("INSERT OR IGNORE INTO identity VALUES (1, ?)", (os.urandom(32),))
+            return bytes(self._connection.execute("SELECT peer FROM identity").fetchone()[0])
+
+    def next_term(self) -> int:
+        """One more than the highest term journalled so far, durable before it is returned."""
+        with self._transaction():
+            (last,) = self._connection.execute("SELECT max(term) FROM terms").fetchone()
+            term = (last or 0) + 1
+            self._insert("term", {"term": term})
+        return term
+
+    def append(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Make one entry durable."""
+        self.append_all([(kind, body)])
+
+    def append_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Make several entries durable together (one transaction, one wait for the disk), or none."""
+        with self._transaction():
+            for kind, body in entries:
+                self._insert(kind, body)
+
+    def entries(self) -> list[Entry]:
+        """All entries, oldest first."""
+        with _explained(self._path):
+            rows = self._connection.execute("SELECT id, at, kind, body FROM journal ORDER BY id").fetchall()
+        return [Entry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body in rows]
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        run("PRAGMA locking_mode = EXCLUSIVE")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = FULL")
+        (version,) = run("PRAGMA user_version").fetchone()
+        (application,) = run("PRAGMA application_id").fetchone()
+        (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
+        if tables and application != APPLICATION_ID:
+            raise JournalError(
+                f"{self._path} is not a journal: it is another program's database",
+                remedy="name another file with --journal",
+            )
+        scripts = _migrations()
+        if version > len(scripts):
+            raise JournalError(
+                f"{self._path} has journal version {version}; this gridtrain knows up to {len(scripts)}",
+                remedy="install the gridtrain that wrote it, or a newer one",
+            )
+        for number, script in enumerate(scripts[version:], start=version + 1):
+            self._migrate(number, script)
+
+    def _migrate(self, number: int, script: str) -> None:
+        try:
+            self._connection.executescript(
+                f"BEGIN IMMEDIATE; {script}\n"
+                f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {number}; COMMIT;"
+            )
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+
+    def _insert(self, kind: str, body: Mapping[str, Any]) -> None:
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        text = json.dumps(body, separators=(",", ":"))
+        self._connection.execute("INSERT INTO journal (at, kind, body) VALUES (?, ?, ?)", (at, kind, text))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _explained(self._path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:  # SQLite itself rolls back on a full disk
+                    self._connection.execute("ROLLBACK")
+                raise
+
+
+def _migrations() -> list[str]:
+    """The scripts in order; number n of them is called 000n_*.sql."""
+    folder = resources.files("gridtrain_coordinator") / "migrations"
+    files = sorted(
+        (file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name
+    )
+    return [file.read_text(encoding="utf-8") for file in files]
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """SQLite's errors in words, with the next thing to do."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
+        known = next((text for prefix, text in _REMEDIES.items() if code.startswith(prefix)), None)
+        what, remedy = known or ("cannot be used", "name another file with --journal")
+        raise JournalError(f"the journal {path} {what} ({error})", remedy=remedy) from error

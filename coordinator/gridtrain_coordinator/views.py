@@ -1,0 +1,97 @@
+"""What `gridtrain status` is told: the core's snapshot, with rates and the daemon's own facts.
+
+Decides nothing about the run.  Never touches a socket, a clock or the disk.
+
+    steps:   410 -------- 430      over the last `WINDOW_S` at most
+    time:    now - 10 s   now      -> 2 steps a second
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+WINDOW_S = 10.0
+SAMPLE_S = 1.0
+RATED_FIGURES = ("sent_bytes", "received_bytes")  # what workers count from their start on
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    at_s: float
+    step: int
+    figures: dict[str, dict[str, float]]  # by peer
+
+
+class Speedometer:
+    """Turns counters that only grow into rates over the last `WINDOW_S` seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[_Sample] = deque()
+
+    def observe(self, snapshot: dict[str, Any], now_s: float) -> None:
+        figures = {member["peer"]: member["figures"] for member in snapshot["members"]}
+        self._samples.append(_Sample(now_s, snapshot["step"], figures))
+        while now_s - self._samples[0].at_s > WINDOW_S:
+            self._samples.popleft()
+
+    def due_s(self) -> float:
+        """When to `observe` again."""
+        return self._samples[-1].at_s + SAMPLE_S if self._samples else float("-inf")
+
+    def steps_per_s(self) -> float | None:
+        """None: not known yet, or the run went back."""
+        if len(self._samples) < 2:
+            return None
+        return _slope(
+            self._samples[0].at_s, self._samples[0].step, self._samples[-1].at_s, self._samples[-1].step
+        )
+
+    def figure_per_s(self, peer: str, figure: str) -> float | None:
+        """None: not known yet, or the worker was restarted."""
+        known = [
+            (s.at_s, s.figures[peer][figure]) for s in self._samples if figure in s.figures.get(peer, {})
+        ]
+        return _slope(*known[0], *known[-1]) if len(known) > 1 else None
+
+
+def _slope(from_s: float, from_value: float, to_s: float, to_value: float) -> float | None:
+    return (to_value - from_value) / (to_s - from_s) if to_s > from_s and to_value >= from_value else None
+
+
+def status_payload(
+    snapshot: dict[str, Any],
+    speed: Speedometer,
+    *,
+    software: str,
+    address: str,
+    now_s: float,
+    uptime_s: float,
+) -> bytes:
+    """The payload of a StatusReply: UTF-8 JSON.
+
+    To `Membership.snapshot` it adds: software, address, now_s (the clock of the events' `at_s`),
+    uptime_s, steps_per_s, and for each member sent_Bps and received_Bps (None: not known yet).
+    """
+    members = [
+        {
+            **member,
+            **{
+                figure.replace("_bytes", "_Bps"): speed.figure_per_s(member["peer"], figure)
+                for figure in RATED_FIGURES
+            },
+        }
+        for member in snapshot["members"]
+    ]
+    picture = {
+        **snapshot,
+        "members": members,
+        "software": software,
+        "address": address,
+        "now_s": round(now_s, 3),
+        "uptime_s": round(uptime_s, 3),
+        "steps_per_s": speed.steps_per_s(),
+    }
+    return json.dumps(picture, separators=(",", ":")).encode()

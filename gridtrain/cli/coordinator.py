@@ -1,0 +1,60 @@
+"""`gridtrain coordinator`: options only; the work is `gridtrain_coordinator.daemon.serve`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from gridtrain.cli.main import EXIT_CODES
+from gridtrain.config import DEFAULT_PORT
+
+
+@click.command(epilog=EXIT_CODES)
+@click.option(
+    "--listen",
+    default=f"tcp://127.0.0.1:{DEFAULT_PORT}",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Where to accept workers; tcp://0.0.0.0:7700 for all interfaces, port 0 for any free one.",
+)
+@click.option(
+    "--advertise", default="", metavar="ADDRESS", help="The address that workers should use instead."
+)
+@click.option("--run", default="default", show_default=True, metavar="NAME", help="The run's name.")
+@click.option(
+    "--journal",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The journal's file.  [default: ~/.local/state/gridtrain/RUN/journal.sqlite]",
+)
+@click.option(
+    "--min-workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Start, and start again, only with so many workers.",
+)
+@click.option(
+    "--exit-when-finished", is_flag=True, help="Exit once the run is finished and its workers have left."
+)
+def coordinator(
+    listen: str, advertise: str, run: str, journal: Path | None, min_workers: int, exit_when_finished: bool
+) -> None:
+    """Coordinate a run: admit workers, assign ranks, keep the journal.
+
+    Prints the address for the workers; then one log line for each event, as JSON if the log is not
+    a terminal.  Sees no gradient and needs no torch.
+    """
+    from gridtrain.runtime.client import coordinator_address
+    from gridtrain_coordinator.daemon import Settings, serve
+
+    settings = Settings(
+        run=run,
+        listen=listen,
+        advertise=coordinator_address(advertise) if advertise else "",
+        journal=journal,
+        min_workers=min_workers,
+        exit_when_finished=exit_when_finished,
+    )
+    sys.exit(serve(settings, out=sys.stdout, err=sys.stderr))

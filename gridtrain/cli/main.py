@@ -1,0 +1,92 @@
+"""The root of the command line: which commands there are, and how an error looks.
+
+Decides exit codes and that a user never sees a traceback for an error that we raise on purpose.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import click
+
+from gridtrain._version import __version__
+from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused
+
+# name -> one line for `gridtrain --help`; the command is `gridtrain.cli.<name>.<name>`.
+COMMANDS = {
+    "coordinator": "Start a run's coordinator; workers join it.",
+    "worker": "Join a run and train in it: supervise a training script.",
+    "status": "Show a run's members, steps and rates.",
+    "demo": "Train a small model with four workers on this machine.",
+}
+
+EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 1, 2, 3, 4
+
+EXIT_CODES = """\b
+Exit codes:
+  0    fine
+  1    the training script failed (its own code is passed on), or another error
+  2    the options or the configuration cannot work
+  3    the coordinator cannot be reached
+  4    the coordinator refused
+  130  stopped by SIGINT (Ctrl-C);  143  stopped by SIGTERM
+
+GRIDTRAIN_DEBUG=1 shows tracebacks."""
+
+
+class LazyGroup(click.Group):
+    """Imports a command when it is used, not to list it."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"gridtrain.cli.{name}"), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="gridtrain")
+def cli() -> None:
+    """Train one PyTorch model together, over ordinary computers and links."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The program `gridtrain`.  Always ends by `SystemExit`."""
+    try:
+        result = cli.main(args=arguments, prog_name="gridtrain", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:  # Ctrl-C
+        sys.exit(128 + signal.SIGINT)
+    except GridtrainError as error:
+        if os.environ.get("GRIDTRAIN_DEBUG"):
+            raise
+        click.echo(f"gridtrain: {error}", err=True)
+        sys.exit(exit_code(error))
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def exit_code(error: GridtrainError) -> int:
+    """See EXIT_CODES."""
+    match error:
+        case ConfigError():
+            return EXIT_USAGE
+        case CoordinatorUnreachable():
+            return EXIT_UNREACHABLE
+        case JoinRefused():
+            return EXIT_REFUSED
+        case _:
+            return EXIT_FAILED

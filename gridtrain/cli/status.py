@@ -1,0 +1,170 @@
+"""`gridtrain status`: the coordinator's picture of the run as a table.
+
+Decides how it looks.  What comes from workers (names, facts, events) is cleaned of control
+characters before it reaches the terminal, and is never read as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gridtrain.cli.main import EXIT_CODES
+from gridtrain.config import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+ANSWER_S = 4.0
+REFRESH_S = 1.0
+PATIENCE_S = 30.0
+"""While watching, a coordinator may be away for so long (a restart) before we give up."""
+
+RECENT_EVENTS = 5
+PLAIN_WIDTH = 120  # of a line in a file or a pipe
+PHASE_STYLES = {"waiting": "yellow", "training": "green", "paused": "red", "finished": "cyan"}
+COLUMNS = ("share", "step", "up/s", "down/s", "comp.", "select", "comm.", "wait", "heard")
+SECONDS = ("computing_s", "selecting_s", "communicating_s", "waiting_s")
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("address", envvar="GRIDTRAIN_COORDINATOR", default=f"tcp://127.0.0.1:{DEFAULT_PORT}")
+@click.option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C or the end of the run.")
+@click.option("--json", "as_json", is_flag=True, help="Print what the coordinator said, as one JSON object.")
+def status(address: str, watch: bool, as_json: bool) -> None:
+    """Show the members, generation, step and rates of the run coordinated at ADDRESS.
+
+    ADDRESS is tcp://host:port, host:port or host; without it $GRIDTRAIN_COORDINATOR or this machine.
+    """
+    from gridtrain.runtime.client import StatusClient, fetch_status
+
+    if not watch:
+        picture = fetch_status(address, ANSWER_S)
+        click.echo(json.dumps(picture)) if as_json else _print(picture)
+    elif as_json:
+        raise click.UsageError("--watch draws a table; use --json without it")
+    else:
+        with StatusClient(address) as client:
+            _watch(client.ask)
+
+
+def _print(picture: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(render(picture), width=None if console.is_terminal else PLAIN_WIDTH)
+
+
+def _watch(ask: Any) -> None:
+    from rich.live import Live
+
+    with Live(render(ask(ANSWER_S)), auto_refresh=False) as live:
+        while True:
+            time.sleep(REFRESH_S)
+            picture = ask(PATIENCE_S)
+            live.update(render(picture), refresh=True)
+            if picture.get("finished"):
+                return
+
+
+def render(picture: Mapping[str, Any]) -> Group:
+    """The whole picture: a line about the run, the members, the latest events."""
+    from rich.console import Group
+    from rich.text import Text
+
+    phase = clean(picture.get("phase", "?"))
+    head = Text.assemble(
+        ("run ", "dim"), (clean(picture.get("run", "?")), "bold"), "  ",
+        (phase, PHASE_STYLES.get(phase, "")), f"  {clean(picture.get('reason', ''))}",
+    )  # fmt: skip
+    figures = Text(
+        f"term {_count(picture.get('term'))}  generation {_count(picture.get('generation'))}  "
+        f"step {_count(picture.get('step'))}  {_rate(picture.get('steps_per_s'))} steps/s"
+    )
+    facts = [f"{clean(name)}: {clean(value)}" for name, value in _mapping(picture.get("facts")).items()]
+    now_s = picture.get("now_s")
+    recent = _listed(picture.get("events"))[-RECENT_EVENTS:]
+    events = [Text(_event(event, now_s), style="dim") for event in recent]
+    return Group(head, figures, *(Text(fact, style="dim") for fact in facts), members_table(picture), *events)
+
+
+def members_table(picture: Mapping[str, Any]) -> Table:
+    """One line for each member: bytes per second, then the times of its latest step
+    (computing, selecting, communicating, waiting), then how long ago it was heard."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("name", overflow="ellipsis", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for heading in COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for member in _listed(picture.get("members")):
+        figures = _mapping(member.get("figures"))
+        rank = member.get("rank")
+        cells = [
+            "-" if rank is None else _count(rank),
+            clean(member.get("name", "?")),
+            clean(member.get("state", "?")),
+            _count(member.get("share")),
+            _count(member.get("step")),
+            _bytes(member.get("sent_Bps")),
+            _bytes(member.get("received_Bps")),
+            *(_seconds(figures.get(name)) for name in SECONDS),
+            _seconds(member.get("last_heard_s")),
+        ]
+        table.add_row(*(Text(cell) for cell in cells))
+    if not table.row_count:
+        table.add_row("-", Text("no worker yet", style="dim"))
+    return table
+
+
+def clean(value: Any) -> str:
+    """Text from the network as it may reach a terminal: at most 200 printable characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(value)[:200])
+
+
+def _event(event: Mapping[str, Any], now_s: Any) -> str:
+    at_s = event.get("at_s")
+    known = isinstance(at_s, int | float) and isinstance(now_s, int | float)
+    age = f"{now_s - at_s:5.0f} s ago" if known else "?"
+    rest = " ".join(f"{name}={value}" for name, value in event.items() if name not in ("at_s", "event"))
+    return f"{age}  {clean(event.get('event', '?'))} {clean(rest)}"
+
+
+def _listed(value: Any) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _count(value: Any) -> str:
+    return str(value) if isinstance(value, int) else "-"
+
+
+def _rate(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, int | float) else "-"
+
+
+def _seconds(value: Any) -> str:
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _bytes(value: Any) -> str:
+    if not isinstance(value, int | float):
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}"
+        value /= 1000
+    return f"{value:.1f} GB"

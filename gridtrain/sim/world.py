@@ -1,0 +1,368 @@
+"""A whole group on the virtual network: the real membership and member cores, and toy trainers.
+
+Decides nothing that the product decides: it carries out the cores' effects as the driver and the
+daemon do, lets workers join, leave, crash and lose connections, and writes down what happened, for
+tests to hold against the promises.  A seed is a history.
+
+    Membership <-- virtual network --> MemberCore + ToyTrainer, one of each for every worker
+
+The toy trainer's "model" is a vector; the gradient of a sample is a small integer vector that its
+position determines, so that sums are exact and every lost or doubled sample shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Protocol
+
+from gridtrain.config import Deadlines
+from gridtrain.errors import JoinRefused, RemoteProtocolError
+from gridtrain.protocol import member, membership
+from gridtrain.protocol import messages as m
+from gridtrain.sim.network import Link, Network
+
+COORDINATOR = b"c" * 32
+
+
+class Trainer(Protocol):
+    """What a simulated worker computes with; tests bring it (the numbers are not the simulator's)."""
+
+    def prepare(self, core: member.MemberCore, spans: Sequence[m.Span], total: int) -> dict[m.Channel, Any]:
+        """Fresh workspaces for one attempt, from the same samples each time."""
+        ...
+
+    def commit(self, workspaces: dict[m.Channel, Any], skip: bool) -> None: ...
+
+    def capture(self) -> Any: ...
+
+    def restore(self, state: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """Sent through the network when a connection comes up or breaks."""
+
+    up: bool
+
+
+@dataclass(slots=True)
+class Submission:
+    """What one worker brought into one attempt."""
+
+    peer: m.PeerId
+    round: m.RoundId
+    spans: tuple[m.Span, ...]
+
+
+@dataclass(slots=True)
+class Log:
+    """What happened, for tests."""
+
+    submissions: list[Submission] = field(default_factory=list)
+    commits: list[tuple[m.PeerId, m.RoundId, bytes]] = field(default_factory=list)
+    aborts: int = 0
+    joins: int = 0
+    crashes: int = 0
+    generations: int = 0
+    state_transfers: int = 0
+    refused: list[str] = field(default_factory=list)
+
+
+class SimWorker:
+    """One worker: core, trainer, and the little that the driver does between them."""
+
+    def __init__(self, world: World, peer: m.PeerId, trainer: Trainer, setup: m.Setup) -> None:
+        self.world = world
+        self.peer = peer
+        self.trainer = trainer
+        self.alive = True
+        self.left = False
+        join = m.Join("sim", peer.hex()[:6], peer.hex())
+        self.core = member.MemberCore(peer, COORDINATOR, join, world.deadlines)
+        self._setup = setup
+        self._batch: tuple[m.Span, ...] | None = None
+        self._batch_step = -1
+        self._computing = False
+        self._workspaces: dict[m.Channel, Any] = {}
+        self._wanted: list[tuple[m.PeerId, int, int]] = []
+        self._progress = 0
+
+    def handle(self, event: member.Event) -> None:
+        if not self.alive:
+            return
+        try:
+            effects = self.core.handle(event, self.world.now_s)
+        except RemoteProtocolError as error:
+            effects = self.core.handle(member.Broke(str(error)), self.world.now_s)
+        self._carry_out(effects)
+
+    def tick(self) -> None:
+        if self.alive and self.world.now_s >= self.core.deadline_s:
+            self._carry_out(self.core.tick(self.world.now_s))
+
+    def pulse(self) -> None:
+        self._progress += 1
+        self.handle(member.Pulse(self._progress, ()))
+        self.tick()
+
+    def enter(self) -> None:
+        self.handle(member.Enter(self._setup, self.world.edges))
+
+    def _carry_out(self, effects: list[member.Effect]) -> None:
+        queue = list(effects)
+        while queue and self.alive:
+            queue.extend(self._do(queue.pop(0)))
+        self._go_on()
+
+    def _do(self, effect: member.Effect) -> list[member.Effect]:
+        world = self.world
+        match effect:
+            case member.Post(peer, message):
+                world.send(self.peer, peer, message)
+            case member.Ship(peer, round_id, channel, place, skip):
+                if not world.connected(self.peer, peer):
+                    return self.core.handle(member.Broke("edge is down"), world.now_s)
+                payload = bytes(self._workspaces[channel].payload(place))
+                world.send(self.peer, peer, m.Data(round_id, channel, place, skip, payload))
+            case member.Fill(channel, fill):
+                self._workspaces[channel].apply(fill)
+            case member.Seal(skip):
+                digest = b"" if skip else self._workspaces[m.Channel()].seal()
+                return self.core.handle(member.Sealed(digest + bytes([skip])), world.now_s)
+            case member.Resolve(round_id, committed, skip, _):
+                self._resolve(round_id, committed, skip)
+            case member.Dial(peer, _):
+                world.connect(self.peer, peer)
+            case member.Probe():
+                return self.core.handle(member.Probed(()), world.now_s)
+            case member.GiveState(peer, term, generation):
+                self._wanted.append((peer, term, generation))
+            case member.TakeBlock(block):
+                world.log.state_transfers += 1
+                self.trainer.restore(block.payload)
+                return self.core.handle(member.Restored(), world.now_s)
+            case member.Stop(error):
+                self._stop(error)
+            case member.Note():
+                pass
+        return []
+
+    def _stop(self, error: JoinRefused) -> None:
+        self.world.log.refused.append(str(error))
+        self.world.crash(self.peer)
+
+    def _go_on(self) -> None:
+        """What the training thread does when it may: hand out its state, begin a step."""
+        if not self.alive or self._computing:
+            return
+        for peer, term, generation in self._wanted:
+            if (term, generation) == (self.core.term, self.core.generation):
+                self.world.send(
+                    self.peer, peer, m.StateBlock(term, generation, 0, 1, self.trainer.capture())
+                )
+        self._wanted.clear()
+        if not self.core.may_begin or self.core.finished:
+            return
+        self._computing = True
+        fresh = self._batch_step != self.core.step
+        self.world.later(self.world.compute_s(self.peer) if fresh else 0.0, self.peer, self._submit)
+
+    def _submit(self) -> None:
+        self._computing = False
+        if not self.alive or not self.core.may_begin or self.core.finished:
+            self._go_on()
+            return
+        assignment = self.core.assignment()
+        spans = assignment.get(self.peer, ())
+        if self._batch_step == self.core.step and self._batch and spans != self._batch:
+            raise AssertionError(f"step {self.core.step}: positions {self._batch} became {spans}")
+        self._batch, self._batch_step = spans, self.core.step
+        round_id = self.core.next_round
+        total = sum(s.stop - s.start for held in assignment.values() for s in held)
+        self._workspaces = self.trainer.prepare(self.core, spans, total)
+        self.world.log.submissions.append(Submission(self.peer, round_id, spans))
+        collectives = {
+            channel: workspace.collective(self.core.rank, self.core.world_size, False)
+            for channel, workspace in self._workspaces.items()
+        }
+        self.handle(member.Submit(round_id, collectives))
+
+    def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool) -> None:
+        if committed:
+            self.trainer.commit(self._workspaces, skip)
+            self.world.log.commits.append((self.peer, round_id, self.core.history))
+        else:
+            self.world.log.aborts += 1
+        self._workspaces = {}
+
+
+class World:
+    """The coordinator, the workers and the network between them.
+
+    Args:
+        seed: of everything random.
+        make_trainer: called for each worker that joins.
+        edges: see `member.Enter`.
+        setup: what all workers bring.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        make_trainer: Callable[[], Trainer],
+        edges: Callable[[int, int], frozenset[int]],
+        setup: m.Setup,
+        *,
+        min_workers: int,
+        delay_s: tuple[float, float] = (0.0005, 0.02),
+        compute_s: tuple[float, float] = (0.001, 0.05),
+    ) -> None:
+        self.random = Random(seed)
+        self.deadlines = Deadlines(first_step_s=4.0, patience_floor_s=1.0, silence_s=2.0, report_s=1.0)
+        self.network: Network[m.PeerId, Any] = Network(seed, Link(delay_s=delay_s, in_order=True))
+        self.edges = edges
+        self.log = Log()
+        self.workers: dict[m.PeerId, SimWorker] = {}
+        self._make_trainer = make_trainer
+        self._setup = setup
+        self._compute_s = compute_s
+        self._connections: set[frozenset[m.PeerId]] = set()
+        self.coordinator = membership.Membership(
+            run="sim", term=1, deadlines=self.deadlines, software="sim", min_workers=min_workers
+        )
+        self.network.attach(COORDINATOR, self._to_coordinator)
+        self._coordinate(self.coordinator.start(0.0))
+        self._coordinator_ticks()
+
+    # -- what tests do -----------------------------------------------------------------------------
+
+    @property
+    def now_s(self) -> float:
+        return self.network.clock.now_s
+
+    @property
+    def alive(self) -> list[SimWorker]:
+        return [worker for worker in self.workers.values() if worker.alive]
+
+    @property
+    def finished(self) -> bool:
+        return self.coordinator.phase is membership.RunPhase.FINISHED
+
+    def at(self, when_s: float, action: Callable[[], None]) -> None:
+        self.network.call_at(when_s, action)
+
+    def join(self) -> SimWorker:
+        peer = self.random.randbytes(32)
+        worker = SimWorker(self, peer, self._make_trainer(), self._setup)
+        self.workers[peer] = worker
+        self.log.joins += 1
+        self.network.attach(peer, self._to_worker)
+        self.connect(peer, COORDINATOR)
+        worker.enter()
+        self._pulses(worker)
+        return worker
+
+    def crash(self, peer: m.PeerId) -> None:
+        """As SIGKILL: silent for ever; its connections break at the other ends."""
+        worker = self.workers[peer]
+        if not worker.alive:
+            return
+        worker.alive = False
+        self.log.crashes += 1
+        for pair in [p for p in self._connections if peer in p]:
+            self._connections.discard(pair)
+            (other,) = pair - {peer}
+            self.network.send(peer, other, _Link(False))
+        self.network.crash(peer)
+
+    def leave(self, peer: m.PeerId) -> None:
+        worker = self.workers[peer]
+        worker.handle(member.Depart("leaves"))
+        worker.left = True
+        self.crash(peer)
+
+    def break_edge(self, a: m.PeerId, b: m.PeerId, back_after_s: float) -> None:
+        """The connection breaks, what was in flight is lost, and it comes back later."""
+        pair = frozenset((a, b))
+        if pair not in self._connections:
+            return
+        self._connections.discard(pair)
+        self.network.send(a, b, _Link(False))
+        self.network.send(b, a, _Link(False))
+        self.at(self.now_s + back_after_s, lambda: self.connect(a, b))
+
+    def run(self, until_s: float, *, max_events: int = 400_000) -> None:
+        """Until the run is finished, everybody is gone, or `until_s` of virtual time have passed."""
+        for _ in range(max_events):
+            if self.finished or self.network.idle or self.now_s >= until_s:
+                return
+            self.network.step()
+        raise AssertionError(f"more than {max_events} events: the group talks without end")
+
+    # -- plumbing ----------------------------------------------------------------------------------
+
+    def connected(self, a: m.PeerId, b: m.PeerId) -> bool:
+        return frozenset((a, b)) in self._connections
+
+    def connect(self, dialler: m.PeerId, peer: m.PeerId) -> None:
+        pair = frozenset((dialler, peer))
+        living = all(p == COORDINATOR or (p in self.workers and self.workers[p].alive) for p in pair)
+        if pair in self._connections or not living:
+            return
+        self._connections.add(pair)
+        self.network.send(dialler, peer, _Link(True))
+        self.network.send(peer, dialler, _Link(True))
+
+    def send(self, src: m.PeerId, dst: m.PeerId, message: m.Message) -> None:
+        if self.connected(src, dst):
+            self.network.send(src, dst, message)
+
+    def later(self, delay_s: float, node: m.PeerId, action: Callable[[], None]) -> None:
+        self.network.call_at(self.now_s + delay_s, action, node=node)
+
+    def compute_s(self, peer: m.PeerId) -> float:
+        return self.random.uniform(*self._compute_s)
+
+    def _pulses(self, worker: SimWorker) -> None:
+        if worker.alive and not self.finished:
+            worker.pulse()
+            self.later(0.25, worker.peer, lambda: self._pulses(worker))
+
+    def _coordinator_ticks(self) -> None:
+        if not self.finished:
+            if self.now_s >= self.coordinator.deadline_s:
+                self._coordinate(self.coordinator.tick(self.now_s))
+            self.at(self.now_s + 0.05, self._coordinator_ticks)
+
+    def _to_worker(self, src: m.PeerId, dst: m.PeerId, message: Any) -> None:
+        worker = self.workers[dst]
+        match message:
+            case _Link(True):
+                worker.handle(member.EdgeUp(src))
+            case _Link(False):
+                worker.handle(member.EdgeDown(src, "connection broke"))
+            case _:
+                if self.connected(src, dst):
+                    worker.handle(member.Heard(src, message))
+
+    def _to_coordinator(self, src: m.PeerId, _: m.PeerId, message: Any) -> None:
+        match message:
+            case _Link(True):
+                event: membership.Event = membership.Up(src)
+            case _Link(False):
+                event = membership.Lost(src, "connection broke")
+            case _:
+                event = membership.Heard(src, message)
+        self._coordinate(self.coordinator.handle(event, self.now_s))
+
+    def _coordinate(self, effects: list[membership.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case membership.Send(peer, message):
+                    self.send(COORDINATOR, peer, message)
+                case membership.Journal("generation", _):
+                    self.log.generations += 1
+                case _:
+                    pass

@@ -1,0 +1,88 @@
+"""Connections of the ZeroMQ transport: what is dialled, and over what a peer has greeted.
+
+Decides when to dial again (back-off with jitter).  Never reads a message.
+
+    Dial: one address        waiting --due--> connecting --Hello answered--> greeted (has a Link)
+                                ^---- back-off ----+------- lost, or no answer in time ---+
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+import zmq
+
+from gridtrain.errors import TransportError
+from gridtrain.protocol.messages import PeerId
+from gridtrain.transport import sockets
+
+GREET_S = 10.0
+"""Connect, handshake and Hello must be through by then, or the connection is tried anew."""
+
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MOST_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Dial:
+    """An address we keep connecting to.  `due_s`: when to try again, or to give up the attempt."""
+
+    peer: PeerId | None
+    address: str
+    due_s: float = 0.0
+    attempt: int = 0
+    socket: zmq.Socket[bytes] | None = None
+    monitor: zmq.Socket[bytes] | None = None
+    link: Link | None = None
+
+    def open(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        receive_messages: int,
+        hello: sockets.Frames,
+        now_s: float,
+    ) -> None:
+        """Begin to connect; `hello` leaves first.  Raises `TransportError` for an impossible address."""
+        dealer = sockets.open_dealer(context, receive_messages)
+        monitor = sockets.open_monitor(dealer)
+        try:
+            sockets.connect(dealer, self.address)
+        except TransportError:
+            sockets.close(dealer, monitor)
+            raise
+        sockets.write(dealer, hello)
+        self.socket, self.monitor, self.due_s = dealer, monitor, now_s + GREET_S
+
+    def greeted(self, link: Link) -> None:
+        self.link, self.peer, self.due_s, self.attempt = link, link.peer, math.inf, 0
+
+    def shut(self) -> None:
+        if self.socket is not None and self.monitor is not None:
+            sockets.close(self.socket, self.monitor)
+        self.socket = self.monitor = None
+
+    def retry_later(self, now_s: float) -> None:
+        """This connection is over; the next attempt comes after a back-off."""
+        self.shut()
+        longest_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** min(self.attempt, 16))
+        self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # not all peers at the same moment
+        self.attempt += 1
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A connection over which a peer has greeted: dialled (`dial`) or accepted (`routing_id`).
+
+    `fd`: the descriptor of an accepted connection, by which its loss is noticed; -1: unknown.
+    `state`: "silent" after `hang_up`; "replaced" when the peer greeted over a newer connection.
+    """
+
+    peer: PeerId
+    software: str
+    dial: Dial | None = None
+    routing_id: bytes = b""
+    fd: int = -1
+    state: Literal["up", "silent", "replaced"] = "up"

@@ -1,0 +1,156 @@
+"""Processes: followed while they work, explained when they fail, gone in every case."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from gridtrain.demo.metrics import STEPS_FILE, Sent, StepRecord, Times
+from gridtrain.demo.orchestrate import Command, Plan, commands, curve_of, supervise
+from gridtrain.errors import GridtrainError
+
+FOREVER = "import time; time.sleep(600)"
+
+
+def python(name: str, code: str) -> Command:
+    return Command(name, (sys.executable, "-c", textwrap.dedent(code)))
+
+
+def record(step: int, held_out: float | None = None) -> StepRecord:
+    return StepRecord(step, 0.5 * step, 3.0, held_out, Sent(100 * step), Times())
+
+
+def nothing(_: StepRecord) -> None:
+    pass
+
+
+class Lifeline:
+    """A FIFO that processes hold open for writing: it reads as ended when the last of them is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "alive"
+        os.mkfifo(self.path)
+        self._reader = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+
+    @property
+    def hold(self) -> str:
+        return f"held = open({str(self.path)!r}, 'w'); held.write('.'); held.flush()\n"
+
+    def read_to_end(self) -> bytes:
+        """Blocks until no process holds it."""
+        os.set_blocking(self._reader, True)
+        found = b""
+        while piece := os.read(self._reader, 64):
+            found += piece
+        os.close(self._reader)
+        return found
+
+
+def test_records_come_in_order_and_the_coordinator_is_ended_with_the_workers(tmp_path: Path) -> None:
+    lifeline = Lifeline(tmp_path)
+    lines = [record(1), record(2, held_out=2.5), record(3)]
+    code = f"open({str(tmp_path / STEPS_FILE)!r}, 'w').write({''.join(r.to_line() for r in lines)!r})"
+    heard: list[StepRecord] = []
+
+    supervise(
+        python("coordinator", lifeline.hold + FOREVER),
+        [python("worker-1", lifeline.hold + code), python("worker-2", lifeline.hold)],
+        tmp_path,
+        heard.append,
+    )
+
+    assert heard == lines
+    assert lifeline.read_to_end() == b"..."
+
+
+def test_a_failing_worker_shows_the_tail_of_its_log_and_ends_the_others(tmp_path: Path) -> None:
+    lifeline = Lifeline(tmp_path)
+    failing = "for i in range(100): print('line', i)\nraise SystemExit('CUDA is on fire')"
+
+    with pytest.raises(GridtrainError) as caught:
+        supervise(
+            python("coordinator", lifeline.hold + FOREVER),
+            [python("worker-1", lifeline.hold + FOREVER), python("worker-2", failing)],
+            tmp_path,
+            nothing,
+        )
+
+    text = str(caught.value)
+    assert "worker-2 ended with exit code 1" in text
+    assert "CUDA is on fire" in text and "line 99" in text and "line 50\n" not in text
+    assert f"the complete logs are in {tmp_path}" in text
+    lifeline.read_to_end()
+
+
+def test_a_coordinator_that_cannot_start_is_named(tmp_path: Path) -> None:
+    with pytest.raises(GridtrainError, match=r"(?s)coordinator ended with exit code 1.*port 7700 is taken"):
+        supervise(
+            python("coordinator", "raise SystemExit('port 7700 is taken')"),
+            [python("worker-1", FOREVER)],
+            tmp_path,
+            nothing,
+        )
+
+
+def test_silence_is_a_failure_not_a_hang(tmp_path: Path) -> None:
+    with pytest.raises(GridtrainError, match=r"no step for 0 s"):
+        supervise(
+            python("coordinator", FOREVER), [python("worker-1", FOREVER)], tmp_path, nothing, start_s=0.2
+        )
+
+
+def test_ctrl_c_leaves_nobody_behind_not_even_a_stubborn_grandchild(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gridtrain.demo.orchestrate.GRACE_S", 0.3)
+    lifeline = Lifeline(tmp_path)
+    ready = f"open({str(tmp_path / STEPS_FILE)!r}, 'w').write({record(1).to_line()!r})\n"
+    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{lifeline.hold}{ready}{FOREVER}"
+    parent = f"""\
+        import subprocess, sys
+        subprocess.Popen([sys.executable, "-c", {deaf!r}])
+        {FOREVER}
+    """
+
+    def ctrl_c(_: StepRecord) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        supervise(python("coordinator", FOREVER), [python("worker-1", parent)], tmp_path, ctrl_c)
+
+    assert lifeline.read_to_end() == b"."
+
+
+def test_the_commands_are_those_that_a_user_would_type(tmp_path: Path) -> None:
+    plan = Plan(runs=(("gtopk", 450),), out=tmp_path, workers=2, cap="20Mbit", density=0.05)
+
+    coordinator, *workers = commands(plan, "gtopk", 450, tmp_path)
+
+    address = coordinator.argv[coordinator.argv.index("--listen") + 1]
+    assert address.startswith("tcp://127.0.0.1:")
+    assert coordinator.argv[3:6] == ("coordinator", "--listen", address)
+    assert [worker.name for worker in workers] == ["worker-1", "worker-2"]
+    assert " ".join(workers[0].argv[3:]) == (
+        f"worker {address} --upload-limit 20Mbit --download-limit 20Mbit --name worker-1 -- "
+        f"{sys.executable} -m gridtrain.demo.train --exchange gtopk --steps 450 --density 0.05 "
+        f"--model small --seed 0 --measure-every 10 --metrics {tmp_path}"
+    )
+
+
+def test_a_curve_is_made_of_the_steps_that_were_measured(tmp_path: Path) -> None:
+    records = [record(1), record(2, held_out=2.5), record(3), record(4, held_out=2.25)]
+    (tmp_path / STEPS_FILE).write_text("".join(r.to_line() for r in records))
+
+    curve = curve_of("gtopk", "gTop-k", tmp_path)
+
+    assert [(m.step, m.held_out, m.data_bytes) for m in curve.measurements] == [(2, 2.5, 200), (4, 2.25, 400)]
+    assert (curve.steps, curve.seconds, curve.sent_bytes["data"]) == (4, 2.0, 400.0)
+
+
+def test_a_run_without_a_measurement_is_named(tmp_path: Path) -> None:
+    with pytest.raises(GridtrainError, match="gTop-k ended without a held-out measurement"):
+        curve_of("gtopk", "gTop-k", tmp_path)
