@@ -52,7 +52,9 @@ class _Sparse:
             if not 0.0 < value <= 1.0:
                 raise ConfigError(f"{name} is {value}; it must be > 0 and <= 1", remedy="try density=0.01")
         if not 0.0 <= self.momentum < 1.0:
-            raise ConfigError(f"momentum is {self.momentum}; it must be >= 0 and < 1", remedy="try momentum=0.9")
+            raise ConfigError(
+                f"momentum is {self.momentum}; it must be >= 0 and < 1", remedy="try momentum=0.9"
+            )
         if self.values not in ("fp16", "fp32"):
             raise ConfigError(f'values is "{self.values}"', remedy='use values="fp16" or values="fp32"')
         bounds = [until for until, _ in self.warmup]

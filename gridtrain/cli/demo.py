@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 import click
 
@@ -92,8 +94,18 @@ def demo(
         seed=seed,
         measure_every=5 if quick else MEASURE_EVERY,
     )
+    stopped_by = signal.SIGINT
+
+    def on_sigterm(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped_by
+        stopped_by = signal.SIGTERM
+        raise KeyboardInterrupt  # so that it unwinds, and cleans up, as Ctrl-C does
+
+    before = signal.signal(signal.SIGTERM, on_sigterm)
     try:
         run_demo(plan, Console())
     except KeyboardInterrupt:
-        click.echo("gridtrain: interrupted; all processes of the demo have ended", err=True)
-        sys.exit(130)
+        click.echo(f"gridtrain: stopped by {stopped_by.name}; all processes of the demo have ended", err=True)
+        sys.exit(128 + stopped_by)
+    finally:
+        signal.signal(signal.SIGTERM, before)

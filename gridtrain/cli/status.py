@@ -1,12 +1,13 @@
 """`gridtrain status`: the coordinator's picture of the run as a table.
 
-Decides how it looks.  What comes from workers (names, facts, events) is cleaned of control
-characters before it reaches the terminal, and is never read as markup.
+Decides how it looks.  What comes from workers (names, facts, events) is never read as markup; the
+client has cleaned it of control characters.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -56,8 +57,7 @@ def status(address: str, watch: bool, as_json: bool) -> None:
 def _print(picture: Mapping[str, Any]) -> None:
     from rich.console import Console
 
-    console = Console()
-    console.print(render(picture), width=None if console.is_terminal else PLAIN_WIDTH)
+    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(render(picture))
 
 
 def _watch(ask: Any) -> None:
@@ -77,16 +77,16 @@ def render(picture: Mapping[str, Any]) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    phase = clean(picture.get("phase", "?"))
+    phase = str(picture.get("phase", "?"))
     head = Text.assemble(
-        ("run ", "dim"), (clean(picture.get("run", "?")), "bold"), "  ",
-        (phase, PHASE_STYLES.get(phase, "")), f"  {clean(picture.get('reason', ''))}",
+        ("run ", "dim"), (str(picture.get("run", "?")), "bold"), "  ",
+        (phase, PHASE_STYLES.get(phase, "")), f"  {picture.get('reason', '')!s}",
     )  # fmt: skip
     figures = Text(
         f"term {_count(picture.get('term'))}  generation {_count(picture.get('generation'))}  "
         f"step {_count(picture.get('step'))}  {_rate(picture.get('steps_per_s'))} steps/s"
     )
-    facts = [f"{clean(name)}: {clean(value)}" for name, value in _mapping(picture.get("facts")).items()]
+    facts = [f"{name}: {value}" for name, value in _mapping(picture.get("facts")).items()]
     now_s = picture.get("now_s")
     recent = _listed(picture.get("events"))[-RECENT_EVENTS:]
     events = [Text(_event(event, now_s), style="dim") for event in recent]
@@ -99,7 +99,7 @@ def members_table(picture: Mapping[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("name", overflow="ellipsis", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -110,8 +110,8 @@ def members_table(picture: Mapping[str, Any]) -> Table:
         rank = member.get("rank")
         cells = [
             "-" if rank is None else _count(rank),
-            clean(member.get("name", "?")),
-            clean(member.get("state", "?")),
+            str(member.get("name", "?")),
+            str(member.get("state", "?")),
             _count(member.get("share")),
             _count(member.get("step")),
             _bytes(member.get("sent_Bps")),
@@ -125,17 +125,12 @@ def members_table(picture: Mapping[str, Any]) -> Table:
     return table
 
 
-def clean(value: Any) -> str:
-    """Text from the network as it may reach a terminal: at most 200 printable characters."""
-    return "".join(letter if letter.isprintable() else " " for letter in str(value)[:200])
-
-
 def _event(event: Mapping[str, Any], now_s: Any) -> str:
     at_s = event.get("at_s")
     known = isinstance(at_s, int | float) and isinstance(now_s, int | float)
     age = f"{now_s - at_s:5.0f} s ago" if known else "?"
     rest = " ".join(f"{name}={value}" for name, value in event.items() if name not in ("at_s", "event"))
-    return f"{age}  {clean(event.get('event', '?'))} {clean(rest)}"
+    return f"{age}  {event.get('event', '?')!s} {rest}"
 
 
 def _listed(value: Any) -> list[Mapping[str, Any]]:
@@ -163,8 +158,10 @@ def _seconds(value: Any) -> str:
 def _bytes(value: Any) -> str:
     if not isinstance(value, int | float):
         return "-"
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}"
+    if value < 1000:
+        return f"{value:.0f} B"
+    for unit in ("kB", "MB"):
         value /= 1000
-    return f"{value:.1f} GB"
+        if value < 1000:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1000:.1f} GB"

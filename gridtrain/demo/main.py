@@ -19,22 +19,35 @@ from gridtrain.demo.orchestrate import Plan, run_all
 from gridtrain.demo.recipe import SIZES
 from gridtrain.demo.text import load_corpus
 from gridtrain.errors import ConfigError
+from gridtrain.transport.limits import parse_rate
 
 
 def run_demo(plan: Plan, console: Console) -> list[report.Curve]:
-    """Run, show and write everything.  Raises `GridtrainError` with the next thing to do."""
+    """Run, show and write everything.
+
+    Raises:
+        ConfigError: torch or the standard library's source is missing, the cap is no rate, or the
+            folder for the results cannot be made.
+        GridtrainError: a process failed; the text holds the tail of its log.
+    """
     torch_version = _torch_version()
+    try:
+        plan.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {plan.out}: {error.strerror}", remedy="choose another one with --out"
+        ) from None
     corpus = load_corpus()
     size = SIZES[plan.model]
     setting = report.Setting(
         workers=plan.workers,
-        cap=plan.cap,
+        cap=f"{parse_rate(plan.cap) * 8 / 1e6:g} Mbit/s",
         model=f"byte GPT, {size.parameters:,} parameters",
         machine=f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {torch_version}",
     )
     console.print(
-        f"{plan.workers} workers behind {plan.cap} each train a {setting.model}, on "
-        f"{len(corpus.train) / 1e6:.1f} MB of Python's own source ({corpus.files} files).",
+        f"{plan.workers} workers, each behind a {setting.cap} line, train one {setting.model}, "
+        f"on {len(corpus.train) / 1e6:.1f} MB of Python's own source ({corpus.files} files).",
         highlight=False,
     )
     began_s = time.monotonic()
@@ -44,7 +57,7 @@ def run_demo(plan: Plan, console: Console) -> list[report.Curve]:
     console.print(_table(report.HEADINGS, report.table(curves)))
     console.print(_table(report.TIME_HEADINGS, report.where_time_went(curves)))
     console.print(report.CLOCK_SENTENCE, highlight=False)
-    console.print(report.HONEST_SENTENCE.format(cap=plan.cap), highlight=False)
+    console.print(report.HONEST_SENTENCE.format(cap=setting.cap), highlight=False)
     console.print(f"Took {time.monotonic() - began_s:.0f} s in all. Written:", highlight=False)
     for path in paths:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
@@ -52,9 +65,15 @@ def run_demo(plan: Plan, console: Console) -> list[report.Curve]:
 
 
 def _table(headings: report.Row, rows: list[report.Row]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    """Headings on two lines, more on a narrow terminal; numbers are never cut."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for position, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if position else "left")
+        words = [*heading.split(), *(row[position] for row in rows if position)]
+        table.add_column(
+            "\n".join(heading.rsplit(maxsplit=1)) if position else heading,
+            justify="right" if position else "left",
+            min_width=max(len(word) for word in words),
+        )
     for row in rows:
         table.add_row(*row)
     return table

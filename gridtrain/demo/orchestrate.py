@@ -30,8 +30,8 @@ from gridtrain.demo.report import Curve, Measurement
 from gridtrain.errors import GridtrainError
 
 POLL_S = 0.2
-GRACE_S = 5.0
-"""Between asking a process to end and killing it."""
+GRACE_S = (6.0, 3.0)
+"""After the first and after the second SIGTERM (at which an agent kills its script); then SIGKILL."""
 
 SILENCE_S = 90.0
 """Without a new step for this long, a run has failed.  Longer than a step at any cap that makes sense."""
@@ -212,25 +212,33 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _end(running: Sequence[Running]) -> None:
-    """Ask everyone to end, workers first, and kill what is left after `GRACE_S`.
-
-    A second Ctrl-C meanwhile must not leave processes behind: it is held back until all are gone.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
-    try:
-        for process in reversed(running):
-            _signal_group(process, signal.SIGTERM)
-        until_s = time.monotonic() + GRACE_S
-        for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.popen.wait(max(0.0, until_s - time.monotonic()))
+    """Ask everyone to end, workers first; ask again; kill what is left."""
+    with _undisturbed():
+        for grace_s in GRACE_S:
+            alive = [process for process in reversed(running) if process.poll() is None]
+            for process in alive:
+                _signal_group(process, signal.SIGTERM)
+            until_s = time.monotonic() + grace_s
+            for process in alive:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.popen.wait(max(0.0, until_s - time.monotonic()))
         for process in running:
             _signal_group(process, signal.SIGKILL)  # also children that outlived their parent
             process.popen.wait()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C or SIGTERM must not cut the clean-up short: it is bounded and soon over."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals come to the main thread alone
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _signal_group(process: Running, number: signal.Signals) -> None:

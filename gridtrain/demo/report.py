@@ -35,7 +35,7 @@ HEADINGS: Row = (
     "steps",
     "seconds",
     "held-out loss",
-    "kB sent / worker / step",
+    "kB sent a step",
     "steps to target",
     "seconds to target",
     "MB to target",
@@ -115,7 +115,7 @@ def _row(curve: Curve, target: float, baseline_s: float, *, baseline: bool) -> R
     hit = curve.final if baseline else curve.reaches(target)
     reached: Row = ("not reached", "-", "-", "-")
     if hit is not None:
-        sooner = "1 (baseline)" if baseline else f"{baseline_s / hit.seconds:.1f}x"
+        sooner = "1.0x" if baseline else f"{baseline_s / hit.seconds:.1f}x"
         reached = (str(hit.step), f"{hit.seconds:.1f}", f"{hit.data_bytes / 1e6:.1f}", sooner)
     return (
         curve.label,
@@ -145,11 +145,11 @@ def where_time_went(curves: Sequence[Curve]) -> list[Row]:
 
 
 TIME_HEADINGS: Row = (
-    "exchange",
-    "compute ms",
-    "select ms",
-    "communicate ms",
-    "wait ms",
+    "ms a step",
+    "compute",
+    "select",
+    "communicate",
+    "wait",
     "kB votes",
     "kB control",
 )
@@ -215,13 +215,14 @@ def markdown(curves: Sequence[Curve], setting: Setting) -> str:
             "# gridtrain demo",
             "",
             f"{setting.workers} workers, each {setting.cap} up and down; {setting.model}. {setting.machine}.",
-            f"Target: {curves[0].label}'s final held-out loss, {target:.3f}.",
+            f"Target: {curves[0].label}'s final held-out loss, {target:.3f}. Bytes: counted at the socket, "
+            "mean over the workers.",
             "",
             *_markdown_table(HEADINGS, table(curves)),
             "",
             "![held-out loss](loss.svg)",
             "",
-            "Per step, on the first worker; bytes beside the exchange's own, mean over the workers:",
+            "Milliseconds of a step on the first worker, and what is sent beside the exchange's own bytes:",
             "",
             *_markdown_table(TIME_HEADINGS, where_time_went(curves)),
             "",

@@ -122,9 +122,14 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Time for a sign of life; `progress` grows when the trainer moved or waits for others."""
+    """Time for a sign of life.
+
+    `progress` grows when something moved: a payload, a block of state, the trainer's computing.
+    `waiting`: the trainer waits inside of gridtrain, so that it is not hung even if nothing moves.
+    """
 
     progress: int
+    waiting: bool
     figures: tuple[tuple[str, float], ...]
 
 
@@ -138,9 +143,7 @@ class Probed:
     rtt_s: tuple[tuple[m.PeerId, float], ...]
 
 
-Event = (
-    Heard | EdgeUp | EdgeDown | Enter | Submit | Sealed | Broke | Restored | Pulse | Depart | Probed
-)
+Event = Heard | EdgeUp | EdgeDown | Enter | Submit | Sealed | Broke | Restored | Pulse | Depart | Probed
 
 
 # -- effects -----------------------------------------------------------------------------------
@@ -272,17 +275,22 @@ class MemberCore:
         self._pages: dict[int, m.Roster] = {}
         self._collectives: dict[m.Channel, Collective] = {}
         self._skip = False
-        self._aborts = 0
+        self._aborts = 0  # in a row, at this step in this generation
+        self._why = ""
+        self._suspects: tuple[m.PeerId, ...] = ()
         self._stall_told = False
         self._up: set[m.PeerId] = set()
         self._rank_of: dict[m.PeerId, int] = {}
+        self._early_requests: dict[m.PeerId, m.StateRequest] = {}
         self._held: list[tuple[m.PeerId, m.Data | m.Vote | m.Decision]] = []
-        self._last_verdict: tuple[m.RoundId, m.Verdict] | None = None
+        self._last_committed: m.RoundId | None = None
         self._waiting_since_s = 0.0
         self._step_began_s: float | None = None
         self._usual_step_s: float | None = None
         self._beats = 0
         self._progress = 0
+        self._progress_of: dict[m.PeerId, int] = {}
+        self._torn = False
 
     # -- what the loop and the trainer ask -----------------------------------------------------
 
@@ -302,7 +310,12 @@ class MemberCore:
     @property
     def may_begin(self) -> bool:
         """The trainer may submit its contribution to `next_round`."""
-        return self.stage is Stage.RUNNING and self.round is None and not self._missing_edges()
+        return (
+            self.stage is Stage.RUNNING
+            and self.round is None
+            and self._aborts < ABORTS_BEFORE_FREEZE
+            and not self._missing_edges()
+        )
 
     @property
     def next_round(self) -> m.RoundId:
@@ -332,6 +345,8 @@ class MemberCore:
         """When `tick` has something to do."""
         if self.stage is not Stage.RUNNING or self._stall_told:
             return math.inf
+        if self._aborts >= ABORTS_BEFORE_FREEZE and self.rank == ROOT:
+            return -math.inf
         if self._missing_edges():
             return self._waiting_since_s + 2 * self._deadlines.regreet_s
         return self.round.deadline_s if self.round is not None else math.inf
@@ -360,8 +375,8 @@ class MemberCore:
                 return self._advance(Failed(reason), now_s)
             case Restored():
                 return self._restored(now_s)
-            case Pulse(progress, figures):
-                return self._pulse(progress, figures, now_s)
+            case Pulse(progress, waiting, figures):
+                return self._pulse(progress, waiting, figures, now_s)
             case Probed(rtt_s):
                 return [Post(self.coordinator, m.Links(rtt_s))]
             case Depart(reason):
@@ -371,6 +386,10 @@ class MemberCore:
         """To be called when `deadline_s` has passed."""
         if now_s < self.deadline_s:
             return []
+        if self._aborts >= ABORTS_BEFORE_FREEZE and self.rank == ROOT:
+            return self._stalled(
+                self._suspects, f"{self._aborts} attempts at step {self.step} aborted: {self._why}"
+            )
         missing = self._missing_edges()
         if missing:
             return self._stalled(missing, "no connection to " + ", ".join(p.hex()[:8] for p in missing))
@@ -383,16 +402,16 @@ class MemberCore:
     def _heard(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
         if peer == self.coordinator:
             return self._from_coordinator(message, now_s)
+        if isinstance(message, m.StateRequest) and message.generation > self.generation:
+            self._early_requests[peer] = message  # the VIEW reached the joiner first
+            return []
         if peer not in self._rank_of:
             return [Note("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
         match message:
             case m.Data() | m.Vote() | m.Decision():
                 return self._of_round(peer, message, now_s)
-            case m.Progress(there):
-                here = self.round.id if self.round is not None else None
-                if here is not None and (there.generation, there.step) == (here.generation, here.step):
-                    self.round.handle(Moved(self._rank_of[peer]), now_s)
-                return []
+            case m.Progress():
+                return self._progressed(peer, message, now_s)
             case m.StateRequest(term, generation):
                 if (term, generation) != (self.term, self.generation) or not self.synced:
                     return []
@@ -405,6 +424,14 @@ class MemberCore:
                 name = type(message).__name__
                 raise RemoteProtocolError(f"{name} from a member; only the coordinator may send it")
 
+    def _progressed(self, peer: m.PeerId, message: m.Progress, now_s: float) -> list[Effect]:
+        stirred = message.progress > self._progress_of.get(peer, 0)
+        self._progress_of[peer] = message.progress
+        here, there = self.round, message.round
+        if here is not None and (there.generation, there.step) == (here.id.generation, here.id.step):
+            here.handle(Moved(self._rank_of[peer], stirred), now_s)
+        return []
+
     # -- the coordinator -----------------------------------------------------------------------
 
     def _from_coordinator(self, message: m.Message, now_s: float) -> list[Effect]:
@@ -412,7 +439,7 @@ class MemberCore:
             case m.Welcome(term):
                 self.term = max(self.term, term)
                 self.welcomed, self._stall_told = True, False
-                return [Post(self.coordinator, self._setup)] if self._setup is not None else []
+                return self._repeat()
             case m.Refused(code, reason, remedy):
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
             case m.Admitted(probe):
@@ -434,6 +461,15 @@ class MemberCore:
                 return []
             case _:
                 raise RemoteProtocolError(f"{type(message).__name__} from the coordinator")
+
+    def _repeat(self) -> list[Effect]:
+        """What the coordinator may have missed while the connection was broken."""
+        effects: list[Effect] = [] if self._setup is None else [Post(self.coordinator, self._setup)]
+        if self.stage is Stage.FORMING and self._ready_sent:
+            effects.append(Post(self.coordinator, m.Ready(self.term, self.generation, self.history)))
+        if self.stage is Stage.RUNNING:
+            effects += self._maybe_finished()
+        return effects
 
     def _freeze(self, term: int, generation: int, reason: str) -> list[Effect]:
         if term < self.term:
@@ -461,17 +497,22 @@ class MemberCore:
         roster = tuple(member for page in pages for member in page.members)
         self._pages.clear()
         if len(roster) != view.world_size or self.me not in {member.peer for member in roster}:
-            raise RemoteProtocolError(f"VIEW of {view.world_size} members came with a roster of {len(roster)}")
+            raise RemoteProtocolError(
+                f"VIEW of {view.world_size} members came with a roster of {len(roster)}"
+            )
         effects = self._execute_verdict(view)
         self.term, self.generation, self.roster = view.term, view.generation, roster
         self._rank_of = {member.peer: rank for rank, member in enumerate(roster)}
         self.ledger = view.ledger
         self.stage, self.attempt = Stage.FORMING, 0
-        self._aborts, self._stall_told, self._ready_sent = 0, False, False
+        self._aborts, self._stall_told, self._ready_sent, self._torn = 0, False, False, False
         self._waiting_since_s, self._step_began_s = now_s, None
         self._held.clear()  # all of it was for an older generation
         effects.append(
-            Note("view", {"generation": view.generation, "rank": self.rank, "of": len(roster), "reason": view.reason})
+            Note(
+                "view",
+                {"generation": view.generation, "rank": self.rank, "of": len(roster), "reason": view.reason},
+            )
         )
         for rank in sorted(self._needed()):
             # One side dials, so that two members never open two connections at once.
@@ -481,6 +522,9 @@ class MemberCore:
             self.applied, self.history = view.applied, view.history  # what we shall hold once restored
             # The first generation starts from the state of the member that is not `joining`.
             self.synced = view.applied < 0 and not roster[self.rank].joining
+        early, self._early_requests = self._early_requests, {}
+        for peer, request in early.items():
+            effects += self._heard(peer, request, now_s)
         return effects + self._ask_state() + self._maybe_ready()
 
     def _execute_verdict(self, view: m.View) -> list[Effect]:
@@ -559,8 +603,9 @@ class MemberCore:
             asked = self._ask_state() if donor is not None and self.roster[donor].peer == peer else []
             return asked + self._maybe_ready()
         # The vote or the decision may have been lost with the connection.
-        if self.round is not None and self.round.prepared and self._rank_of.get(peer) == ROOT:
-            return [Post(peer, m.Vote(self.round.id, True, self.round.digest, ""))]
+        mine = self.round
+        if mine is not None and mine.voted is not None and self._rank_of.get(peer) == ROOT:
+            return [Post(peer, m.Vote(mine.id, mine.voted, mine.digest, "repeated"))]
         return []
 
     def _edge_down(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:
@@ -571,13 +616,21 @@ class MemberCore:
         if self.stage is not Stage.RUNNING or self._rank_of.get(peer) not in self._needed():
             return []
         self._waiting_since_s = now_s
+        # Payloads of the coming round may be lost, too: peers can be a step ahead.
+        self._torn = self.round is None or self.round.voted is not None
         text = f"connection to rank {self._rank_of[peer]} broke: {reason}"
-        return [Note("edge_down", {"peer": peer.hex()[:8], "reason": reason}), *self._advance(Failed(text), now_s)]
+        return [
+            Note("edge_down", {"peer": peer.hex()[:8], "reason": reason}),
+            *self._advance(Failed(text), now_s),
+        ]
 
     def _stalled(self, suspects: tuple[m.PeerId, ...], reason: str) -> list[Effect]:
         self._stall_told = True
         round_id = self.round.id if self.round is not None else self.next_round
-        return [Note("stalled", {"reason": reason}), Post(self.coordinator, m.Stalled(round_id, suspects, reason))]
+        return [
+            Note("stalled", {"reason": reason}),
+            Post(self.coordinator, m.Stalled(round_id, suspects, reason)),
+        ]
 
     # -- the open round --------------------------------------------------------------------------
 
@@ -591,6 +644,9 @@ class MemberCore:
         self.round = Round(round_id, self.rank, self.world_size, self.patience_s, now_s)
         self._collectives, self._skip = dict(collectives), False
         self._step_began_s = now_s if self._step_began_s is None else self._step_began_s
+        if self._torn:
+            self._torn = False
+            return self._advance(Failed("a connection broke before the round began"), now_s)
         effects: list[Effect] = []
         for channel, collective in self._collectives.items():
             effects += self._translate(channel, collective.start(now_s))
@@ -619,10 +675,13 @@ class MemberCore:
 
     def _late(self, peer: m.PeerId, message: m.Data | m.Vote | m.Decision) -> list[Effect]:
         """The root repeats its verdict to a voter whose connection broke; the rest is dropped."""
-        if isinstance(message, m.Vote) and self._last_verdict is not None:
-            round_id, verdict = self._last_verdict
-            if message.round == round_id and self.rank == ROOT:
-                return [Post(peer, m.Decision(round_id, verdict, "repeated"))]
+        there, here = message.round, self.next_round if self.round is None else self.round.id
+        if not isinstance(message, m.Vote) or self.rank != ROOT:
+            return []
+        if (there.generation, there.step) == (here.generation, here.step):
+            return [Post(peer, m.Decision(there, m.Verdict.ABORT, "repeated"))]
+        if there == self._last_committed:
+            return [Post(peer, m.Decision(there, m.Verdict.COMMIT, "repeated"))]
         return []
 
     def _deliver(self, peer: m.PeerId, message: m.Data | m.Vote | m.Decision, now_s: float) -> list[Effect]:
@@ -637,7 +696,9 @@ class MemberCore:
                     return []
                 collective = self._collectives.get(channel)
                 if collective is None:
-                    raise RemoteProtocolError(f"rank {rank} sent data for {channel}, which round {message.round} lacks")
+                    raise RemoteProtocolError(
+                        f"rank {rank} sent data for {channel}, which round {message.round} lacks"
+                    )
                 arrived = collective.handle(Arrived(rank, place, skip, payload), now_s)
                 return self._translate(channel, arrived) + self._if_complete()
 
@@ -690,46 +751,41 @@ class MemberCore:
     def _commit(self, reason: str, now_s: float) -> list[Effect]:
         assert self.round is not None and self._setup is not None
         ended, self.round = self.round, None
-        self._last_verdict = (ended.id, m.Verdict.COMMIT)
+        self._last_committed = ended.id
         self.ledger = ledger.commit(self._setup.ledger, self.ledger, self.assignment(), skipped=self._skip)
         self.applied, self.history = ended.id.step, extend_history(self.history, ended.digest)
         self._collectives, self.attempt, self._aborts, self._stall_told = {}, 0, 0, False
         if self._step_began_s is not None:
             took_s = now_s - self._step_began_s
-            self._usual_step_s = took_s if self._usual_step_s is None else 0.9 * self._usual_step_s + 0.1 * took_s
+            self._usual_step_s = (
+                took_s if self._usual_step_s is None else 0.9 * self._usual_step_s + 0.1 * took_s
+            )
         self._step_began_s = now_s  # the next step's compute counts as part of it
         return [Resolve(ended.id, True, self._skip, reason), *self._maybe_finished()]
 
     def _abort(self, reason: str, suspects: tuple[int, ...]) -> list[Effect]:
         assert self.round is not None
         ended, self.round = self.round, None
-        self._last_verdict = (ended.id, m.Verdict.ABORT)
         self._collectives, self.attempt, self._aborts = {}, self.attempt + 1, self._aborts + 1
-        effects: list[Effect] = [
-            Note("aborted", {"step": ended.id.step, "attempt": ended.id.attempt, "reason": reason}),
-            Resolve(ended.id, False, False, reason),
-        ]
-        if self.rank == ROOT and self._aborts >= ABORTS_BEFORE_FREEZE:
-            peers = tuple(self.roster[rank].peer for rank in suspects)
-            text = f"{self._aborts} attempts at step {ended.id.step} aborted; the last: {reason}"
-            stalled = m.Stalled(ended.id, peers, text)
-            self._stall_told = True
-            effects.append(Post(self.coordinator, stalled))
-        return effects
+        self._why, self._suspects = reason, tuple(self.roster[rank].peer for rank in suspects)
+        note = {"step": ended.id.step, "attempt": ended.id.attempt, "reason": reason}
+        return [Note("aborted", note), Resolve(ended.id, False, False, reason)]
 
     # -- signs of life -------------------------------------------------------------------------
 
-    def _pulse(self, progress: int, figures: tuple[tuple[str, float], ...], now_s: float) -> list[Effect]:
-        """Members tell the root when they moved, the root tells all: that extends deadlines."""
+    def _pulse(
+        self, progress: int, waiting: bool, figures: tuple[tuple[str, float], ...], now_s: float
+    ) -> list[Effect]:
+        """Members tell the root that they live, the root tells all: that extends deadlines."""
         effects: list[Effect] = []
         if self.coordinator in self._up:
             self._beats += 1
             effects.append(Post(self.coordinator, m.Beat(self._beats, self.step, progress, figures)))
-        moved, self._progress = progress > self._progress, progress
-        if not moved or self.stage is not Stage.RUNNING:
+        stirred, self._progress = progress > self._progress, progress
+        if not (stirred or waiting) or self.stage is not Stage.RUNNING:
             return effects
         if self.round is not None and self.rank == ROOT:
-            self.round.handle(Moved(ROOT), now_s)
+            self.round.handle(Moved(ROOT, stirred), now_s)
         audience = self.roster if self.rank == ROOT else self.roster[ROOT : ROOT + 1]
         told = [x.peer for x in audience if x.peer != self.me and x.peer in self._up]
         return effects + [Post(peer, m.Progress(self.next_round, progress)) for peer in told]

@@ -325,7 +325,20 @@ class Membership:
         worker.address, worker.lost_s = join.address, None
         state = Send(peer, m.RunState(str(self.phase), self.reason))
         note = Note("info", "joined", {"name": join.name, "peer": peer.hex()[:12], "address": join.address})
-        return [note, Send(peer, m.Welcome(self.term, self.run, self._software)), state]
+        return [note, Send(peer, m.Welcome(self.term, self.run, self._software)), state, *self._repeat(peer)]
+
+    def _repeat(self, peer: m.PeerId) -> list[Effect]:
+        """What a member may have missed while its connection was broken; it ignores what it knows."""
+        if self._view is None or peer not in {member.peer for member in self._roster}:
+            return []
+        view = [Send(peer, message) for message in self._view_messages()]
+        match self._making:
+            case _Making.FREEZING:
+                return [*view, Send(peer, m.Freeze(self.term, self.generation, self._change))]
+            case _Making.FORMING:
+                return [*view]
+            case _Making.NONE:
+                return [*view, Send(peer, m.Start(self.term, self.generation))]
 
     def _refuse(self, peer: m.PeerId, code: str, reason: str, remedy: str) -> list[Effect]:
         self._workers.pop(peer, None)
@@ -360,12 +373,18 @@ class Membership:
         if stalled.round.generation != self.generation or self._making is not _Making.NONE:
             return []
         effects: list[Effect] = [
-            Note("warning", "stalled", {"name": worker.name, "step": stalled.round.step, "reason": stalled.reason})
+            Note(
+                "warning",
+                "stalled",
+                {"name": worker.name, "step": stalled.round.step, "reason": stalled.reason},
+            )
         ]
         for peer in stalled.suspects:
             suspect = self._workers.get(peer)
             if suspect is not None and now_s - suspect.moved_s >= self._deadlines.patience_floor_s:
-                effects += self._remove(peer, "showed no progress while the others waited", now_s, dismiss=True)
+                effects += self._remove(
+                    peer, "showed no progress while the others waited", now_s, dismiss=True
+                )
         self._change = self._change or f"{worker.name} reports a stall: {stalled.reason}"
         return effects
 
@@ -480,8 +499,10 @@ class Membership:
     ) -> list[Effect]:
         """Journal the next generation, then tell its members (rule 7)."""
         holding = set(holders)
-        names = {member.peer for member in self._roster} | {w.peer for w in self._workers.values() if w.admitted}
-        peers = [p for p in names if p in self._workers]
+        names = {member.peer for member in self._roster} | {
+            w.peer for w in self._workers.values() if w.admitted
+        }
+        peers = sorted((p for p in names if p in self._workers), key=self._seniority)
         plan = order_ring(self._latencies(), peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
         self.generation += 1
@@ -520,18 +541,17 @@ class Membership:
                 "plan": plan.reason,
             },
         )
-        return [Journal("generation", body), note, *self._tell_view()]
+        view = [Send(member.peer, message) for member in self._roster for message in self._view_messages()]
+        return [Journal("generation", body), note, *view]
 
-    def _tell_view(self) -> list[Effect]:
+    def _view_messages(self) -> list[m.Message]:
         assert self._view is not None
         pages = [self._roster[i : i + ROSTER_PAGE] for i in range(0, len(self._roster), ROSTER_PAGE)]
         rosters = [
             m.Roster(self.term, self.generation, page, len(pages), members)
             for page, members in enumerate(pages)
         ]
-        return [
-            Send(member.peer, message) for member in self._roster for message in (*rosters, self._view)
-        ]
+        return [*rosters, self._view]
 
     def _shares(self, order: tuple[m.PeerId, ...]) -> list[int]:
         """Batch sizes in rank order: each worker's own, or the global one dealt out evenly."""
@@ -549,7 +569,9 @@ class Membership:
         assert self._view is not None
         members = [member.peer for member in self._roster]
         lost = [p for p in members if p not in self._workers]
-        wrong = [p for p, history in self._ready.items() if history != self._view.history and p in self._workers]
+        wrong = [
+            p for p, history in self._ready.items() if history != self._view.history and p in self._workers
+        ]
         effects: list[Effect] = []
         for peer in wrong:
             effects += self._remove(peer, "is READY with another history of updates", now_s, dismiss=True)
@@ -569,7 +591,10 @@ class Membership:
         if late:
             return []
         self._making, self._making_until_s = _Making.NONE, math.inf
-        self.phase, self.reason = RunPhase.TRAINING, f"{len(members)} workers since step {self._view.applied + 1}"
+        self.phase, self.reason = (
+            RunPhase.TRAINING,
+            f"{len(members)} workers since step {self._view.applied + 1}",
+        )
         start = m.Start(self.term, self.generation)
         fields = {"generation": self.generation, "workers": len(members), "step": self._view.applied + 1}
         return [

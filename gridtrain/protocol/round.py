@@ -11,7 +11,8 @@ touches gradients, sockets or clocks, and does not know which exchange produced 
     Decided                     Decided
 
 After a YES a member never aborts by itself: it waits for the root, or for the coordinator's FREEZE.
-The root gives up on members that neither voted nor showed progress for `patience_s`.
+The root gives up after `patience_s` in which a member neither voted nor showed a sign of life, or in
+which nothing moved anywhere (a payload was lost with a connection, and all wait for it).
 """
 
 from __future__ import annotations
@@ -71,9 +72,13 @@ class LaterStepSeen:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A member showed progress."""
+    """A sign of life: the member's trainer works, or waits for the others inside of gridtrain.
+
+    `stirred`: more than that, something moved (a payload, a step of its computing).
+    """
 
     rank: int
+    stirred: bool
 
 
 RoundEvent = Prepared | Failed | VoteCame | DecisionCame | LaterStepSeen | Moved
@@ -130,6 +135,7 @@ class Round:
         self.verdict: Verdict | None = None
         self._votes: dict[int, VoteCame] = {}
         self._moved_s = dict.fromkeys(range(world_size), now_s)
+        self._stirred_s = now_s
 
     @property
     def prepared(self) -> bool:
@@ -141,12 +147,16 @@ class Round:
         """When the next laggard's patience runs out; infinite where nobody is waited for."""
         if self.verdict is not None:
             return math.inf
-        return min((self._moved_s[rank] for rank in self._laggards()), default=math.inf) + self.patience_s
+        quiet_since_s = [self._moved_s[rank] for rank in self._laggards()]
+        if self.rank == ROOT:
+            quiet_since_s.append(self._stirred_s)
+        return min(quiet_since_s) + self.patience_s
 
     def handle(self, event: RoundEvent, now_s: float) -> list[RoundEffect]:
         match event:
-            case Moved(rank):
+            case Moved(rank, stirred):
                 self._moved_s[rank] = now_s
+                self._stirred_s = now_s if stirred else self._stirred_s
                 return []
             case Prepared(digest):
                 return self._vote(VoteCame(self.rank, True, digest, ""), now_s)
@@ -163,15 +173,16 @@ class Round:
                 return self._obey(ROOT, Verdict.COMMIT, "a message of the next step proves the commit")
 
     def tick(self, now_s: float) -> list[RoundEffect]:
-        """Root: ABORT when a member's patience has run out.  Member: report whom it waits for."""
-        if now_s < self.deadline_s:
+        """Root: ABORT when patience has run out.  A member only waits: the caller tells the coordinator."""
+        if now_s < self.deadline_s or self.rank != ROOT:
             return []
         late = tuple(r for r in self._laggards() if now_s - self._moved_s[r] >= self.patience_s)
-        if self.rank == ROOT:
-            names = ", ".join(str(r) for r in late)
-            reason = f"no vote and no progress from rank {names} for {self.patience_s:.1f} s"
-            return self._decide(Verdict.ABORT, reason, late)
-        return []
+        if late:
+            names = ", ".join(str(rank) for rank in late)
+            reason = f"no vote and no sign of life from rank {names} for {self.patience_s:.1f} s"
+        else:
+            reason = f"nothing moved anywhere for {self.patience_s:.1f} s"
+        return self._decide(Verdict.ABORT, reason, late)
 
     def _laggards(self) -> list[int]:
         if self.rank == ROOT:
@@ -191,7 +202,7 @@ class Round:
     def _count(self, vote: VoteCame, now_s: float) -> list[RoundEffect]:
         if self.rank != ROOT:
             raise RemoteProtocolError(f"rank {vote.rank} voted at rank {self.rank}; the root is rank {ROOT}")
-        self._moved_s[vote.rank] = now_s
+        self._moved_s[vote.rank] = self._stirred_s = now_s
         if self.verdict is not None:
             return []  # decided once; the caller repeats the decision to late voters
         earlier = self._votes.get(vote.rank)
@@ -214,7 +225,9 @@ class Round:
 
     def _obey(self, rank: int, verdict: Verdict, reason: str) -> list[RoundEffect]:
         if self.rank == ROOT or rank != ROOT:
-            raise RemoteProtocolError(f"rank {rank} sent a decision to rank {self.rank}; only rank {ROOT} decides")
+            raise RemoteProtocolError(
+                f"rank {rank} sent a decision to rank {self.rank}; only rank {ROOT} decides"
+            )
         if self.verdict is not None:
             return []
         if verdict is Verdict.COMMIT and self.voted is not True:

@@ -29,6 +29,7 @@ from gridtrain.protocol.messages import PeerId, StatusReply, StatusRequest
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, Violation
 
 SOFTWARE = f"gridtrain {__version__}"
+MAX_TEXT = 512
 _HOST = r"\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _ADDRESS = re.compile(rf"(?:tcp://)?({_HOST})(?::(\d{{1,5}}))?")
 
@@ -84,6 +85,8 @@ class StatusClient:
     def ask(self, timeout_s: float) -> dict[str, Any]:
         """The coordinator's picture of the run: `Membership.snapshot` and what the daemon adds.
 
+        Texts in it are printable and at most `MAX_TEXT` long.
+
         Raises:
             CoordinatorUnreachable: no answer within `timeout_s`.
             JoinRefused: it speaks another version of the protocol (code "version").
@@ -122,7 +125,7 @@ def fetch_status(address: str, timeout_s: float) -> dict[str, Any]:
 
 def _parsed(address: str, payload: bytes) -> dict[str, Any]:
     try:
-        picture = json.loads(payload)
+        picture = _printable(json.loads(payload))
     except (ValueError, RecursionError):
         picture = None
     if not isinstance(picture, dict):
@@ -131,6 +134,19 @@ def _parsed(address: str, payload: bytes) -> dict[str, Any]:
             remedy="check that the address is the coordinator's",
         )
     return picture
+
+
+def _printable(value: Any) -> Any:
+    """The same with texts, workers' names among them, as they may reach a terminal."""
+    match value:
+        case str():
+            return "".join(letter if letter.isprintable() else " " for letter in value[:MAX_TEXT])
+        case list():
+            return [_printable(item) for item in value]
+        case dict():
+            return {_printable(key): _printable(item) for key, item in value.items()}
+        case _:
+            return value
 
 
 def _refused(address: str, reason: str) -> JoinRefused | RemoteProtocolError:

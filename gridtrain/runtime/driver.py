@@ -101,7 +101,9 @@ class Driver:
         self._intake = StateIntake()
         self._outlet = StateOutlet()
         self._progress = 0
-        self._inside = False  # the trainer waits in one of our calls, so it is alive
+        self._inside = False  # the trainer waits in one of our calls
+        self._busy = False  # it is in a long computation that it has announced
+        self._moved_bytes = 0
         self._figures: dict[str, float] = {}
         self._pulse_s = 0.0
         self._assigned: tuple[m.RoundId, tuple[m.Span, ...], int] | None = None
@@ -142,6 +144,7 @@ class Driver:
                 return self._picture
             finally:
                 self._inside = False
+                self._progress += 1
 
     def look(self) -> Picture:
         with self._changed:
@@ -154,7 +157,9 @@ class Driver:
             self._inbox.events.append(event)
         self._transport.wake()
 
-    def run_round(self, round_id: m.RoundId, workspaces: Sequence[Workspace], skip: bool, salt: bytes) -> RoundOutcome:
+    def run_round(
+        self, round_id: m.RoundId, workspaces: Sequence[Workspace], skip: bool, salt: bytes
+    ) -> RoundOutcome:
         """Submit this worker's part of a round and wait for its outcome."""
         by_channel = {m.Channel(index=i): workspace for i, workspace in enumerate(workspaces)}
         picture = self.look()
@@ -192,7 +197,7 @@ class Driver:
     def busy(self, inside: bool) -> None:
         """The trainer is legitimately busy (an evaluation) and counts as making progress."""
         with self._changed:
-            self._inside = inside
+            self._busy = inside
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
@@ -256,15 +261,17 @@ class Driver:
         self._publish()
 
     def _beat(self) -> None:
-        assert self._core is not None
+        traffic = self.traffic
+        moved = sum(traffic.get("Data", (0, 0)))
         with self._changed:
-            if self._inside and self._core.stage in (core.Stage.RUNNING, core.Stage.FROZEN):
+            if moved != self._moved_bytes or self._busy:
+                self._moved_bytes = moved
                 self._progress += 1
-            progress, figures = self._progress, tuple(sorted(self._figures.items()))
-        sent = sum(sent for sent, _ in self.traffic.values())
-        received = sum(received for _, received in self.traffic.values())
-        counts = (("received_bytes", float(received)), ("sent_bytes", float(sent)))
-        self._handle(core.Pulse(progress, (*figures, *counts)))
+            progress, waiting = self._progress, self._inside
+            figures = tuple(sorted(self._figures.items()))
+        sent, received = (float(sum(way)) for way in zip(*traffic.values(), strict=True))
+        counts = (("received_bytes", received), ("sent_bytes", sent))
+        self._handle(core.Pulse(progress, waiting, (*figures, *counts)))
 
     def _transport_event(self, event: TransportEvent) -> None:
         match event:
@@ -277,7 +284,9 @@ class Driver:
                 self._handle(core.EdgeDown(peer, reason))
             case Violation(peer, reason):
                 if self._core is None and "protocol" in reason:
-                    raise RemoteProtocolError(reason, remedy="install the same gridtrain release on both sides")
+                    raise RemoteProtocolError(
+                        reason, remedy="install the same gridtrain release on both sides"
+                    )
                 log.warning("a peer broke the protocol: %s", reason)
             case Received(peer, m.Ping(nonce)):
                 self._send(peer, m.Pong(nonce))

@@ -52,7 +52,8 @@ class StateOutlet:
             if asked == generation:
                 del self._waiting[peer]
                 self._queues[peer] = deque(
-                    StateBlock(term, generation, index, len(blocks), block) for index, block in enumerate(blocks)
+                    StateBlock(term, generation, index, len(blocks), block)
+                    for index, block in enumerate(blocks)
                 )
 
     def ready(self, transport: Transport) -> bool:
@@ -87,7 +88,9 @@ class StateIntake:
                 f"block {block.index} of {block.total} in a state of {self._total} blocks"
             )
         if block.total * BLOCK_BYTES > MAX_STATE_BYTES:
-            raise RemoteProtocolError(f"a state of {block.total} blocks; at most {MAX_STATE_BYTES // BLOCK_BYTES}")
+            raise RemoteProtocolError(
+                f"a state of {block.total} blocks; at most {MAX_STATE_BYTES // BLOCK_BYTES}"
+            )
         self._blocks[block.index] = bytes(block.payload)
 
     def complete_for(self, generation: int) -> bool:
@@ -98,7 +101,9 @@ class StateIntake:
         blocks, self._blocks = self._blocks, {}
         head = blocks.pop(0)
         if len(head) % 8:
-            raise RemoteProtocolError(f"the state's table of lengths has {len(head)} bytes, not a multiple of 8")
+            raise RemoteProtocolError(
+                f"the state's table of lengths has {len(head)} bytes, not a multiple of 8"
+            )
         lengths = struct.unpack(f"<{len(head) // 8}Q", head)
         whole = b"".join(blocks[index] for index in sorted(blocks))
         if sum(lengths) != len(whole):

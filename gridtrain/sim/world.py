@@ -103,8 +103,7 @@ class SimWorker:
             self._carry_out(self.core.tick(self.world.now_s))
 
     def pulse(self) -> None:
-        self._progress += 1
-        self.handle(member.Pulse(self._progress, ()))
+        self.handle(member.Pulse(self._progress, not self._computing, ()))
         self.tick()
 
     def enter(self) -> None:
@@ -127,6 +126,7 @@ class SimWorker:
                 payload = bytes(self._workspaces[channel].payload(place))
                 world.send(self.peer, peer, m.Data(round_id, channel, place, skip, payload))
             case member.Fill(channel, fill):
+                self._progress += 1
                 self._workspaces[channel].apply(fill)
             case member.Seal(skip):
                 digest = b"" if skip else self._workspaces[m.Channel()].seal()
@@ -159,9 +159,7 @@ class SimWorker:
             return
         for peer, term, generation in self._wanted:
             if (term, generation) == (self.core.term, self.core.generation):
-                self.world.send(
-                    self.peer, peer, m.StateBlock(term, generation, 0, 1, self.trainer.capture())
-                )
+                self.world.send(self.peer, peer, m.StateBlock(term, generation, 0, 1, self.trainer.capture()))
         self._wanted.clear()
         if not self.core.may_begin or self.core.finished:
             return
@@ -171,6 +169,7 @@ class SimWorker:
 
     def _submit(self) -> None:
         self._computing = False
+        self._progress += 1
         if not self.alive or not self.core.may_begin or self.core.finished:
             self._go_on()
             return
@@ -271,7 +270,8 @@ class World:
             return
         worker.alive = False
         self.log.crashes += 1
-        for pair in [p for p in self._connections if peer in p]:
+        # Sorted: the order of a set differs from process to process, and a seed is to be a history.
+        for pair in sorted((p for p in self._connections if peer in p), key=sorted):
             self._connections.discard(pair)
             (other,) = pair - {peer}
             self.network.send(peer, other, _Link(False))

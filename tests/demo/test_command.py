@@ -87,7 +87,9 @@ def test_ctrl_c_says_that_everything_has_ended(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(main, "run_demo", interrupted)
     result = CliRunner().invoke(demo, [])
 
-    assert result.exit_code == 130 and "interrupted; all processes of the demo have ended" in result.output
+    assert (
+        result.exit_code == 130 and "stopped by SIGINT; all processes of the demo have ended" in result.output
+    )
 
 
 def test_the_command_and_the_orchestrator_do_not_load_torch() -> None:

@@ -106,7 +106,7 @@ def test_silence_is_a_failure_not_a_hang(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_nobody_behind_not_even_a_stubborn_grandchild(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gridtrain.demo.orchestrate.GRACE_S", 0.3)
+    monkeypatch.setattr("gridtrain.demo.orchestrate.GRACE_S", (0.2, 0.1))
     lifeline = Lifeline(tmp_path)
     ready = f"open({str(tmp_path / STEPS_FILE)!r}, 'w').write({record(1).to_line()!r})\n"
     deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{lifeline.hold}{ready}{FOREVER}"

@@ -19,11 +19,13 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
 from gridtrain.sim.world import World
+from gridtrain.testing.collectives import CollectiveGroup
 from gridtrain.wire.sparse import ValueKind, decode, encode
 
 N, K = 24, 5
 SAMPLES = 120
 KINDS = ("dense", "topk", "gtopk")
+FORMAT: Any = {"n": N, "kind": ValueKind.FP16}
 EDGES = {"dense": ring.neighbours, "topk": allgather.neighbours, "gtopk": gtopk.neighbours}
 Seeds = Callable[[int], Iterator[int]]
 
@@ -41,16 +43,19 @@ class ToyTrainer:
         self.model = np.zeros(N, np.float32)
         self.residual = np.zeros(N, np.float32)
         self._book = book
+        self.attempts: dict[m.RoundId, ToyTrainer.Attempt] = {}  # by round, all of this worker's own
 
     class Attempt:
         """What one worker brought into one round, and what it would be left with."""
 
-        def __init__(self, before: np.ndarray, contribution: np.ndarray, left: np.ndarray, workspace: Any):
-            self.before, self.contribution, self._left, self.workspace = before, contribution, left, workspace
+        def __init__(self, rank: int, before: np.ndarray, contribution: np.ndarray, make: Callable[[], Any]):
+            self.rank, self.before, self.contribution = rank, before, contribution
+            self.left, self.make = np.zeros(N, np.float32), make
+            self.workspace: Any = None
 
         @property
         def residual(self) -> np.ndarray:
-            left = self._left.copy()
+            left = self.left.copy()
             for indices, values in getattr(self.workspace, "kept", []):
                 np.add.at(left, indices, values)
             return left
@@ -68,24 +73,27 @@ class ToyTrainer:
         for span in spans:
             for position in range(span.start, span.stop):
                 contribution += gradient_of(position)
+        rank, world_size = core.rank, core.world_size
         acc = self.residual + contribution
         if self.kind == "dense":
-            left, workspace = np.zeros(N, np.float32), DenseWorkspace(acc.copy(), core.world_size, 8)
+            attempt = self.Attempt(
+                rank, self.residual, contribution, lambda: DenseWorkspace(acc.copy(), world_size, 8)
+            )
         else:
             chosen = np.sort(np.lexsort((np.arange(N), -np.abs(acc)))[:K])
-            payload = encode(chosen, acc[chosen], n=N, kind=ValueKind.FP16)
-            mine = decode(payload, n=N, max_entries=K, kind=ValueKind.FP16)
-            left = acc.copy()
-            left[mine.indices] -= mine.values
+            payload = encode(chosen, acc[chosen], **FORMAT)
+            make: Callable[[], Any] = lambda: ButterflyWorkspace(payload, n=N, k=K, kind=ValueKind.FP16)  # noqa: E731
             if self.kind == "topk":
-                workspace = GatherWorkspace(
-                    core.rank, core.world_size, payload, n=N, k=K, kind=ValueKind.FP16
-                )
-            else:
-                workspace = ButterflyWorkspace(payload, n=N, k=K, kind=ValueKind.FP16)
-        self.attempt = self.Attempt(self.residual, contribution, left, workspace)
-        self._book[core.next_round].append(self.attempt)
-        return {m.Channel(): workspace}
+                make = lambda: GatherWorkspace(rank, world_size, payload, n=N, k=K, kind=ValueKind.FP16)  # noqa: E731
+            attempt = self.Attempt(rank, self.residual, contribution, make)
+            mine = decode(payload, max_entries=K, **FORMAT)
+            attempt.left = acc.copy()
+            attempt.left[mine.indices] -= mine.values
+        attempt.workspace = attempt.make()
+        self.attempt = attempt
+        self.attempts[core.next_round] = attempt
+        self._book[core.next_round].append(attempt)
+        return {m.Channel(): attempt.workspace}
 
     def commit(self, workspaces: dict[m.Channel, Any], skip: bool) -> None:
         self.model = self.model + self.attempt.update
@@ -128,9 +136,25 @@ def trouble(world: World, random: Random, events: int) -> None:
         world.at(random.uniform(0.2, 6.0), lambda what=what: strike(what))
 
 
+def as_if_nobody_had_died(attempts: list[ToyTrainer.Attempt]) -> list[ToyTrainer.Attempt]:
+    """The same exchange once more among all members: what a dead one would have been left with.
+
+    That part, and only that, is what a death may lose (promise 2c).
+    """
+    again = []
+    for old in sorted(attempts, key=lambda attempt: attempt.rank):
+        new = ToyTrainer.Attempt(old.rank, old.before, old.contribution, old.make)
+        new.left, new.workspace = old.left, old.make()
+        again.append(new)
+    CollectiveGroup([attempt.workspace for attempt in again], seed=0).run()
+    return again
+
+
 def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None:
     log = world.log
-    assert world.finished, f"not finished after {world.now_s:.1f} s: {world.coordinator.snapshot(world.now_s)}"
+    assert world.finished, (
+        f"not finished after {world.now_s:.1f} s: {world.coordinator.snapshot(world.now_s)}"
+    )
     # 3: a step was committed in one round only, and 1: with one history on all who committed it.
     rounds_of: dict[int, set[m.RoundId]] = defaultdict(set)
     histories: dict[int, set[bytes]] = defaultdict(set)
@@ -151,12 +175,18 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None
                     seen[position] += 1
     assert set(seen) == {1}, f"positions not counted once: {[i for i, c in enumerate(seen) if c != 1]}"
     # 2: nothing lost and nothing invented in any committed round, to the last bit.
+    model = np.zeros(N, np.float32)
     for round_id in committed:
-        attempts = book[round_id]
+        attempts = as_if_nobody_had_died(book[round_id])
         before = sum(a.before + a.contribution for a in attempts)
         after = attempts[0].update + sum(a.residual for a in attempts)
         assert np.array_equal(before, after), f"round {round_id} does not conserve"
-    model = sum((book[round_id][0].update for round_id in committed), np.zeros(N, np.float32))
+        # The survivors are left with exactly what the calm exchange leaves them with.
+        left = {attempt.rank: attempt.residual.tobytes() for attempt in attempts}
+        for worker in survivors:
+            mine = worker.trainer.attempts.get(round_id)
+            assert mine is None or mine.residual.tobytes() == left[mine.rank]
+        model += attempts[0].update
     assert np.array_equal(model, survivors[0].trainer.model)
 
 

@@ -44,13 +44,12 @@ LEFTOVER_S = 3.0
 BACKOFF_MOST_S = 30.0
 
 WATCHDOG = """
-read -r done && exit
-kill -s TERM -- "-$1" || exit
+read -r group && ! read -r done && kill -s TERM -- "-$group" || exit
 i=0
-while [ "$i" -lt "$2" ] && kill -s 0 -- "-$1"; do sleep 1; i=$((i + 1)); done
-kill -s KILL -- "-$1"
+while [ "$i" -lt "$1" ] && kill -s 0 -- "-$group"; do sleep 1; i=$((i + 1)); done
+kill -s KILL -- "-$group"
 """
-"""POSIX shell: $1 the process group, $2 its grace in seconds.  A line on stdin: all is well."""
+"""POSIX shell; $1: seconds of grace.  It reads the process group, then "done" if all went well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class Job:
     prefix: bool = False
     grace_s: float = 20.0
     backoff_s: float = 1.0
-    connect_s: float = Deadlines.connect_s
+    connect_s: float = Deadlines().connect_s
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -118,13 +117,12 @@ def supervise(job: Job, tell: Tell = lambda line: print(line, file=sys.stderr, f
         CoordinatorUnreachable, JoinRefused: found out before the script is started.
         ConfigError: there is no such program.
     """
-    machine = Machine.here(job.name)
+    machine, status = Machine.here(job.name), check(job)
+    tell(
+        f'{machine.name} ({machine.cpus} CPU cores) joins run "{job.run}" at {job.coordinator}: '
+        f"{status.get('reason')}"
+    )
     with Signals() as signals:
-        status = check(job)
-        tell(
-            f'{machine.name} ({machine.cpus} CPU cores) joins run "{job.run}" at {job.coordinator}: '
-            f"{status.get('phase')}, {status.get('world_size')} workers, step {status.get('step')}"
-        )
         for attempt in range(job.restarts + 1):
             started_s = time.monotonic()
             code = _run_once(job, machine, signals)
@@ -143,13 +141,19 @@ def supervise(job: Job, tell: Tell = lambda line: print(line, file=sys.stderr, f
 
 
 def check(job: Job) -> Mapping[str, Any]:
-    """The coordinator's status.  Raises `CoordinatorUnreachable`, or `JoinRefused` if it serves another run."""
+    """The coordinator's status.
+
+    Raises:
+        CoordinatorUnreachable: nobody answered within `job.connect_s`.
+        JoinRefused: it serves another run, a finished one, or speaks another protocol version.
+    """
     status = fetch_status(job.coordinator, job.connect_s)
-    if status.get("run") != job.run:
+    served = str(status.get("run"))
+    if served != job.run:
         raise JoinRefused(
             "wrong-run",
-            f'the coordinator at {job.coordinator} serves the run "{status.get("run")}", not "{job.run}"',
-            remedy=f"add --run {shlex.quote(str(status.get('run')))}, or ask for the other coordinator's address",
+            f'the coordinator at {job.coordinator} serves the run "{served}", not "{job.run}"',
+            remedy=f"add --run {shlex.quote(served)}, or ask for the other coordinator's address",
         )
     if status.get("finished"):
         raise JoinRefused(
@@ -195,31 +199,63 @@ class Signals:
 
 def _run_once(job: Job, machine: Machine, signals: Signals) -> int:
     """Exit code of the script; when this returns, nothing that it started is left."""
-    if signals.count:
-        return 128 + signals.first
-    script = _start(job, machine)
-    with _ended(script), _watched(script, job.grace_s), _prefixed(script, machine.name if job.prefix else ""):
-        forwarded, kill_at_s = 0, math.inf
+    with _watchdog(job.grace_s) as watch, _script(job, machine) as script:
+        watch(script.pid)
+        kill_at_s = math.inf
         while (code := _poll(script)) is None:
-            if signals.count > forwarded:
-                if forwarded == 0:
-                    script.send_signal(signals.first)
-                    kill_at_s = time.monotonic() + job.grace_s
-                else:
-                    kill_at_s = -math.inf
-                forwarded = signals.count
-            if time.monotonic() >= kill_at_s:
+            if signals.count and kill_at_s == math.inf:
+                script.send_signal(signals.first)
+                kill_at_s = time.monotonic() + job.grace_s
+            if signals.count > 1 or time.monotonic() >= kill_at_s:
                 _signal_group(script.pid, signal.SIGKILL)
     return 128 - code if code < 0 else code
 
 
-def _start(job: Job, machine: Machine) -> subprocess.Popen[bytes]:
+def _poll(script: subprocess.Popen[bytes]) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return script.wait(TICK_S)
+    return None
+
+
+@contextlib.contextmanager
+def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
+    """A shell that ends a process group if this process dies: only we hold the pipe that it reads.
+
+    Gives a function that names the group.
+    """
+    shell = subprocess.Popen(
+        ["/bin/sh", "-c", WATCHDOG, "gridtrain-watchdog", str(math.ceil(grace_s))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert shell.stdin is not None
+    pipe = shell.stdin
+
+    def write(line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it was killed, and we cannot help that
+            pipe.write(f"{line}\n".encode())
+            pipe.flush()
+
+    try:
+        yield lambda group: write(str(group))
+        write("done")
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+        shell.wait()
+
+
+@contextlib.contextmanager
+def _script(job: Job, machine: Machine) -> Iterator[subprocess.Popen[bytes]]:
+    """The running script; on leaving, nothing of its process group is alive."""
     environment = {**os.environ, **job.environment(machine)}
     if job.prefix:
         environment.setdefault("PYTHONUNBUFFERED", "1")  # a pipe would hold lines back
     output = subprocess.PIPE if job.prefix else None
     try:
-        return subprocess.Popen(
+        script = subprocess.Popen(
             job.command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -232,29 +268,31 @@ def _start(job: Job, machine: Machine) -> subprocess.Popen[bytes]:
             f"cannot start {job.command[0]!r}: {error.strerror}",
             remedy="check the command after the two dashes, for instance: -- python train.py",
         ) from None
-
-
-def _poll(script: subprocess.Popen[bytes]) -> int | None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return script.wait(TICK_S)
-    return None
-
-
-@contextlib.contextmanager
-def _ended(script: subprocess.Popen[bytes]) -> Iterator[None]:
-    """On leaving nothing of the script's process group is alive."""
+    copiers = [
+        threading.Thread(target=_copy, args=(pipe, stream, machine.name), daemon=True)
+        for pipe, stream in ((script.stdout, sys.stdout), (script.stderr, sys.stderr))
+        if pipe is not None
+    ]
+    for copier in copiers:
+        copier.start()
     try:
-        yield
+        yield script
     finally:
-        until_s = time.monotonic() + LEFTOVER_S
-        alive = _signal_group(script.pid, signal.SIGTERM)
-        while alive and time.monotonic() < until_s:
-            time.sleep(TICK_S)
-            with contextlib.suppress(ChildProcessError):  # as a container's first process we inherit them
-                os.waitpid(-script.pid, os.WNOHANG)
-            alive = _signal_group(script.pid, 0)
-        _signal_group(script.pid, signal.SIGKILL)
-        script.wait()
+        _end_group(script)
+        for copier in copiers:
+            copier.join(LEFTOVER_S)
+
+
+def _end_group(script: subprocess.Popen[bytes]) -> None:
+    until_s = time.monotonic() + LEFTOVER_S
+    alive = _signal_group(script.pid, signal.SIGTERM)
+    while alive and time.monotonic() < until_s:
+        time.sleep(TICK_S)
+        with contextlib.suppress(ChildProcessError):  # as a container's first process we inherit them
+            os.waitpid(-script.pid, os.WNOHANG)
+        alive = _signal_group(script.pid, 0)
+    _signal_group(script.pid, signal.SIGKILL)
+    script.wait()
 
 
 def _signal_group(group: int, number: int) -> bool:
@@ -266,41 +304,8 @@ def _signal_group(group: int, number: int) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _watched(script: subprocess.Popen[bytes], grace_s: float) -> Iterator[None]:
-    """A shell ends the script's group if this process dies: it alone holds the other end of a pipe."""
-    watchdog = subprocess.Popen(
-        ["/bin/sh", "-c", WATCHDOG, "gridtrain-watchdog", str(script.pid), str(math.ceil(grace_s))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        with contextlib.suppress(BrokenPipeError):  # it was killed: nothing to call off
-            watchdog.communicate(b"done\n")
-        watchdog.wait()
-
-
-@contextlib.contextmanager
-def _prefixed(script: subprocess.Popen[bytes], name: str) -> Iterator[None]:
-    """Copy the script's output line by line, each with the worker's name; nothing to do without pipes."""
-    pairs = [(script.stdout, sys.stdout), (script.stderr, sys.stderr)]
-    threads = [
-        threading.Thread(target=_copy, args=(pipe, stream, name), daemon=True)
-        for pipe, stream in pairs
-        if pipe is not None
-    ]
-    for thread in threads:
-        thread.start()
-    yield
-    for thread in threads:
-        thread.join(LEFTOVER_S)
-
-
 def _copy(pipe: IO[bytes], stream: IO[str], name: str) -> None:
+    """Line by line, each with the worker's name."""
     with pipe:
         for line in pipe:
             stream.write(f"[{name}] {line.decode(errors='replace')}")
@@ -318,8 +323,8 @@ def _failure(job: Job, code: int, ran_s: float) -> str:
         )
         return f"the script was killed by {name} after {ran_s:.1f} s ({command}) -> {hint}"
     return (
-        f"the script ended with exit code {code} after {ran_s:.1f} s ({command}) -> its own message is above; "
-        "--restarts N starts it again, GRIDTRAIN_DEBUG=1 shows gridtrain's tracebacks"
+        f"the script ended with exit code {code} after {ran_s:.1f} s ({command}) -> "
+        "its own message is above; with --restarts N it is started again"
     )
 
 

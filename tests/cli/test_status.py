@@ -1,0 +1,74 @@
+"""The table that `gridtrain status` draws, as a picture."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gridtrain.cli import status as module
+
+PICTURE: dict[str, Any] = {
+    "run": "default", "phase": "training", "reason": "2 workers since step 40", "term": 1, "generation": 3,
+    "step": 41, "steps_per_s": 12.345, "finished": False, "now_s": 100.0,
+    "facts": {"exchange": "GTopK(density=0.05)"},
+    "members": [
+        {"rank": 0, "name": "anna", "state": "active", "share": 8, "step": 41, "last_heard_s": 0.2,
+         "sent_Bps": 2_450_000.0, "received_Bps": 950.0,
+         "figures": {"computing_s": 0.021, "selecting_s": 0.001, "communicating_s": 1.25, "waiting_s": 0.0}},
+        {"rank": None, "name": "[red]bert", "state": "joining", "share": 0, "step": 0, "last_heard_s": 0.0,
+         "sent_Bps": None, "received_Bps": None, "figures": {}},
+    ],
+    "events": [{"at_s": 88.0, "event": "joined", "name": "anna"}],
+}  # fmt: skip
+
+DRAWN = """\
+run default  training  2 workers since step 40
+term 1  generation 3  step 41  12.35 steps/s
+exchange: GTopK(density=0.05)
+rank name      state   share step   up/s down/s comp. select comm. wait  heard
+   0 anna      active      8   41 2.5 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
+   - [red]bert joining     0    0      -      -     -      -     -    -   0 ms
+   12 s ago  joined name=anna
+"""
+
+
+def drawn(picture: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(module.render(picture))
+    assert isinstance(console.file, io.StringIO)
+    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
+
+
+def test_the_picture() -> None:
+    assert drawn(PICTURE) == DRAWN
+
+
+def test_no_worker_yet() -> None:
+    assert "no worker yet" in drawn({**PICTURE, "members": []})
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        {},
+        {"members": 3, "events": "no", "facts": [], "step": None},
+        {
+            "members": [None, {}, {"rank": "x", "figures": 1, "step": []}],
+            "events": [1, {"at_s": "x"}],
+            "phase": {},
+        },
+    ],
+    ids=["empty", "wrong types", "wrong members"],
+)
+def test_whatever_the_coordinator_says_can_be_drawn(picture: dict[str, Any]) -> None:
+    assert "run" in drawn(picture)
+
+
+def test_watching_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REFRESH_S", 0.0)
+    pictures = [PICTURE, PICTURE, {**PICTURE, "phase": "finished", "finished": True}, PICTURE]
+    module._watch(lambda timeout_s: pictures.pop(0))
+    assert pictures == [PICTURE]

@@ -1,0 +1,282 @@
+"""The loop carries out what a core says: in order, the journal before everything that follows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from gridtrain.config import Deadlines
+from gridtrain.errors import JournalError, TransportError
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership import (
+    Dismiss,
+    Effect,
+    Event,
+    Heard,
+    Journal,
+    Lost,
+    Note,
+    Offended,
+    Send,
+    Up,
+)
+from gridtrain.transport.base import PeerDown, PeerUp, Received, TransportEvent, Violation
+from gridtrain.transport.memory import MemoryHub, MemoryTransport
+from gridtrain_coordinator.daemon import FAREWELL_S, Coordinator
+from gridtrain_coordinator.store import Store
+
+COORDINATOR, ANNA, BERT = (letter * 32 for letter in (b"c", b"a", b"b"))
+NAMES = {COORDINATOR: "coordinator", ANNA: "anna", BERT: "bert"}
+JOIN = m.Join("default", "anna", "memory://anna")
+
+
+class FakeCore:
+    """Answers each kind of event with the effects that a test wrote down."""
+
+    def __init__(self, answers: Mapping[type[Event], list[Effect]] | None = None) -> None:
+        self.answers = dict(answers or {})
+        self.heard: list[Event] = []
+        self.deadline_s = math.inf
+        self.picture: dict[str, Any] = {"step": 0, "finished": False, "members": []}
+        self.at_start: list[Effect] = []
+        self.at_tick: list[Effect] = []
+
+    def start(self, now_s: float) -> list[Effect]:
+        return self.at_start
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        self.heard.append(event)
+        return self.answers.get(type(event), [])
+
+    def tick(self, now_s: float) -> list[Effect]:
+        self.deadline_s = math.inf
+        return self.at_tick
+
+    def snapshot(self, now_s: float) -> dict[str, Any]:
+        return self.picture
+
+
+class ScriptedTransport:
+    """Hands out prepared events, one list for each poll, and writes down what it is told."""
+
+    me = COORDINATOR
+
+    def __init__(self, transcript: list[str], turns: Iterable[list[TransportEvent]]) -> None:
+        self.transcript = transcript
+        self.turns = list(turns)
+        self.refuses: set[m.PeerId] = set()
+        self.waits_s: list[float] = []
+        self.sent: list[m.Message] = []
+
+    def poll(self, timeout_s: float) -> list[TransportEvent]:
+        self.waits_s.append(timeout_s)
+        return self.turns.pop(0) if self.turns else []
+
+    def send(self, peer: m.PeerId, message: m.Message) -> None:
+        if peer in self.refuses:
+            raise TransportError(f"the queue of {NAMES[peer]} is full")
+        self.transcript.append(f"send {type(message).__name__} to {NAMES[peer]}")
+        self.sent.append(message)
+
+    def hang_up(self, peer: m.PeerId) -> None:
+        self.transcript.append(f"hang up on {NAMES[peer]}")
+
+    def close(self) -> None:
+        self.transcript.append("close transport")
+
+
+class WrittenDownStore(Store):
+    transcript: list[str]
+
+    def append_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        entries = list(entries)
+        super().append_all(entries)
+        self.transcript.append("durable: " + ", ".join(kind for kind, _ in entries))
+
+    def close(self) -> None:
+        super().close()
+        self.transcript.append("close journal")
+
+
+class Turns:
+    """A stop that is set after so many turns of the loop."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def play(
+    core: FakeCore,
+    *turns: list[TransportEvent],
+    refuses: Iterable[m.PeerId] = (),
+    clock: Callable[[], float] = lambda: 100.0,
+    **options: Any,
+) -> tuple[list[str], ScriptedTransport]:
+    """Run the loop over these turns; returns what it did."""
+    transcript: list[str] = []
+    transport = ScriptedTransport(transcript, turns)
+    transport.refuses = set(refuses)
+    store = WrittenDownStore.open(":memory:")
+    assert isinstance(store, WrittenDownStore)
+    store.transcript = transcript
+
+    def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
+        transcript.append(f"log {level} {event}")
+
+    Coordinator(transport, store, core, log=log, clock=clock, **options).run(Turns(len(turns)))  # type: ignore[arg-type]
+    assert transcript[-2:] == ["close transport", "close journal"]
+    return transcript[:-2], transport
+
+
+def test_the_journal_is_durable_before_what_follows_is_sent() -> None:
+    freeze, state = m.Freeze(1, 1, "join"), Journal("state", {"state": "training"})
+    core = FakeCore(
+        {Heard: [state, Note("info", "training"), Send(ANNA, freeze), Send(BERT, freeze), Dismiss(BERT)]}
+    )
+    transcript, _ = play(core, [Received(ANNA, JOIN, 80)])
+    assert transcript == [
+        "durable: state",
+        "log info training",
+        "send Freeze to anna",
+        "send Freeze to bert",
+        "hang up on bert",
+    ]
+
+
+def test_one_turn_is_one_commit() -> None:
+    core = FakeCore({Heard: [Journal("state", {}), Send(ANNA, m.Start(1, 1))], Up: [Journal("run", {})]})
+    transcript, _ = play(core, [PeerUp(ANNA), Received(ANNA, JOIN, 80), Received(BERT, JOIN, 80)])
+    assert transcript == [
+        "durable: run, state, state",
+        "send Start to anna",
+        "send Start to anna",
+    ]
+
+
+def test_nothing_is_sent_when_the_journal_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Store, entries: object) -> None:
+        raise JournalError("the disk is full")
+
+    monkeypatch.setattr(WrittenDownStore, "append_all", full)
+    transcript: list[str] = []
+    transport = ScriptedTransport(transcript, [[Received(ANNA, JOIN, 80)]])
+    store = WrittenDownStore.open(":memory:")
+    store.transcript = transcript  # type: ignore[attr-defined]
+    core = FakeCore({Heard: [Send(BERT, m.Start(1, 1)), Journal("state", {}), Send(ANNA, m.Start(1, 1))]})
+    with pytest.raises(JournalError, match="disk is full"):
+        Coordinator(transport, store, core).run(Turns(9))  # type: ignore[arg-type]
+    assert transcript == ["close transport", "close journal"]
+
+
+def test_the_core_starts_before_anybody_is_heard() -> None:
+    core = FakeCore({Heard: [Note("info", "joined")]})
+    core.at_start = [Journal("term", {"term": 1}), Note("info", "started")]
+    transcript, _ = play(core, [Received(ANNA, JOIN, 80)])
+    assert transcript == ["durable: term", "log info started", "log info joined"]
+
+
+def test_transport_events_become_the_cores_events() -> None:
+    core = FakeCore()
+    transcript, _ = play(
+        core,
+        [PeerUp(ANNA), Received(ANNA, JOIN, 80), Violation(ANNA, "no msgpack"), PeerDown(ANNA, "closed")],
+        [Violation(None, "not greeted")],
+    )
+    assert core.heard == [Up(ANNA), Heard(ANNA, JOIN), Offended(ANNA, "no msgpack"), Lost(ANNA, "closed")]
+    assert transcript == ["log warning violation", "log warning violation"]
+
+
+def test_a_peer_that_cannot_be_sent_to_is_lost_once() -> None:
+    start = m.Start(1, 1)
+    core = FakeCore({
+        Heard: [Send(BERT, start), Send(BERT, start), Send(ANNA, start)],
+        Lost: [Journal("generation", {"term": 1, "generation": 2}), Send(BERT, start), Send(ANNA, start)],
+    })  # fmt: skip
+    transcript, _ = play(core, [Received(ANNA, JOIN, 80)], refuses=[BERT])
+    assert core.heard == [Heard(ANNA, JOIN), Lost(BERT, "the queue of bert is full")]
+    assert transcript == ["send Start to anna", "durable: generation", "send Start to anna"]
+
+
+def test_the_loop_sleeps_until_the_cores_deadline_and_then_ticks() -> None:
+    now_s = 100.0
+    core = FakeCore()
+    core.deadline_s = 100.1
+    core.at_tick = [Note("warning", "lost")]
+
+    def clock() -> float:
+        return now_s
+
+    class Late(ScriptedTransport):
+        def poll(self, timeout_s: float) -> list[TransportEvent]:
+            nonlocal now_s
+            now_s += timeout_s
+            return super().poll(timeout_s)
+
+    transcript: list[str] = []
+    transport = Late(transcript, [])
+    log = lambda level, event, fields: transcript.append(f"log {level} {event}")  # noqa: E731
+    Coordinator(transport, Store.open(":memory:"), core, log=log, clock=clock).run(Turns(2))  # type: ignore[arg-type]
+    assert transcript == ["log warning lost", "close transport"]
+    assert transport.waits_s == pytest.approx([0.1, 0.25]), "then bounded, so that a stop is noticed"
+
+
+def test_status_is_answered_by_the_daemon() -> None:
+    core = FakeCore()
+    figures = {"sent_bytes": 5e6, "loss": 2.5}
+    core.picture["members"] = [{"peer": "aa", "name": "anna", "figures": figures}]
+    transcript, transport = play(core, [Received(BERT, m.StatusRequest(), 9)], address="tcp://10.0.0.5:7700")
+    assert transcript == ["send StatusReply to bert"] and core.heard == []
+    (reply,) = transport.sent
+    assert isinstance(reply, m.StatusReply)
+    picture = json.loads(reply.payload)
+    assert picture["address"] == "tcp://10.0.0.5:7700"
+    assert picture["members"] == [
+        {"peer": "aa", "name": "anna", "figures": figures, "sent_Bps": None, "received_Bps": None}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("members", "ends_after_s"), [([], 1.0), ([{"peer": "aa", "figures": {}}], FAREWELL_S)]
+)
+def test_it_exits_some_time_after_the_end(members: list[dict[str, Any]], ends_after_s: float) -> None:
+    """At once when everybody has left, else after a farewell; each look at the clock takes 0.05 s."""
+    core = FakeCore()
+    core.picture.update(finished=True, members=members)
+    now_s = 100.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 0.05
+        return now_s
+
+    turns: list[list[TransportEvent]] = [[]] * 1000
+    play(core, *turns, clock=clock, exit_when_finished=True)
+    assert now_s - 100.0 <= ends_after_s + 0.5, "it did not wait for the 1000 turns"
+
+
+def test_it_stays_after_the_end_unless_told_otherwise() -> None:
+    core = FakeCore()
+    core.picture["finished"] = True
+    _, transport = play(core, *[[]] * 20)
+    assert len(transport.waits_s) == 20
+
+
+def test_a_worker_is_welcomed_by_the_real_core_over_the_memory_transport() -> None:
+    hub = MemoryHub()
+    mine, anna = MemoryTransport(COORDINATOR, hub), MemoryTransport(ANNA, hub)
+    mine.listen("memory://coordinator")
+    anna.dial(None, "memory://coordinator")
+    anna.send(COORDINATOR, JOIN)
+    coordinator = Coordinator.of_run(mine, Store.open(":memory:"), deadlines=Deadlines())
+    coordinator.run(Turns(1))
+    heard = [event.message for event in anna.poll(1.0) if isinstance(event, Received)]
+    assert [type(message).__name__ for message in heard] == ["Welcome", "RunState"]
+    assert heard[0].term == 1  # type: ignore[union-attr]
