@@ -89,8 +89,12 @@ def render(picture: Mapping[str, Any]) -> Group:
     facts = [f"{name}: {value}" for name, value in _mapping(picture.get("facts")).items()]
     now_s = picture.get("now_s")
     recent = _listed(picture.get("events"))[-RECENT_EVENTS:]
-    events = [Text(_event(event, now_s), style="dim") for event in recent]
-    return Group(head, figures, *(Text(fact, style="dim") for fact in facts), members_table(picture), *events)
+    events = [_event(event, now_s) for event in recent]
+
+    def dim(lines: list[str]) -> list[Text]:
+        return [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
+
+    return Group(head, figures, *dim(facts), members_table(picture), *dim(events))
 
 
 def members_table(picture: Mapping[str, Any]) -> Table:

@@ -2,9 +2,9 @@
 
 Decides only how records look.
 
-    exchange                step   loss  held-out  MB sent  seconds  compute ms  select ms ...
-    dense ring           250/250  2.471     2.481    180.9     80.1          21          0
-    gTop-k, density 0.05 112/450  2.702     2.688      3.9      5.4          21          3
+    exchange                step   loss  held-out  MB sent  seconds  compute  select  communicate ...
+    dense ring           250/250  2.471     2.481    180.9     80.1       21       0          297
+    gTop-k, density 0.05 112/450  2.702     2.688      3.9      5.4       21       3           23
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gridtrain.demo.metrics import StepRecord
 from gridtrain.demo.orchestrate import View
 
 PLAIN_EVERY_S = 5.0
+COLUMNS = ("step", "loss", "held-out", "MB sent", "seconds", "compute", "select", "communicate", "wait")
 
 
 def view_for(console: Console) -> View:
@@ -71,21 +72,12 @@ class TableView:
             self._live = None
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="dim")
+        starting = any(row.record is None for row in self._rows)
+        table = Table(box=None, pad_edge=False, header_style="dim", caption_justify="left")
+        table.caption = "workers import torch and meet" if starting else "times in ms per step"
         table.add_column("exchange", no_wrap=True)
-        columns = (
-            "step",
-            "loss",
-            "held-out",
-            "MB sent",
-            "seconds",
-            "compute",
-            "select",
-            "communicate",
-            "wait",
-        )
-        for name in columns:
-            table.add_column(name + " ms" if name in columns[5:] else name, justify="right")
+        for name in COLUMNS:
+            table.add_column(name, justify="right", min_width=len(name))
         for row in self._rows:
             table.add_row(row.label, *_cells(row))
         return table
@@ -94,7 +86,7 @@ class TableView:
 def _cells(row: _Row) -> tuple[str, ...]:
     record = row.record
     if record is None:
-        return (f"0/{row.steps}", "starting: workers import torch and meet")
+        return (f"0/{row.steps}",)
     return (
         f"{record.step}/{row.steps}",
         f"{record.loss:.3f}",

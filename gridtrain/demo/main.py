@@ -56,6 +56,8 @@ def run_demo(plan: Plan, console: Console) -> list[report.Curve]:
     console.print()
     console.print(_table(report.HEADINGS, report.table(curves)))
     console.print(_table(report.TIME_HEADINGS, report.where_time_went(curves)))
+    for sentence in report.findings(curves):
+        console.print(sentence, style="bold", highlight=False)
     console.print(report.CLOCK_SENTENCE, highlight=False)
     console.print(report.HONEST_SENTENCE.format(cap=setting.cap), highlight=False)
     console.print(f"Took {time.monotonic() - began_s:.0f} s in all. Written:", highlight=False)

@@ -127,6 +127,24 @@ def _row(curve: Curve, target: float, baseline_s: float, *, baseline: bool) -> R
     )
 
 
+def findings(curves: Sequence[Curve]) -> list[str]:
+    """One sentence for each run after the baseline."""
+    baseline = curves[0]
+    target = baseline.final.held_out
+    sentences: list[str] = []
+    for curve in curves[1:]:
+        hit = curve.reaches(target)
+        if hit is None:
+            sentences.append(f"{curve.label} did not reach {baseline.label}'s final loss of {target:.3f}.")
+            continue
+        sentences.append(
+            f"{curve.label} reached {baseline.label}'s final loss of {target:.3f} "
+            f"{baseline.final.seconds / hit.seconds:.1f}x sooner: after {hit.seconds:.1f} s and {hit.step} steps "
+            f"instead of {baseline.final.seconds:.1f} s and {baseline.final.step} steps."
+        )
+    return sentences
+
+
 def where_time_went(curves: Sequence[Curve]) -> list[Row]:
     """Rows (run, ms per step computing, selecting, communicating, waiting, kB votes, kB control)."""
     rows: list[Row] = []
@@ -219,6 +237,8 @@ def markdown(curves: Sequence[Curve], setting: Setting) -> str:
             "mean over the workers.",
             "",
             *_markdown_table(HEADINGS, table(curves)),
+            "",
+            *findings(curves),
             "",
             "![held-out loss](loss.svg)",
             "",

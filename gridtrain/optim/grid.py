@@ -15,6 +15,9 @@ import atexit
 import logging
 import os
 import secrets
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +35,7 @@ from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.protocol import allgather, gtopk, ledger, ring
 from gridtrain.protocol.messages import LedgerSpec, Setup, Span
-from gridtrain.runtime.api import Edges, GroupSession, Reassigned
+from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.naming import random_name, state_directory
 from gridtrain.transport.base import Transport
 from gridtrain.transport.limits import parse_rate
@@ -103,8 +106,10 @@ class Grid:
         self._optimizer: GridOptimizer | None = None
         self._spec: LedgerSpec | None = None
         self._clip_norm: float | None = None
+        self._averages_buffers = False
         self._done = False
         atexit.register(self.close)
+        _leave_on_sigterm()
 
     # -- where we are ----------------------------------------------------------------------------
 
@@ -164,8 +169,10 @@ class Grid:
             exchange if exchange is not None else GTopK(),
             self._session,
             clip_norm=clip_norm,
+            average_buffers_every=average_buffers_every,
         )
         self._optimizer, self._clip_norm = wrapped, clip_norm
+        self._averages_buffers = average_buffers_every > 0 and state_sync.has_buffers(model)
         self._session.attach(wrapped.capture, wrapped.restore)
         return wrapped
 
@@ -184,8 +191,9 @@ class Grid:
         """Yield this worker's batches until the run's ledger ends it; every sample counts once.
 
         One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or
-        once for every `accumulate` batches.  A step in which this worker holds no samples (the tail
-        of a pass) is taken part in without running the body.
+        once for every `accumulate` batches.  In a step in which this worker holds no samples (the tail
+        of a pass) it gets a stand-in batch, whose gradient counts nothing, so that schedulers and the
+        like take the same number of steps everywhere.
 
         Args:
             dataset: map-style, the same on all workers.
@@ -295,7 +303,7 @@ class Grid:
         )
         share = batch_size * accumulate if batch_size is not None else 0
         neighbours = _NEIGHBOURS[type(wrapped.exchange_config)]
-        with_buffers = False
+        with_buffers = self._averages_buffers
         self._session.enter(
             Setup(facts, self._spec, share, global_batch_size),
             # Averages of buffers go round the ring, whatever exchange the gradients take.
@@ -303,23 +311,16 @@ class Grid:
         )
 
     def _turns(self) -> Iterator[Sequence[Span]]:
-        """This worker's spans of one step after the other; empty turns are taken on the way."""
-        wrapped = self._wrapped()
-        while True:
-            picture = self._session.await_turn()
-            if picture is None:
-                break
+        """This worker's spans of one step after the other; a stand-in where it holds none."""
+        assert self._spec is not None
+        latest: Sequence[Span] = (Span(0, 1),)
+        while (picture := self._session.await_turn()) is not None:
             assert picture.open_round is not None
-            if not picture.spans:
-                try:
-                    wrapped.apply_empty_turn()
-                except Reassigned:
-                    continue
-                continue
-            yield picture.spans
+            latest = picture.spans or latest
+            yield latest
             if self._session.picture.applied < picture.open_round.step:
                 raise ConfigError(
-                    f"the loop asked for the next batch before optimizer.step() of step {picture.open_round.step}",
+                    f"the next batch was asked for before optimizer.step() of step {picture.open_round.step}",
                     remedy="call optimizer.step() once for each batch, or give grid.batches(accumulate=...)",
                 )
         self._finish()
@@ -347,11 +348,18 @@ class Grid:
         return path
 
 
+def _leave_on_sigterm() -> None:
+    """SIGTERM ends the script as Ctrl-C does, so that the group is told; a handler of the user's stays."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def _parts(indices: list[int], count: int) -> list[list[int]]:
-    """`count` near-equal micro-batches, fewer where there are not enough samples."""
-    count = min(count, len(indices))
-    bounds = [len(indices) * i // count for i in range(count + 1)]
-    return [indices[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    """`count` near-equal micro-batches; where there are fewer samples than that, some come twice."""
+    bounds = [len(indices) * part // count for part in range(count + 1)]
+    cuts = zip(bounds, bounds[1:], strict=False)  # noqa: RUF007
+    return [indices[start:stop] or [indices[start % len(indices)]] for start, stop in cuts]
 
 
 def _optimizer_text(inner: torch.optim.Optimizer) -> str:

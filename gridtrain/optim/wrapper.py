@@ -156,16 +156,6 @@ class GridOptimizer(torch.optim.Optimizer):
         self._exchanged = True
         return not self.last_skipped
 
-    def apply_empty_turn(self) -> None:
-        """Take part in a step for which this worker holds no samples: zeros in, the group's update applied.
-
-        Leaves no gradients behind.  The user's loop body does not run, so schedulers are not stepped.
-        """
-        self._flat.flat_N.zero_()
-        self._turn(0.0)
-        self._apply()
-        self.zero_grad()
-
     def _turn(self, largest: float) -> None:
         """Attempts at one step until one commits; the local gradient in flat_N stays until then.
 

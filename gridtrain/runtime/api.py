@@ -29,10 +29,6 @@ Edges = Callable[[int, int], frozenset[int]]
 FAREWELL_S = 15.0  # how long a finished worker stays for the others' sake
 
 
-class Reassigned(Exception):
-    """The open step's positions changed before this worker's turn at it: fetch them again."""
-
-
 class GroupSession:
     """One worker's place in a run, over a `Driver`.  All methods belong to the training thread.
 
@@ -120,16 +116,13 @@ class GroupSession:
     # -- one step (gridtrain.optim.session.Session) ------------------------------------------------
 
     def begin(self, capture: Capture) -> StepPlan:
-        """See `optim.session.Session.begin`.  Raises `Reassigned` inside `batches` (an empty turn)."""
-        asked = self._turn.spans if self._turn is not None else None
+        """See `optim.session.Session.begin`."""
         picture = self.await_turn()
         if picture is None or picture.open_round is None:
             raise ConfigError(
                 "optimizer.step() was called after the end of the run",
                 remedy="leave the loop when grid.batches(...) ends; it ends the run",
             )
-        if asked == () and picture.spans:
-            raise Reassigned
         return StepPlan(
             step=picture.open_round.step,
             attempt=picture.open_round.attempt,

@@ -229,6 +229,7 @@ class Driver:
                     self._handle(command)
                 if captured is not None:
                     self._outlet.fill(*captured)
+                self._publish()  # before the next wait: a lone worker's round is over already
                 if stopping:
                     return
                 self._turn()
@@ -258,7 +259,6 @@ class Driver:
             if rtt_s is not None:
                 self._handle(core.Probed(rtt_s))
             self._progress += self._outlet.pump(self._transport)
-        self._publish()
 
     def _beat(self) -> None:
         traffic = self.traffic

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.demo.report import HONEST_SENTENCE, Curve, Measurement, Setting, markdown, table, write
+from gridtrain.demo.report import (
+    HONEST_SENTENCE,
+    Curve,
+    Measurement,
+    Setting,
+    findings,
+    markdown,
+    table,
+    write,
+)
 from gridtrain.errors import GridtrainError
 
 SETTING = Setting(4, "20Mbit", "byte GPT, 120,576 parameters", "2 CPU cores")
@@ -41,6 +50,16 @@ def test_a_run_that_stays_above_the_target_says_so() -> None:
     short = curve("gTop-k", [4.0, 2.51], step_s=0.05, step_bytes=36_000)
 
     assert table([DENSE, short])[1][5:] == ("not reached", "-", "-", "-")
+
+
+def test_the_finding_is_one_sentence() -> None:
+    short = curve("TopK", [4.0, 2.51], step_s=0.05, step_bytes=36_000)
+
+    assert findings([DENSE, SPARSE, short]) == [
+        "gTop-k reached dense ring's final loss of 2.500 4.5x sooner: "
+        "after 2.0 s and 40 steps instead of 9.0 s and 30 steps.",
+        "TopK did not reach dense ring's final loss of 2.500.",
+    ]
 
 
 def test_the_baselines_target_is_its_last_loss_even_if_an_earlier_one_was_lower() -> None:

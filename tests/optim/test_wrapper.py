@@ -288,23 +288,6 @@ def train_step_on(model, optimizer, data):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
-def test_the_tail_of_the_data(network, exchange):
-    """Rank 2 has no samples left: it takes part with zeros, and its loop's gradients are clean afterwards."""
-
-    def worker(session):
-        model = small_model()
-        optimizer = GridOptimizer(sgd(model), model, exchange, session)
-        if session.rank == 2:
-            optimizer.apply_empty_turn()
-            assert all(p.grad is None for p in model.parameters())
-        else:
-            train_step(model, optimizer, session.rank)
-        return digest(model, optimizer)
-
-    assert len(set(network(samples=[2, 2, 0]).train(worker))) == 1
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
 def test_a_stand_in_batch_counts_for_nothing(network, exchange):
     """A worker without samples may run its loop on any batch: weight 0, even if that batch is bad."""
 

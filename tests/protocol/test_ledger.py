@@ -117,11 +117,14 @@ def test_a_chain_of_failures_before_the_step_commits() -> None:
     assert row(ledger.assign(spec, state, [(B, 2), (D, 2)])) == "b: 0-1  d: 2-3"
 
 
-def test_when_nobody_is_left_who_holds_samples_the_step_is_assigned_afresh() -> None:
+def test_when_nobody_is_left_who_holds_samples_the_step_commits_without_any() -> None:
     spec = LedgerSpec(size=100, seed=0, epochs=1)
     assignment = ledger.assign(spec, LedgerState(), [(A, 3), (B, 0)])
     state = ledger.reassign(spec, LedgerState(), assignment, survivors=[B])
-    assert state == LedgerState(cursor=3, requeued=spans("0-2"))
+    assert state == LedgerState(cursor=3, requeued=spans("0-2"), holders=())
+    empty = ledger.assign(spec, state, [(B, 1), (C, 4)])
+    assert row(empty) == "b: .  c: ."
+    state = ledger.commit(spec, state, empty, skipped=False)
     assert row(ledger.assign(spec, state, [(B, 1), (C, 4)])) == "b: 0  c: 1-2 3-4"
 
 

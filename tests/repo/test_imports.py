@@ -55,6 +55,7 @@ TABLE: dict[str, str] = {
 EXCEPTIONS = {
     # A whole group in one process tree: starts the coordinator beside the workers.
     ("gridtrain.runtime.local", "gridtrain_coordinator"),
+    ("gridtrain.runtime.local", "gridtrain.optim"),
 }
 
 ALWAYS = ("gridtrain.errors", "gridtrain.config", "gridtrain._version")
