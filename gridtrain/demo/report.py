@@ -137,9 +137,10 @@ def findings(curves: Sequence[Curve]) -> list[str]:
         if hit is None:
             sentences.append(f"{curve.label} did not reach {baseline.label}'s final loss of {target:.3f}.")
             continue
+        ratio = baseline.final.seconds / hit.seconds
         sentences.append(
-            f"{curve.label} reached {baseline.label}'s final loss of {target:.3f} "
-            f"{baseline.final.seconds / hit.seconds:.1f}x sooner: after {hit.seconds:.1f} s and {hit.step} steps "
+            f"{curve.label} reached {baseline.label}'s final loss of {target:.3f} {ratio:.1f}x sooner: "
+            f"after {hit.seconds:.1f} s and {hit.step} steps "
             f"instead of {baseline.final.seconds:.1f} s and {baseline.final.step} steps."
         )
     return sentences

@@ -144,36 +144,6 @@ def reassign(
     may abort again: call it again, with the assignment of the new state.
 
     Args:
-        assignment: what `assign` returned for this step.
-        skipped: the committed update was an empty one (somebody's gradient was not finite).
-
-    Raises:
-        LocalProtocolError: `assignment` is not one of this state.
-    """
-    taken = [span for spans in assignment.values() for span in spans]
-    return _balanced(
-        replace(
-            state,
-            step=state.step + 1,
-            cursor=_cursor_after(state, taken),
-            requeued=_coalesce(spec, _minus(state.requeued, taken)),
-            consumed=state.consumed + samples(taken),
-            skipped=state.skipped + (samples(taken) if skipped else 0),
-            holders=None,
-        )
-    )
-
-
-def reassign(
-    spec: LedgerSpec, state: LedgerState, assignment: Assignment, survivors: Collection[PeerId]
-) -> LedgerState:
-    """The state after step `state.step` aborted and a VIEW follows: nobody's gradient is in vain.
-
-    Survivors keep exactly their positions, and with them the gradients that they have computed; the
-    others' are re-queued and go first in the step after.  If no survivor has any, the step commits
-    without samples: whoever began it has a batch in hand, which must not change under it.  The step may abort again: call it again, with the assignment of the new state.
-
-    Args:
         assignment: what `assign` returned for the aborted step.
         survivors: those of its members that are in the next generation too.
 

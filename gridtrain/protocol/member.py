@@ -1,7 +1,8 @@
-"""A worker's side of the protocol: membership, the open round and its collectives, in one core.
+"""A worker's side of the protocol: its place in the group, from joining to the end of the run.
 
-Decides when the trainer may begin a step, what is sent to whom, when a vote is cast and when an
-update is applied.  Never opens a payload, never touches a socket, a clock, a tensor or a thread.
+Decides when the trainer may begin a step, what the coordinator and the peers are told, and when an
+update counts as applied.  Never opens a payload, never touches a socket, a clock, a tensor or a
+thread.  The open step is `protocol.attempts`; events and effects are `protocol.member_io`.
 
              Enter            View: verdict, roster        state and edges are there
     APART ----------> APART ------------------> FORMING ----------------------> FORMING (READY sent)
@@ -9,231 +10,45 @@ update is applied.  Never opens a payload, never touches a socket, a clock, a te
                                           View     |                                v
                                         FROZEN <---+----------- Freeze --------- RUNNING
                                                                                  |  ^
-                                                   Submit -> Round + collectives |  | Decision
+                                                             Submit -> Attempts  |  | Committed
                                                                                  +--+
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.collective import (
-    Arrived,
-    Collective,
-    CollectiveEffect,
-    Complete,
-    DropPayload,
-    SendTo,
-    WorkspaceEffect,
+from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Seat
+from gridtrain.protocol.member_io import (
+    Broke,
+    Depart,
+    Dial,
+    EdgeDown,
+    EdgeUp,
+    Effect,
+    Enter,
+    Event,
+    GiveState,
+    Heard,
+    Note,
+    Post,
+    Probe,
+    Probed,
+    Pulse,
+    Resolve,
+    Restored,
+    Sealed,
+    Stage,
+    Stop,
+    Submit,
+    TakeBlock,
 )
-from gridtrain.protocol.round import (
-    HISTORY_START,
-    ROOT,
-    Announce,
-    CastVote,
-    Decided,
-    DecisionCame,
-    Failed,
-    LaterStepSeen,
-    Moved,
-    Prepared,
-    Round,
-    RoundEffect,
-    VoteCame,
-    extend_history,
-)
-
-MAX_HELD_MESSAGES = 8192
-ABORTS_BEFORE_FREEZE = 2
-
-
-class Stage(StrEnum):
-    APART = "apart"  # in no generation
-    FORMING = "forming"  # a VIEW has come, START has not
-    RUNNING = "running"
-    FROZEN = "frozen"  # FREEZE has come, the next VIEW has not
-
-
-# -- events ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    peer: m.PeerId
-    message: m.Message
-
-
-@dataclass(frozen=True, slots=True)
-class EdgeUp:
-    peer: m.PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class EdgeDown:
-    peer: m.PeerId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Enter:
-    """The trainer knows its model and data, and asks to take part.
-
-    `edges(rank, world_size)`: ranks that a rank exchanges with directly; symmetric.
-    """
-
-    setup: m.Setup
-    edges: Callable[[int, int], frozenset[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """The trainer's contribution to `round` is prepared; here are its collectives by channel."""
-
-    round: m.RoundId
-    collectives: Mapping[m.Channel, Collective]
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """The loop has computed the digest of all updates of the open round."""
-
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Broke:
-    """The open round cannot complete here (bad payload, full queue)."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """The trainer has loaded the donor's state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """Time for a sign of life.
-
-    `progress` grows when something moved: a payload, a block of state, the trainer's computing.
-    `waiting`: the trainer waits inside of gridtrain, so that it is not hung even if nothing moves.
-    """
-
-    progress: int
-    waiting: bool
-    figures: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Depart:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    rtt_s: tuple[tuple[m.PeerId, float], ...]
-
-
-Event = Heard | EdgeUp | EdgeDown | Enter | Submit | Sealed | Broke | Restored | Pulse | Depart | Probed
-
-
-# -- effects -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    peer: m.PeerId
-    message: m.Message
-
-
-@dataclass(frozen=True, slots=True)
-class Ship:
-    """Send what the workspace of `channel` holds at `place`, as Data."""
-
-    peer: m.PeerId
-    round: m.RoundId
-    channel: m.Channel
-    place: m.Place
-    skip: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Apply to the workspace of `channel`."""
-
-    channel: m.Channel
-    effect: WorkspaceEffect
-
-
-@dataclass(frozen=True, slots=True)
-class Seal:
-    """All collectives are complete: answer with `Sealed`."""
-
-    skip: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Resolve:
-    """The submitted round ended: the trainer applies its update, or tries again."""
-
-    round: m.RoundId
-    committed: bool
-    skip: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Dial:
-    peer: m.PeerId
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Measure round trips to these peers and answer with `Probed`."""
-
-    targets: tuple[tuple[m.PeerId, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GiveState:
-    """A joiner asked for our state."""
-
-    peer: m.PeerId
-    term: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class TakeBlock:
-    """A block of the donor's state; `Restored` follows when the trainer has loaded all."""
-
-    block: m.StateBlock
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The worker cannot go on: refused, dismissed."""
-
-    error: JoinRefused
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    event: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-Effect = Post | Ship | Fill | Seal | Resolve | Dial | Probe | GiveState | TakeBlock | Stop | Note
+from gridtrain.protocol.round import HISTORY_START, ROOT, Failed, Moved, Prepared, extend_history
 
 
 class MemberCore:
@@ -244,63 +59,51 @@ class MemberCore:
         coordinator: the coordinator's key, as learnt from its Hello.
         join: the Join message to introduce ourselves with.
         deadlines: see `gridtrain.config.Deadlines`.
+
+    Attributes:
+        applied: the last step applied here; -1: none.
+        history: chained digest of all updates applied.
+        synced: this worker holds the state that `applied` and `history` name.
+        run_state: what the coordinator last said of the run, and why.
     """
 
-    def __init__(
-        self,
-        me: m.PeerId,
-        coordinator: m.PeerId,
-        join: m.Join,
-        deadlines: Deadlines,
-    ) -> None:
+    def __init__(self, me: m.PeerId, coordinator: m.PeerId, join: m.Join, deadlines: Deadlines) -> None:
         self.me = me
         self.coordinator = coordinator
         self.stage = Stage.APART
         self.term = 0
-        self.generation = 0
-        self.roster: tuple[m.Member, ...] = ()
         self.applied = -1
         self.history = HISTORY_START
         self.ledger = m.LedgerState()
         self.synced = False
-        self.attempt = 0
-        self.round: Round | None = None
+        self.welcomed = False
         self.run_state = ("", "")
         self._join = join
-        self._edges: Callable[[int, int], frozenset[int]] = lambda rank, world_size: frozenset()
         self._deadlines = deadlines
         self._setup: m.Setup | None = None
-        self.welcomed = False
-        self._ready_sent = False
+        self._edges: Callable[[int, int], frozenset[int]] = lambda rank, world_size: frozenset()
+        self._attempts: Attempts | None = None  # of the generation that this worker is in
         self._pages: dict[int, m.Roster] = {}
-        self._collectives: dict[m.Channel, Collective] = {}
-        self._skip = False
-        self._aborts = 0  # in a row, at this step in this generation
-        self._why = ""
-        self._suspects: tuple[m.PeerId, ...] = ()
-        self._stall_told = False
-        self._up: set[m.PeerId] = set()
-        self._rank_of: dict[m.PeerId, int] = {}
         self._early_requests: dict[m.PeerId, m.StateRequest] = {}
-        self._held: list[tuple[m.PeerId, m.Data | m.Vote | m.Decision]] = []
-        self._last_committed: m.RoundId | None = None
-        self._waiting_since_s = 0.0
+        self._up: set[m.PeerId] = set()
+        self._ready_sent = False
+        self._stall_told = False
+        self._edges_down_since_s = 0.0
         self._step_began_s: float | None = None
         self._usual_step_s: float | None = None
         self._beats = 0
         self._progress = 0
-        self._progress_of: dict[m.PeerId, int] = {}
-        self._torn = False
 
     # -- what the loop and the trainer ask -----------------------------------------------------
 
     @property
-    def rank(self) -> int:
-        return self._rank_of[self.me]
+    def seat(self) -> Seat | None:
+        """This worker's place in the latest generation that named it."""
+        return self._attempts.seat if self._attempts is not None else None
 
     @property
-    def world_size(self) -> int:
-        return len(self.roster)
+    def generation(self) -> int:
+        return self.seat.generation if self.seat is not None else 0
 
     @property
     def step(self) -> int:
@@ -308,18 +111,12 @@ class MemberCore:
         return self.applied + 1
 
     @property
-    def may_begin(self) -> bool:
-        """The trainer may submit its contribution to `next_round`."""
-        return (
-            self.stage is Stage.RUNNING
-            and self.round is None
-            and self._aborts < ABORTS_BEFORE_FREEZE
-            and not self._missing_edges()
-        )
-
-    @property
-    def next_round(self) -> m.RoundId:
-        return m.RoundId(self.term, self.generation, self.step, self.attempt)
+    def next_round(self) -> m.RoundId | None:
+        """The round that the trainer may submit its part to now; None: wait."""
+        mine = self._attempts
+        if self.stage is not Stage.RUNNING or mine is None or mine.round is not None:
+            return None
+        return None if mine.stuck or self.finished or self._missing_edges() else mine.next_round
 
     @property
     def finished(self) -> bool:
@@ -328,13 +125,14 @@ class MemberCore:
 
     def assignment(self) -> dict[m.PeerId, tuple[m.Span, ...]]:
         """Who holds which positions of the open step: a pure function of replicated state."""
-        assert self._setup is not None
-        shares = [(member.peer, member.share) for member in self.roster]
+        if self._setup is None or self.seat is None:
+            raise LocalProtocolError("positions are asked for before there is a generation")
+        shares = [(member.peer, member.share) for member in self.seat.roster]
         return ledger.assign(self._setup.ledger, self.ledger, shares)
 
     @property
     def patience_s(self) -> float:
-        """How long a member may show neither vote nor progress."""
+        """How long a member may show neither vote nor sign of life."""
         usual_s = self._usual_step_s
         if usual_s is None:
             return self._deadlines.first_step_s
@@ -343,18 +141,19 @@ class MemberCore:
     @property
     def deadline_s(self) -> float:
         """When `tick` has something to do."""
-        if self.stage is not Stage.RUNNING or self._stall_told:
+        mine = self._attempts
+        if self.stage is not Stage.RUNNING or mine is None or self._stall_told:
             return math.inf
-        if self._aborts >= ABORTS_BEFORE_FREEZE and self.rank == ROOT:
+        if mine.stuck and mine.rank == ROOT:
             return -math.inf
         if self._missing_edges():
-            return self._waiting_since_s + 2 * self._deadlines.regreet_s
-        return self.round.deadline_s if self.round is not None else math.inf
+            return self._edges_down_since_s + 2 * self._deadlines.regreet_s
+        return mine.deadline_s
 
     # -- events --------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Raises `RemoteProtocolError` when a peer's message breaks the protocol; nothing changed then."""
+        """Raises `RemoteProtocolError` when a peer's message breaks the protocol."""
         match event:
             case Heard(peer, message):
                 return self._heard(peer, message, now_s)
@@ -365,39 +164,36 @@ class MemberCore:
             case Enter(setup, edges):
                 self._setup, self._edges = setup, edges
                 return [Post(self.coordinator, setup)] if self.welcomed else []
-            case Submit(round_id, collectives):
-                return self._submit(round_id, collectives, now_s)
+            case Submit():
+                return self._submit(event, now_s)
             case Sealed(digest):
-                if self.round is None or self.round.voted is not None:
-                    return []  # an effect before the Seal failed, and the vote was NO
-                return self._advance(Prepared(digest), now_s)
+                return self._running(lambda mine: mine.advance(Prepared(digest), now_s), now_s)
             case Broke(reason):
-                return self._advance(Failed(reason), now_s)
+                return self._running(lambda mine: mine.advance(Failed(reason), now_s), now_s)
             case Restored():
-                return self._restored(now_s)
-            case Pulse(progress, waiting, figures):
-                return self._pulse(progress, waiting, figures, now_s)
+                self.synced = True
+                return self._maybe_ready()
+            case Pulse():
+                return self._pulse(event, now_s)
             case Probed(rtt_s):
                 return [Post(self.coordinator, m.Links(rtt_s))]
             case Depart(reason):
                 return [Post(self.coordinator, m.Leave(reason))]
 
     def tick(self, now_s: float) -> list[Effect]:
-        """To be called when `deadline_s` has passed."""
-        if now_s < self.deadline_s:
+        """To be called when `deadline_s` has passed: tell the coordinator what does not move."""
+        mine = self._attempts
+        if mine is None or now_s < self.deadline_s:
             return []
-        if self._aborts >= ABORTS_BEFORE_FREEZE and self.rank == ROOT:
-            return self._stalled(
-                self._suspects, f"{self._aborts} attempts at step {self.step} aborted: {self._why}"
-            )
         missing = self._missing_edges()
+        if mine.stuck and mine.rank == ROOT:
+            return self._stalled(mine.suspects, f"attempts at step {self.step} abort: {mine.why}")
         if missing:
             return self._stalled(missing, "no connection to " + ", ".join(p.hex()[:8] for p in missing))
-        assert self.round is not None
-        if self.rank != ROOT:
+        if mine.rank != ROOT:
             reason = f"no decision on step {self.step} for {self.patience_s:.1f} s"
-            return self._stalled((self.roster[ROOT].peer,), reason)
-        return self._carry_out(self.round.tick(now_s), now_s)
+            return self._stalled((mine.seat.roster[ROOT].peer,), reason)
+        return self._settled(mine.tick(now_s), now_s)
 
     def _heard(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
         if peer == self.coordinator:
@@ -405,32 +201,27 @@ class MemberCore:
         if isinstance(message, m.StateRequest) and message.generation > self.generation:
             self._early_requests[peer] = message  # the VIEW reached the joiner first
             return []
-        if peer not in self._rank_of:
+        mine = self._attempts
+        if mine is None or mine.seat.rank_of(peer) is None:
             return [Note("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
         match message:
             case m.Data() | m.Vote() | m.Decision():
-                return self._of_round(peer, message, now_s)
+                # FORMING: held, since a peer may hear START first.  FROZEN: neither vote nor apply (rule 5).
+                if self.stage is Stage.FROZEN:
+                    return []
+                return self._settled(mine.receive(peer, message, now_s), now_s)
             case m.Progress():
-                return self._progressed(peer, message, now_s)
+                mine.progressed(peer, message, now_s)
+                return []
             case m.StateRequest(term, generation):
-                if (term, generation) != (self.term, self.generation) or not self.synced:
-                    return []
-                return [GiveState(peer, term, generation)]
+                current = (term, generation) == (mine.seat.term, mine.seat.generation)
+                return [GiveState(peer, term, generation)] if current and self.synced else []
             case m.StateBlock(term, generation):
-                if (term, generation) != (self.term, self.generation) or self.synced:
-                    return []
-                return [TakeBlock(message)]
+                current = (term, generation) == (mine.seat.term, mine.seat.generation)
+                return [TakeBlock(message)] if current and not self.synced else []
             case _:
                 name = type(message).__name__
                 raise RemoteProtocolError(f"{name} from a member; only the coordinator may send it")
-
-    def _progressed(self, peer: m.PeerId, message: m.Progress, now_s: float) -> list[Effect]:
-        stirred = message.progress > self._progress_of.get(peer, 0)
-        self._progress_of[peer] = message.progress
-        here, there = self.round, message.round
-        if here is not None and (there.generation, there.step) == (here.id.generation, here.id.step):
-            here.handle(Moved(self._rank_of[peer], stirred), now_s)
-        return []
 
     # -- the coordinator -----------------------------------------------------------------------
 
@@ -466,17 +257,16 @@ class MemberCore:
         """What the coordinator may have missed while the connection was broken."""
         effects: list[Effect] = [] if self._setup is None else [Post(self.coordinator, self._setup)]
         if self.stage is Stage.FORMING and self._ready_sent:
-            effects.append(Post(self.coordinator, m.Ready(self.term, self.generation, self.history)))
-        if self.stage is Stage.RUNNING:
-            effects += self._maybe_finished()
-        return effects
+            effects.append(self._ready())
+        return effects + (self._maybe_finished() if self.stage is Stage.RUNNING else [])
 
     def _freeze(self, term: int, generation: int, reason: str) -> list[Effect]:
         if term < self.term:
             return []
         if self.stage in (Stage.RUNNING, Stage.FORMING):
             self.stage = Stage.FROZEN
-        prepared = self.round if self.round is not None and self.round.prepared else None
+        mine = self._attempts
+        prepared = mine.prepared if mine is not None else None
         report = m.Report(
             term=term,
             generation=generation,
@@ -484,9 +274,9 @@ class MemberCore:
             applied=self.applied,
             history=self.history,
             ledger=self.ledger,
-            prepared=prepared.id if prepared else None,
-            digest=prepared.digest if prepared else b"",
-            skip=self._skip if prepared else False,
+            prepared=prepared.id if prepared is not None else None,
+            digest=prepared.digest if prepared is not None else b"",
+            skip=mine.skip if mine is not None and prepared is not None else False,
         )
         return [Note("frozen", {"reason": reason}), Post(self.coordinator, report)]
 
@@ -496,296 +286,181 @@ class MemberCore:
         pages = [page for _, page in sorted(self._pages.items()) if page.generation == view.generation]
         roster = tuple(member for page in pages for member in page.members)
         self._pages.clear()
-        if len(roster) != view.world_size or self.me not in {member.peer for member in roster}:
-            raise RemoteProtocolError(
-                f"VIEW of {view.world_size} members came with a roster of {len(roster)}"
-            )
+        seat = Seat(self.me, view.term, view.generation, roster)
+        if len(roster) != view.world_size or seat.rank_of(self.me) is None:
+            raise RemoteProtocolError(f"VIEW of {view.world_size} came with a roster of {len(roster)}")
         effects = self._execute_verdict(view)
-        self.term, self.generation, self.roster = view.term, view.generation, roster
-        self._rank_of = {member.peer: rank for rank, member in enumerate(roster)}
-        self.ledger = view.ledger
-        self.stage, self.attempt = Stage.FORMING, 0
-        self._aborts, self._stall_told, self._ready_sent, self._torn = 0, False, False, False
-        self._waiting_since_s, self._step_began_s = now_s, None
-        self._held.clear()  # all of it was for an older generation
-        effects.append(
-            Note(
-                "view",
-                {"generation": view.generation, "rank": self.rank, "of": len(roster), "reason": view.reason},
-            )
-        )
-        for rank in sorted(self._needed()):
-            # One side dials, so that two members never open two connections at once.
-            if rank < self.rank and roster[rank].peer not in self._up:
-                effects.append(Dial(roster[rank].peer, roster[rank].address))
+        self._attempts = Attempts(seat, view.applied + 1)
+        self.term, self.ledger, self.stage = view.term, view.ledger, Stage.FORMING
+        self._stall_told = self._ready_sent = False
+        self._edges_down_since_s, self._step_began_s = now_s, None
         if not self.synced:
             self.applied, self.history = view.applied, view.history  # what we shall hold once restored
             # The first generation starts from the state of the member that is not `joining`.
-            self.synced = view.applied < 0 and not roster[self.rank].joining
+            self.synced = view.applied < 0 and not roster[seat.rank].joining
+        fields = {"generation": view.generation, "rank": seat.rank, "of": len(roster), "reason": view.reason}
+        effects.append(Note("view", fields))
+        for rank in sorted(self._needed()):
+            # One side dials, so that two members never open two connections at once.
+            if rank < seat.rank and roster[rank].peer not in self._up:
+                effects.append(Dial(roster[rank].peer, roster[rank].address))
         early, self._early_requests = self._early_requests, {}
         for peer, request in early.items():
             effects += self._heard(peer, request, now_s)
         return effects + self._ask_state() + self._maybe_ready()
 
     def _execute_verdict(self, view: m.View) -> list[Effect]:
-        """Bring this member to `view.applied` / `view.history`, or mark it as lacking the state."""
-        pending, self.round = self.round, None
-        self._collectives = {}
-        if not self.synced:
-            return [] if pending is None else [Resolve(pending.id, False, False, view.reason)]
-        if pending is not None and pending.prepared and view.applied == self.applied + 1:
-            history = extend_history(self.history, pending.digest)
+        """Bring this member to `view.applied` and `view.history`, or mark it as lacking the state."""
+        mine = self._attempts
+        pending = mine.round if mine is not None else None
+        if mine is not None and self.synced and mine.prepared is not None and view.applied == self.step:
+            history = extend_history(self.history, mine.prepared.digest)
             if history == view.history:
                 self.applied, self.history = view.applied, history
-                return [Resolve(pending.id, True, self._skip, view.reason)]
-        if (view.applied, view.history) != (self.applied, self.history):
-            self.synced = False
+                return [Resolve(mine.prepared.id, True, mine.skip, view.reason)]
+        self.synced = self.synced and (view.applied, view.history) == (self.applied, self.history)
         return [] if pending is None else [Resolve(pending.id, False, False, view.reason)]
 
-    def _donor(self) -> int | None:
-        """The lowest rank that holds the state."""
-        return next((rank for rank, member in enumerate(self.roster) if not member.joining), None)
-
-    def _needed(self) -> set[int]:
-        """Ranks this member must be connected to."""
-        needed = set(self._edges(self.rank, self.world_size))
-        needed |= set(range(self.world_size)) if self.rank == ROOT else {ROOT}
-        donor = self._donor()
-        if donor is not None:
-            if self.rank == donor:
-                needed |= set(range(self.world_size))
-            needed.add(donor)
-        return needed - {self.rank}
-
-    def _missing_edges(self) -> tuple[m.PeerId, ...]:
-        if self.me not in self._rank_of:
-            return ()
-        return tuple(p for p in (self.roster[r].peer for r in sorted(self._needed())) if p not in self._up)
-
-    def _ask_state(self) -> list[Effect]:
-        donor = self._donor()
-        if self.synced or donor is None or self.roster[donor].peer not in self._up:
-            return []
-        if self.roster[donor].peer == self.me:
-            raise LocalProtocolError(f"rank {self.rank} is to give a state that it does not hold")
-        return [Post(self.roster[donor].peer, m.StateRequest(self.term, self.generation))]
-
-    def _restored(self, now_s: float) -> list[Effect]:
-        self.synced = True
-        return self._maybe_ready()
-
-    def _maybe_ready(self) -> list[Effect]:
-        if self.stage is not Stage.FORMING or self._ready_sent or not self.synced or self._missing_edges():
-            return []
-        self._ready_sent = True
-        return [Post(self.coordinator, m.Ready(self.term, self.generation, self.history))]
-
     def _start(self, term: int, generation: int, now_s: float) -> list[Effect]:
-        if (term, generation) != (self.term, self.generation) or self.stage is not Stage.FORMING:
+        seat = self.seat
+        if seat is None or (term, generation) != (seat.term, seat.generation):
             return []
-        self.stage, self._waiting_since_s = Stage.RUNNING, now_s
-        note = Note("start", {"generation": generation, "rank": self.rank, "of": self.world_size})
-        return [note, *self._maybe_finished()]
+        if self.stage is not Stage.FORMING:
+            return []
+        self.stage, self._edges_down_since_s = Stage.RUNNING, now_s
+        fields = {"generation": generation, "rank": seat.rank, "of": seat.world_size}
+        return [Note("start", fields), *self._maybe_finished()]
 
     def _maybe_finished(self) -> list[Effect]:
         if not self.finished:
             return []
         return [Post(self.coordinator, m.Finished(self.applied, self.history))]
 
-    # -- edges ---------------------------------------------------------------------------------
+    def _stalled(self, suspects: Sequence[m.PeerId], reason: str) -> list[Effect]:
+        assert self._attempts is not None
+        self._stall_told = True
+        open_round = self._attempts.round
+        round_id = open_round.id if open_round is not None else self._attempts.next_round
+        stalled = m.Stalled(round_id, tuple(suspects), reason)
+        return [Note("stalled", {"reason": reason}), Post(self.coordinator, stalled)]
+
+    # -- the way into a generation: state and edges ------------------------------------------------
+
+    def _donor(self, seat: Seat) -> int | None:
+        """The lowest rank that holds the state."""
+        return next((rank for rank, member in enumerate(seat.roster) if not member.joining), None)
+
+    def _needed(self) -> set[int]:
+        """Ranks this member must be connected to: its exchange's, the root, and who gives the state."""
+        seat = self.seat
+        if seat is None:
+            return set()
+        centres = {ROOT, self._donor(seat)} - {None}
+        needed = set(self._edges(seat.rank, seat.world_size)) | {rank for rank in centres if rank is not None}
+        if seat.rank in centres:
+            needed = set(range(seat.world_size))
+        return needed - {seat.rank}
+
+    def _missing_edges(self) -> tuple[m.PeerId, ...]:
+        seat = self.seat
+        if seat is None:
+            return ()
+        peers = (seat.roster[rank].peer for rank in sorted(self._needed()))
+        return tuple(peer for peer in peers if peer not in self._up)
+
+    def _ask_state(self) -> list[Effect]:
+        seat = self.seat
+        donor = self._donor(seat) if seat is not None else None
+        if self.synced or seat is None or donor is None or seat.roster[donor].peer not in self._up:
+            return []
+        return [Post(seat.roster[donor].peer, m.StateRequest(seat.term, seat.generation))]
+
+    def _maybe_ready(self) -> list[Effect]:
+        if self.stage is not Stage.FORMING or self._ready_sent or not self.synced or self._missing_edges():
+            return []
+        self._ready_sent = True
+        return [self._ready()]
+
+    def _ready(self) -> Post:
+        assert self.seat is not None
+        return Post(self.coordinator, m.Ready(self.seat.term, self.seat.generation, self.history))
 
     def _edge_up(self, peer: m.PeerId, now_s: float) -> list[Effect]:
         self._up.add(peer)
+        seat = self.seat
         if peer == self.coordinator:
             return [Post(peer, self._join)]
-        if self.stage is Stage.FORMING:
-            donor = self._donor()
-            asked = self._ask_state() if donor is not None and self.roster[donor].peer == peer else []
+        if seat is not None and self.stage is Stage.FORMING:
+            donor = self._donor(seat)
+            asked = self._ask_state() if donor is not None and seat.roster[donor].peer == peer else []
             return asked + self._maybe_ready()
-        # The vote or the decision may have been lost with the connection.
-        mine = self.round
-        if mine is not None and mine.voted is not None and self._rank_of.get(peer) == ROOT:
-            return [Post(peer, m.Vote(mine.id, mine.voted, mine.digest, "repeated"))]
-        return []
+        return self._running(lambda mine: mine.edge_up(peer), now_s)
 
     def _edge_down(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:
         self._up.discard(peer)
         if peer == self.coordinator:
             self.welcomed = False
             return [Note("coordinator_away", {"reason": reason})]
-        if self.stage is not Stage.RUNNING or self._rank_of.get(peer) not in self._needed():
+        rank = self.seat.rank_of(peer) if self.seat is not None else None
+        if self.stage is not Stage.RUNNING or rank not in self._needed():
             return []
-        self._waiting_since_s = now_s
-        # Payloads of the coming round may be lost, too: peers can be a step ahead.
-        self._torn = self.round is None or self.round.voted is not None
-        text = f"connection to rank {self._rank_of[peer]} broke: {reason}"
-        return [
-            Note("edge_down", {"peer": peer.hex()[:8], "reason": reason}),
-            *self._advance(Failed(text), now_s),
-        ]
+        self._edges_down_since_s = now_s
+        text = f"connection to rank {rank} broke: {reason}"
+        note = Note("edge_down", {"peer": peer.hex()[:8], "reason": reason})
+        return [note, *self._running(lambda mine: mine.edge_down(text, now_s), now_s)]
 
-    def _stalled(self, suspects: tuple[m.PeerId, ...], reason: str) -> list[Effect]:
-        self._stall_told = True
-        round_id = self.round.id if self.round is not None else self.next_round
-        return [
-            Note("stalled", {"reason": reason}),
-            Post(self.coordinator, m.Stalled(round_id, suspects, reason)),
-        ]
+    # -- the open step ---------------------------------------------------------------------------
 
-    # -- the open round --------------------------------------------------------------------------
-
-    def _submit(
-        self, round_id: m.RoundId, collectives: Mapping[m.Channel, Collective], now_s: float
-    ) -> list[Effect]:
-        if round_id != self.next_round or self.stage is not Stage.RUNNING:
-            return [Resolve(round_id, False, False, "the generation changed before the round began")]
-        if self.round is not None:
-            raise LocalProtocolError(f"round {round_id} submitted while {self.round.id} is open")
-        self.round = Round(round_id, self.rank, self.world_size, self.patience_s, now_s)
-        self._collectives, self._skip = dict(collectives), False
+    def _submit(self, submit: Submit, now_s: float) -> list[Effect]:
+        mine = self._attempts
+        if mine is None or self.stage is not Stage.RUNNING or submit.round != mine.next_round:
+            return [Resolve(submit.round, False, False, "the generation changed before the round began")]
         self._step_began_s = now_s if self._step_began_s is None else self._step_began_s
-        if self._torn:
-            self._torn = False
-            return self._advance(Failed("a connection broke before the round began"), now_s)
-        effects: list[Effect] = []
-        for channel, collective in self._collectives.items():
-            effects += self._translate(channel, collective.start(now_s))
-        effects += self._if_complete()
-        held, self._held = self._held, []
-        for peer, message in held:
-            effects += self._of_round(peer, message, now_s)
-        return effects
+        return self._settled(mine.submit(submit.round, submit.collectives, self.patience_s, now_s), now_s)
 
-    def _of_round(self, peer: m.PeerId, message: m.Data | m.Vote | m.Decision, now_s: float) -> list[Effect]:
-        """Older ids are dropped, later ones held, bounded (rule 1)."""
-        here = self.round.id if self.round is not None else self.next_round
-        there = message.round
-        if (there.term, there.generation) != (self.term, self.generation) or there < here:
-            return self._late(peer, message)
-        if self.stage is Stage.FROZEN:
+    def _running(self, do: Callable[[Attempts], list[AttemptEffect]], now_s: float) -> list[Effect]:
+        """Only while the generation runs: frozen, a member neither votes nor applies (rule 5)."""
+        if self._attempts is None or self.stage is not Stage.RUNNING:
             return []
-        if there == here and self.round is not None:
-            return self._deliver(peer, message, now_s)
-        if len(self._held) >= MAX_HELD_MESSAGES:
-            raise RemoteProtocolError(f"more than {MAX_HELD_MESSAGES} early messages held; last: {there}")
-        self._held.append((peer, message))
-        if there.step == here.step + 1 and self.round is not None and self.round.prepared:
-            return self._advance(LaterStepSeen(), now_s)
-        return []
+        return self._settled(do(self._attempts), now_s)
 
-    def _late(self, peer: m.PeerId, message: m.Data | m.Vote | m.Decision) -> list[Effect]:
-        """The root repeats its verdict to a voter whose connection broke; the rest is dropped."""
-        there, here = message.round, self.next_round if self.round is None else self.round.id
-        if not isinstance(message, m.Vote) or self.rank != ROOT:
-            return []
-        if (there.generation, there.step) == (here.generation, here.step):
-            return [Post(peer, m.Decision(there, m.Verdict.ABORT, "repeated"))]
-        if there == self._last_committed:
-            return [Post(peer, m.Decision(there, m.Verdict.COMMIT, "repeated"))]
-        return []
-
-    def _deliver(self, peer: m.PeerId, message: m.Data | m.Vote | m.Decision, now_s: float) -> list[Effect]:
-        rank = self._rank_of[peer]
-        match message:
-            case m.Vote(_, yes, digest, reason):
-                return self._advance(VoteCame(rank, yes, digest, reason), now_s)
-            case m.Decision(_, verdict, reason):
-                return self._advance(DecisionCame(rank, verdict, reason), now_s)
-            case m.Data(_, channel, place, skip, payload):
-                if self.round is None or self.round.voted is False:
-                    return []
-                collective = self._collectives.get(channel)
-                if collective is None:
-                    raise RemoteProtocolError(
-                        f"rank {rank} sent data for {channel}, which round {message.round} lacks"
-                    )
-                arrived = collective.handle(Arrived(rank, place, skip, payload), now_s)
-                return self._translate(channel, arrived) + self._if_complete()
-
-    def _translate(self, channel: m.Channel, effects: list[CollectiveEffect]) -> list[Effect]:
-        assert self.round is not None
+    def _settled(self, effects: list[AttemptEffect], now_s: float) -> list[Effect]:
+        """Apply what was committed; pass everything else on."""
         out: list[Effect] = []
         for effect in effects:
-            match effect:
-                case SendTo(to_rank, place, skip):
-                    out.append(Ship(self.roster[to_rank].peer, self.round.id, channel, place, skip))
-                case Complete(skip):
-                    self._skip = self._skip or skip
-                case DropPayload(_, reason):
-                    out.append(Note("dropped_payload", {"reason": reason}))
-                case _:
-                    out.append(Fill(channel, effect))
+            out += self._commit(effect, now_s) if isinstance(effect, Committed) else [effect]
         return out
 
-    def _if_complete(self) -> list[Effect]:
-        if self.round is None or self.round.voted is not None:
-            return []
-        return [Seal(self._skip)] if all(c.complete for c in self._collectives.values()) else []
-
-    def _advance(
-        self,
-        event: Prepared | Failed | VoteCame | DecisionCame | LaterStepSeen,
-        now_s: float,
-    ) -> list[Effect]:
-        if self.round is None or self.stage is not Stage.RUNNING:
-            return []  # frozen: neither vote nor apply (rule 5)
-        return self._carry_out(self.round.handle(event, now_s), now_s)
-
-    def _carry_out(self, round_effects: list[RoundEffect], now_s: float) -> list[Effect]:
-        effects: list[Effect] = []
-        assert self.round is not None
-        round_id = self.round.id
-        for effect in round_effects:
-            match effect:
-                case CastVote(yes, digest, reason):
-                    effects.append(Post(self.roster[ROOT].peer, m.Vote(round_id, yes, digest, reason)))
-                case Announce(verdict, reason):
-                    decision = m.Decision(round_id, verdict, reason)
-                    effects += [Post(x.peer, decision) for x in self.roster if x.peer != self.me]
-                case Decided(m.Verdict.COMMIT, reason):
-                    effects += self._commit(reason, now_s)
-                case Decided(_, reason, suspects):
-                    effects += self._abort(reason, suspects)
-        return effects
-
-    def _commit(self, reason: str, now_s: float) -> list[Effect]:
-        assert self.round is not None and self._setup is not None
-        ended, self.round = self.round, None
-        self._last_committed = ended.id
-        self.ledger = ledger.commit(self._setup.ledger, self.ledger, self.assignment(), skipped=self._skip)
-        self.applied, self.history = ended.id.step, extend_history(self.history, ended.digest)
-        self._collectives, self.attempt, self._aborts, self._stall_told = {}, 0, 0, False
+    def _commit(self, committed: Committed, now_s: float) -> list[Effect]:
+        assert self._setup is not None
+        spec, assignment = self._setup.ledger, self.assignment()
+        self.ledger = ledger.commit(spec, self.ledger, assignment, skipped=committed.skip)
+        self.applied = committed.round.step
+        self.history = extend_history(self.history, committed.digest)
+        self._stall_told = False
         if self._step_began_s is not None:
             took_s = now_s - self._step_began_s
-            self._usual_step_s = (
-                took_s if self._usual_step_s is None else 0.9 * self._usual_step_s + 0.1 * took_s
-            )
+            usual_s = self._usual_step_s if self._usual_step_s is not None else took_s
+            self._usual_step_s = 0.9 * usual_s + 0.1 * took_s
         self._step_began_s = now_s  # the next step's compute counts as part of it
-        return [Resolve(ended.id, True, self._skip, reason), *self._maybe_finished()]
+        return [Resolve(committed.round, True, committed.skip, committed.reason), *self._maybe_finished()]
 
-    def _abort(self, reason: str, suspects: tuple[int, ...]) -> list[Effect]:
-        assert self.round is not None
-        ended, self.round = self.round, None
-        self._collectives, self.attempt, self._aborts = {}, self.attempt + 1, self._aborts + 1
-        self._why, self._suspects = reason, tuple(self.roster[rank].peer for rank in suspects)
-        note = {"step": ended.id.step, "attempt": ended.id.attempt, "reason": reason}
-        return [Note("aborted", note), Resolve(ended.id, False, False, reason)]
-
-    # -- signs of life -------------------------------------------------------------------------
-
-    def _pulse(
-        self, progress: int, waiting: bool, figures: tuple[tuple[str, float], ...], now_s: float
-    ) -> list[Effect]:
+    def _pulse(self, pulse: Pulse, now_s: float) -> list[Effect]:
         """Members tell the root that they live, the root tells all: that extends deadlines."""
         effects: list[Effect] = []
         if self.coordinator in self._up:
             self._beats += 1
-            effects.append(Post(self.coordinator, m.Beat(self._beats, self.step, progress, figures)))
-        stirred, self._progress = progress > self._progress, progress
-        if not (stirred or waiting) or self.stage is not Stage.RUNNING:
+            effects.append(
+                Post(self.coordinator, m.Beat(self._beats, self.step, pulse.progress, pulse.figures))
+            )
+        stirred, self._progress = pulse.progress > self._progress, pulse.progress
+        mine = self._attempts
+        if mine is None or self.stage is not Stage.RUNNING or not (stirred or pulse.waiting):
             return effects
-        if self.round is not None and self.rank == ROOT:
-            self.round.handle(Moved(ROOT, stirred), now_s)
-        audience = self.roster if self.rank == ROOT else self.roster[ROOT : ROOT + 1]
-        told = [x.peer for x in audience if x.peer != self.me and x.peer in self._up]
-        return effects + [Post(peer, m.Progress(self.next_round, progress)) for peer in told]
+        if mine.rank == ROOT:
+            effects += self._settled(mine.advance(Moved(ROOT, stirred), now_s), now_s)
+        audience = mine.seat.roster if mine.rank == ROOT else mine.seat.roster[ROOT : ROOT + 1]
+        progress = m.Progress(mine.next_round, pulse.progress)
+        return effects + [
+            Post(x.peer, progress) for x in audience if x.peer != self.me and x.peer in self._up
+        ]

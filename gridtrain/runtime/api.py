@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.protocol import member
+from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.driver import Driver, Picture
@@ -62,7 +62,7 @@ class GroupSession:
                 remedy="call grid.batches(...) or grid.sampler(...) once",
             )
         self._entered = True
-        self._driver.command(member.Enter(setup, edges))
+        self._driver.command(io.Enter(setup, edges))
 
     # -- turns -----------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class GroupSession:
                 remedy="call grid.optimizer(optimizer, model, ...) before grid.batches(...)",
             )
         self._restore(self._driver.take_state())
-        self._driver.command(member.Restored())
+        self._driver.command(io.Restored())
         self._driver.wait(lambda p: not p.offered_state)
 
     # -- one step (gridtrain.optim.session.Session) ------------------------------------------------

@@ -22,8 +22,9 @@ from typing import Any
 
 from gridtrain.config import JoinConfig
 from gridtrain.errors import CoordinatorUnreachable, GridtrainError, RemoteProtocolError, TransportError
-from gridtrain.protocol import member as core
+from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
@@ -45,7 +46,7 @@ class Picture:
     """
 
     welcomed: bool = False
-    stage: core.Stage = core.Stage.APART
+    stage: io.Stage = io.Stage.APART
     generation: int = 0
     rank: int = 0
     world_size: int = 0
@@ -73,7 +74,7 @@ class _OpenRound:
 class _Inbox:
     """Commands of the trainer's thread, guarded by the driver's condition."""
 
-    events: deque[core.Event] = field(default_factory=deque)
+    events: deque[io.Event] = field(default_factory=deque)
     captured: tuple[int, Sequence[bytes | memoryview]] | None = None
 
 
@@ -89,7 +90,7 @@ class Driver:
         self._transport = transport
         self._config = config
         self._address = ""
-        self._core: core.MemberCore | None = None
+        self._core: MemberCore | None = None
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._picture = Picture()
@@ -152,7 +153,7 @@ class Driver:
                 raise self._error
             return self._picture
 
-    def command(self, event: core.Event) -> None:
+    def command(self, event: io.Event) -> None:
         with self._changed:
             self._inbox.events.append(event)
         self._transport.wake()
@@ -173,7 +174,7 @@ class Driver:
             return RoundOutcome(committed=False, skip=False)
         with self._changed:
             self._open = mine
-        self.command(core.Submit(round_id, collectives))
+        self.command(io.Submit(round_id, collectives))
         self.wait(lambda _: mine.outcome is not None)
         assert mine.outcome is not None
         return mine.outcome
@@ -209,7 +210,7 @@ class Driver:
     def stop(self, reason: str = "") -> None:
         """Leave (if `reason` is given), flush and release everything; idempotent."""
         if reason and self._error is None and self._thread.is_alive():
-            self.command(core.Depart(reason))
+            self.command(io.Depart(reason))
         with self._changed:
             self._stopping = True
         self._transport.wake()
@@ -257,7 +258,7 @@ class Driver:
                 self._carry_out(self._core.tick(now_s))
             rtt_s = self._prober.done(now_s)
             if rtt_s is not None:
-                self._handle(core.Probed(rtt_s))
+                self._handle(io.Probed(rtt_s))
             self._progress += self._outlet.pump(self._transport)
 
     def _beat(self) -> None:
@@ -271,7 +272,7 @@ class Driver:
             figures = tuple(sorted(self._figures.items()))
         sent, received = (float(sum(way)) for way in zip(*traffic.values(), strict=True))
         counts = (("received_bytes", received), ("sent_bytes", sent))
-        self._handle(core.Pulse(progress, waiting, (*figures, *counts)))
+        self._handle(io.Pulse(progress, waiting, (*figures, *counts)))
 
     def _transport_event(self, event: TransportEvent) -> None:
         match event:
@@ -279,9 +280,9 @@ class Driver:
                 if self._core is None:
                     self._core = self._introduce(peer)
                 self._prober.peer_up(peer, self._transport, time.monotonic())
-                self._handle(core.EdgeUp(peer))
+                self._handle(io.EdgeUp(peer))
             case PeerDown(peer, reason):
-                self._handle(core.EdgeDown(peer, reason))
+                self._handle(io.EdgeDown(peer, reason))
             case Violation(peer, reason):
                 if self._core is None and "protocol" in reason:
                     raise RemoteProtocolError(
@@ -295,22 +296,22 @@ class Driver:
             case Received(peer, message):
                 self._heard(peer, message)
 
-    def _introduce(self, coordinator: m.PeerId) -> core.MemberCore:
+    def _introduce(self, coordinator: m.PeerId) -> MemberCore:
         join = m.Join(self._config.run, self._config.name, self._config.advertise or self._address)
-        return core.MemberCore(self._transport.me, coordinator, join, self._config.deadlines)
+        return MemberCore(self._transport.me, coordinator, join, self._config.deadlines)
 
     def _heard(self, peer: m.PeerId, message: m.Message) -> None:
         try:
-            self._handle(core.Heard(peer, message))
+            self._handle(io.Heard(peer, message))
         except RemoteProtocolError as error:
             log.warning("from %s: %s", peer.hex()[:8], error)
-            self._handle(core.Broke(f"a peer broke the protocol: {error}"))
+            self._handle(io.Broke(f"a peer broke the protocol: {error}"))
 
-    def _handle(self, event: core.Event) -> None:
+    def _handle(self, event: io.Event) -> None:
         if self._core is not None:
             self._carry_out(self._core.handle(event, time.monotonic()))
 
-    def _carry_out(self, effects: list[core.Effect]) -> None:
+    def _carry_out(self, effects: list[io.Effect]) -> None:
         """Effects in order; what an effect leads to comes after the ones already returned."""
         queue = deque(effects)
         while queue:
@@ -319,37 +320,37 @@ class Driver:
                 queue.extend(self._do(effect))
             except (RemoteProtocolError, TransportError) as error:
                 assert self._core is not None
-                queue.extend(self._core.handle(core.Broke(str(error)), time.monotonic()))
+                queue.extend(self._core.handle(io.Broke(str(error)), time.monotonic()))
 
-    def _do(self, effect: core.Effect) -> list[core.Effect]:
+    def _do(self, effect: io.Effect) -> list[io.Effect]:
         assert self._core is not None
         match effect:
-            case core.Post(peer, message):
+            case io.Post(peer, message):
                 self._send(peer, message)
-            case core.Ship(peer, round_id, channel, place, skip):
+            case io.Ship(peer, round_id, channel, place, skip):
                 workspace = self._workspace(round_id, channel)
                 if workspace is not None:
                     data = m.Data(round_id, channel, place, skip, workspace.payload(place))
                     self._transport.send(peer, data)
-            case core.Fill(channel, fill):
+            case io.Fill(channel, fill):
                 if self._open is not None:
                     self._open.workspaces[channel].apply(fill)
-            case core.Seal(skip):
+            case io.Seal(skip):
                 return self._seal(skip)
-            case core.Resolve(round_id, committed, skip, reason):
+            case io.Resolve(round_id, committed, skip, reason):
                 self._resolve(round_id, committed, skip, reason)
-            case core.Dial(peer, address):
+            case io.Dial(peer, address):
                 self._transport.dial(peer, address)
-            case core.Probe(targets):
+            case io.Probe(targets):
                 self._prober.begin(targets, self._transport, time.monotonic(), self._config.deadlines.probe_s)
-            case core.GiveState(peer, _, generation):
+            case io.GiveState(peer, _, generation):
                 self._outlet.ask(peer, self._core.term, generation)
-            case core.TakeBlock(block):
+            case io.TakeBlock(block):
                 self._progress += 1
                 self._intake.take(block)
-            case core.Stop(error):
+            case io.Stop(error):
                 raise error
-            case core.Note(event, fields):
+            case io.Note(event, fields):
                 self._log(event, fields)
         return []
 
@@ -365,13 +366,13 @@ class Driver:
             return None
         return self._open.workspaces[channel]
 
-    def _seal(self, skip: bool) -> list[core.Effect]:
+    def _seal(self, skip: bool) -> list[io.Effect]:
         if self._open is None or self._core is None:
             return []
         digest = hashlib.blake2b(self._open.salt + bytes([skip]), digest_size=32)
         for channel in sorted(self._open.workspaces):
             digest.update(b"" if skip else self._open.workspaces[channel].seal())
-        return self._core.handle(core.Sealed(digest.digest()), time.monotonic())
+        return self._core.handle(io.Sealed(digest.digest()), time.monotonic())
 
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool, reason: str) -> None:
         if not committed:
@@ -389,10 +390,10 @@ class Driver:
         here = self._core
         if here is None:
             return
-        in_view = here.me in {member.peer for member in here.roster}
-        open_round, spans, total = None, (), 0
-        if here.may_begin and not here.finished:
-            open_round = here.next_round
+        seat, open_round = here.seat, here.next_round
+        spans: tuple[m.Span, ...] = ()
+        total = 0
+        if open_round is not None:
             if self._assigned is None or self._assigned[0] != open_round:
                 assignment = here.assignment()
                 lengths = (s.stop - s.start for held in assignment.values() for s in held)
@@ -402,15 +403,15 @@ class Driver:
             welcomed=here.welcomed,
             stage=here.stage,
             generation=here.generation,
-            rank=here.rank if in_view else 0,
-            world_size=here.world_size,
+            rank=seat.rank if seat is not None else 0,
+            world_size=seat.world_size if seat is not None else 0,
             open_round=open_round,
             spans=spans,
             total_samples=total,
             applied=here.applied,
             history=here.history,
             consumed=here.ledger.consumed,
-            finished=here.finished and here.stage is core.Stage.RUNNING and here.round is None,
+            finished=here.finished and here.stage is io.Stage.RUNNING,
             run_state=here.run_state,
             wanted_state=self._outlet.wanted,
             offered_state=self._intake.complete_for(here.generation) and not here.synced,

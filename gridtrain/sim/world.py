@@ -19,8 +19,11 @@ from typing import Any, Protocol
 
 from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused, RemoteProtocolError
-from gridtrain.protocol import member, membership
+from gridtrain.protocol import member_io as io
+from gridtrain.protocol import membership
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.attempts import Seat
+from gridtrain.protocol.member import MemberCore
 from gridtrain.sim.network import Link, Network
 
 COORDINATOR = b"c" * 32
@@ -29,7 +32,7 @@ COORDINATOR = b"c" * 32
 class Trainer(Protocol):
     """What a simulated worker computes with; tests bring it (the numbers are not the simulator's)."""
 
-    def prepare(self, core: member.MemberCore, spans: Sequence[m.Span], total: int) -> dict[m.Channel, Any]:
+    def prepare(self, round_id: m.RoundId, seat: Seat, spans: Sequence[m.Span]) -> dict[m.Channel, Any]:
         """Fresh workspaces for one attempt, from the same samples each time."""
         ...
 
@@ -80,7 +83,7 @@ class SimWorker:
         self.alive = True
         self.left = False
         join = m.Join("sim", peer.hex()[:6], peer.hex())
-        self.core = member.MemberCore(peer, COORDINATOR, join, world.deadlines)
+        self.core = MemberCore(peer, COORDINATOR, join, world.deadlines)
         self._setup = setup
         self._batch: tuple[m.Span, ...] | None = None
         self._batch_step = -1
@@ -89,13 +92,13 @@ class SimWorker:
         self._wanted: list[tuple[m.PeerId, int, int]] = []
         self._progress = 0
 
-    def handle(self, event: member.Event) -> None:
+    def handle(self, event: io.Event) -> None:
         if not self.alive:
             return
         try:
             effects = self.core.handle(event, self.world.now_s)
         except RemoteProtocolError as error:
-            effects = self.core.handle(member.Broke(str(error)), self.world.now_s)
+            effects = self.core.handle(io.Broke(str(error)), self.world.now_s)
         self._carry_out(effects)
 
     def tick(self) -> None:
@@ -103,49 +106,49 @@ class SimWorker:
             self._carry_out(self.core.tick(self.world.now_s))
 
     def pulse(self) -> None:
-        self.handle(member.Pulse(self._progress, not self._computing, ()))
+        self.handle(io.Pulse(self._progress, not self._computing, ()))
         self.tick()
 
     def enter(self) -> None:
-        self.handle(member.Enter(self._setup, self.world.edges))
+        self.handle(io.Enter(self._setup, self.world.edges))
 
-    def _carry_out(self, effects: list[member.Effect]) -> None:
+    def _carry_out(self, effects: list[io.Effect]) -> None:
         queue = list(effects)
         while queue and self.alive:
             queue.extend(self._do(queue.pop(0)))
         self._go_on()
 
-    def _do(self, effect: member.Effect) -> list[member.Effect]:
+    def _do(self, effect: io.Effect) -> list[io.Effect]:
         world = self.world
         match effect:
-            case member.Post(peer, message):
+            case io.Post(peer, message):
                 world.send(self.peer, peer, message)
-            case member.Ship(peer, round_id, channel, place, skip):
+            case io.Ship(peer, round_id, channel, place, skip):
                 if not world.connected(self.peer, peer):
-                    return self.core.handle(member.Broke("edge is down"), world.now_s)
+                    return self.core.handle(io.Broke("edge is down"), world.now_s)
                 payload = bytes(self._workspaces[channel].payload(place))
                 world.send(self.peer, peer, m.Data(round_id, channel, place, skip, payload))
-            case member.Fill(channel, fill):
+            case io.Fill(channel, fill):
                 self._progress += 1
                 self._workspaces[channel].apply(fill)
-            case member.Seal(skip):
+            case io.Seal(skip):
                 digest = b"" if skip else self._workspaces[m.Channel()].seal()
-                return self.core.handle(member.Sealed(digest + bytes([skip])), world.now_s)
-            case member.Resolve(round_id, committed, skip, _):
+                return self.core.handle(io.Sealed(digest + bytes([skip])), world.now_s)
+            case io.Resolve(round_id, committed, skip, _):
                 self._resolve(round_id, committed, skip)
-            case member.Dial(peer, _):
+            case io.Dial(peer, _):
                 world.connect(self.peer, peer)
-            case member.Probe():
-                return self.core.handle(member.Probed(()), world.now_s)
-            case member.GiveState(peer, term, generation):
+            case io.Probe():
+                return self.core.handle(io.Probed(()), world.now_s)
+            case io.GiveState(peer, term, generation):
                 self._wanted.append((peer, term, generation))
-            case member.TakeBlock(block):
+            case io.TakeBlock(block):
                 world.log.state_transfers += 1
                 self.trainer.restore(block.payload)
-                return self.core.handle(member.Restored(), world.now_s)
-            case member.Stop(error):
+                return self.core.handle(io.Restored(), world.now_s)
+            case io.Stop(error):
                 self._stop(error)
-            case member.Note():
+            case io.Note():
                 pass
         return []
 
@@ -158,10 +161,13 @@ class SimWorker:
         if not self.alive or self._computing:
             return
         for peer, term, generation in self._wanted:
-            if (term, generation) == (self.core.term, self.core.generation):
+            if self.core.seat is not None and (term, generation) == (
+                self.core.seat.term,
+                self.core.seat.generation,
+            ):
                 self.world.send(self.peer, peer, m.StateBlock(term, generation, 0, 1, self.trainer.capture()))
         self._wanted.clear()
-        if not self.core.may_begin or self.core.finished:
+        if self.core.next_round is None:
             return
         self._computing = True
         fresh = self._batch_step != self.core.step
@@ -170,23 +176,21 @@ class SimWorker:
     def _submit(self) -> None:
         self._computing = False
         self._progress += 1
-        if not self.alive or not self.core.may_begin or self.core.finished:
+        round_id, seat = self.core.next_round, self.core.seat
+        if not self.alive or round_id is None or seat is None:
             self._go_on()
             return
-        assignment = self.core.assignment()
-        spans = assignment.get(self.peer, ())
+        spans = self.core.assignment().get(self.peer, ())
         if self._batch_step == self.core.step and self._batch and spans != self._batch:
             raise AssertionError(f"step {self.core.step}: positions {self._batch} became {spans}")
         self._batch, self._batch_step = spans, self.core.step
-        round_id = self.core.next_round
-        total = sum(s.stop - s.start for held in assignment.values() for s in held)
-        self._workspaces = self.trainer.prepare(self.core, spans, total)
+        self._workspaces = self.trainer.prepare(round_id, seat, spans)
         self.world.log.submissions.append(Submission(self.peer, round_id, spans))
         collectives = {
-            channel: workspace.collective(self.core.rank, self.core.world_size, False)
+            channel: workspace.collective(seat.rank, seat.world_size, False)
             for channel, workspace in self._workspaces.items()
         }
-        self.handle(member.Submit(round_id, collectives))
+        self.handle(io.Submit(round_id, collectives))
 
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool) -> None:
         if committed:
@@ -203,7 +207,7 @@ class World:
     Args:
         seed: of everything random.
         make_trainer: called for each worker that joins.
-        edges: see `member.Enter`.
+        edges: see `member_io.Enter`.
         setup: what all workers bring.
     """
 
@@ -279,7 +283,7 @@ class World:
 
     def leave(self, peer: m.PeerId) -> None:
         worker = self.workers[peer]
-        worker.handle(member.Depart("leaves"))
+        worker.handle(io.Depart("leaves"))
         worker.left = True
         self.crash(peer)
 
@@ -340,12 +344,12 @@ class World:
         worker = self.workers[dst]
         match message:
             case _Link(True):
-                worker.handle(member.EdgeUp(src))
+                worker.handle(io.EdgeUp(src))
             case _Link(False):
-                worker.handle(member.EdgeDown(src, "connection broke"))
+                worker.handle(io.EdgeDown(src, "connection broke"))
             case _:
                 if self.connected(src, dst):
-                    worker.handle(member.Heard(src, message))
+                    worker.handle(io.Heard(src, message))
 
     def _to_coordinator(self, src: m.PeerId, _: m.PeerId, message: Any) -> None:
         match message:

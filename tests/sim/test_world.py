@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from gridtrain.protocol import allgather, gtopk, ring
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.member import MemberCore
+from gridtrain.protocol.attempts import Seat
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
 from gridtrain.sim.world import World
 from gridtrain.testing.collectives import CollectiveGroup
@@ -30,6 +31,7 @@ EDGES = {"dense": ring.neighbours, "topk": allgather.neighbours, "gtopk": gtopk.
 Seeds = Callable[[int], Iterator[int]]
 
 
+@cache
 def gradient_of(position: int) -> np.ndarray:
     """Small integers, so that every sum is exact."""
     return np.random.RandomState(position).randint(-8, 9, N).astype(np.float32)
@@ -68,12 +70,12 @@ class ToyTrainer:
             dense[self.workspace.update.indices] = self.workspace.update.values
             return dense
 
-    def prepare(self, core: MemberCore, spans: Sequence[m.Span], total: int) -> dict[m.Channel, Any]:
+    def prepare(self, round_id: m.RoundId, seat: Seat, spans: Sequence[m.Span]) -> dict[m.Channel, Any]:
         contribution = np.zeros(N, np.float32)
         for span in spans:
             for position in range(span.start, span.stop):
                 contribution += gradient_of(position)
-        rank, world_size = core.rank, core.world_size
+        rank, world_size = seat.rank, seat.world_size
         acc = self.residual + contribution
         if self.kind == "dense":
             attempt = self.Attempt(
@@ -91,8 +93,8 @@ class ToyTrainer:
             attempt.left[mine.indices] -= mine.values
         attempt.workspace = attempt.make()
         self.attempt = attempt
-        self.attempts[core.next_round] = attempt
-        self._book[core.next_round].append(attempt)
+        self.attempts[round_id] = attempt
+        self._book[round_id].append(attempt)
         return {m.Channel(): attempt.workspace}
 
     def commit(self, workspaces: dict[m.Channel, Any], skip: bool) -> None:

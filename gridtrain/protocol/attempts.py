@@ -1,0 +1,276 @@
+"""The attempts at the open step, in one generation: one `Round` and its collectives after the other.
+
+Decides which messages belong to the open round, when it is voted on, and what follows an ABORT.
+Never decides when a generation begins or ends, and never opens a payload.
+
+    Submit --> Round + collectives --Data, Vote, Decision--> COMMIT: `Committed`, the next step
+                     ^                                       ABORT: the next attempt, same gradient
+                     +---- held: what came early ----+       two in a row: the root wants a FREEZE
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, DropPayload, SendTo
+from gridtrain.protocol.member_io import Effect, Fill, Note, Post, Resolve, Seal, Ship
+from gridtrain.protocol.round import (
+    ROOT,
+    Announce,
+    CastVote,
+    Decided,
+    DecisionCame,
+    Failed,
+    LaterStepSeen,
+    Moved,
+    Prepared,
+    Round,
+    RoundEffect,
+    RoundEvent,
+    VoteCame,
+)
+
+MAX_HELD_MESSAGES = 8192
+ABORTS_BEFORE_FREEZE = 2
+
+OfRound = m.Data | m.Vote | m.Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member's place in one generation; `roster` is in rank order."""
+
+    me: m.PeerId
+    term: int
+    generation: int
+    roster: tuple[m.Member, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.roster)
+
+    def rank_of(self, peer: m.PeerId) -> int | None:
+        return next((rank for rank, member in enumerate(self.roster) if member.peer == peer), None)
+
+    @property
+    def rank(self) -> int:
+        rank = self.rank_of(self.me)
+        if rank is None:
+            raise LocalProtocolError(f"not a member of generation {self.generation}")
+        return rank
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The open step is committed: the caller applies it to the history and the ledger."""
+
+    round: m.RoundId
+    digest: bytes
+    skip: bool
+    reason: str
+
+
+AttemptEffect = Effect | Committed
+
+
+class Attempts:
+    """See the module's text.
+
+    Args:
+        seat: of this member, in the generation.
+        step: the generation's first.
+
+    Attributes:
+        round: the open one; None between two attempts.
+        stuck: too many attempts were aborted in a row; only another generation helps.
+    """
+
+    def __init__(self, seat: Seat, step: int) -> None:
+        self.seat = seat
+        self.rank = seat.rank
+        self.round: Round | None = None
+        self.skip = False
+        self.why = ""
+        self.suspects: tuple[m.PeerId, ...] = ()
+        self._rank_of = {member.peer: rank for rank, member in enumerate(seat.roster)}
+        self._step = step
+        self._attempt = 0
+        self._aborts = 0
+        self._collectives: dict[m.Channel, Collective] = {}
+        self._held: list[tuple[m.PeerId, OfRound]] = []
+        self._last_committed: m.RoundId | None = None
+        self._progress_of: dict[m.PeerId, int] = {}
+        self._torn = False
+
+    @property
+    def next_round(self) -> m.RoundId:
+        return m.RoundId(self.seat.term, self.seat.generation, self._step, self._attempt)
+
+    @property
+    def stuck(self) -> bool:
+        return self._aborts >= ABORTS_BEFORE_FREEZE
+
+    @property
+    def deadline_s(self) -> float:
+        return self.round.deadline_s if self.round is not None else math.inf
+
+    @property
+    def prepared(self) -> Round | None:
+        """The round that this member voted YES for and that is not decided."""
+        return self.round if self.round is not None and self.round.prepared else None
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def submit(
+        self,
+        round_id: m.RoundId,
+        collectives: Mapping[m.Channel, Collective],
+        patience_s: float,
+        now_s: float,
+    ) -> list[AttemptEffect]:
+        """The trainer's part is prepared: open the round."""
+        if self.round is not None:
+            raise LocalProtocolError(f"round {round_id} submitted while {self.round.id} is open")
+        self.round = Round(round_id, self.rank, self.seat.world_size, patience_s, now_s)
+        self._collectives, self.skip = dict(collectives), False
+        held, self._held = self._held, []
+        effects: list[AttemptEffect] = []
+        if self._torn:
+            self._torn = False
+            effects += self.advance(Failed("a connection broke before the round began"), now_s)
+        else:
+            for channel, collective in self._collectives.items():
+                effects += self._translate(channel, collective.start(now_s))
+            effects += self._if_complete()
+        for peer, message in held:
+            effects += self.receive(peer, message, now_s)
+        return effects
+
+    def receive(self, peer: m.PeerId, message: OfRound, now_s: float) -> list[AttemptEffect]:
+        """Older ids are dropped, later ones held, bounded (commit rule 1)."""
+        here = self.round.id if self.round is not None else self.next_round
+        there = message.round
+        if (there.term, there.generation) != (here.term, here.generation) or there < here:
+            return self._late(peer, message)
+        if there == here and self.round is not None:
+            return self._deliver(peer, message, now_s)
+        if len(self._held) >= MAX_HELD_MESSAGES:
+            raise RemoteProtocolError(f"more than {MAX_HELD_MESSAGES} early messages; the last is of {there}")
+        self._held.append((peer, message))
+        if there.step == here.step + 1 and self.prepared is not None:
+            return self.advance(LaterStepSeen(), now_s)
+        return []
+
+    def advance(self, event: RoundEvent, now_s: float) -> list[AttemptEffect]:
+        """Something happened to the open round; nothing if none is open."""
+        if self.round is None:
+            return []
+        if isinstance(event, Prepared) and self.round.voted is not None:
+            return []  # an effect before the Seal failed, and the vote was NO
+        return self._carry_out(self.round, self.round.handle(event, now_s))
+
+    def tick(self, now_s: float) -> list[AttemptEffect]:
+        """The root's patience with the open round."""
+        return self._carry_out(self.round, self.round.tick(now_s)) if self.round is not None else []
+
+    def edge_up(self, peer: m.PeerId) -> list[AttemptEffect]:
+        """The vote may have been lost with the connection, or the decision that answered it."""
+        mine = self.round
+        if mine is None or mine.voted is None or self._rank_of.get(peer) != ROOT:
+            return []
+        return [Post(peer, m.Vote(mine.id, mine.voted, mine.digest, "repeated"))]
+
+    def edge_down(self, reason: str, now_s: float) -> list[AttemptEffect]:
+        """Payloads may be lost: of this round, or, as peers can be a step ahead, of the next."""
+        self._torn = self.round is None or self.round.voted is not None
+        return self.advance(Failed(reason), now_s)
+
+    def progressed(self, peer: m.PeerId, message: m.Progress, now_s: float) -> None:
+        stirred = message.progress > self._progress_of.get(peer, 0)
+        self._progress_of[peer] = message.progress
+        if self.round is not None and message.round.step == self.round.id.step:
+            self.round.handle(Moved(self._rank_of[peer], stirred), now_s)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _late(self, peer: m.PeerId, message: OfRound) -> list[AttemptEffect]:
+        """The root repeats its verdict to a voter whose connection broke; the rest is dropped."""
+        there, here = message.round, self.next_round
+        if not isinstance(message, m.Vote) or self.rank != ROOT:
+            return []
+        if (there.term, there.generation, there.step) == (here.term, here.generation, here.step):
+            return [Post(peer, m.Decision(there, m.Verdict.ABORT, "repeated"))]
+        if there == self._last_committed:
+            return [Post(peer, m.Decision(there, m.Verdict.COMMIT, "repeated"))]
+        return []
+
+    def _deliver(self, peer: m.PeerId, message: OfRound, now_s: float) -> list[AttemptEffect]:
+        assert self.round is not None
+        rank = self._rank_of[peer]
+        match message:
+            case m.Vote(_, yes, digest, reason):
+                return self.advance(VoteCame(rank, yes, digest, reason), now_s)
+            case m.Decision(_, verdict, reason):
+                return self.advance(DecisionCame(rank, verdict, reason), now_s)
+            case m.Data(_, channel, place, skip, payload):
+                if self.round.voted is False:
+                    return []
+                collective = self._collectives.get(channel)
+                if collective is None:
+                    raise RemoteProtocolError(
+                        f"rank {rank} sent data for {channel}; the round has no such one"
+                    )
+                arrived = collective.handle(Arrived(rank, place, skip, payload), now_s)
+                return self._translate(channel, arrived) + self._if_complete()
+
+    def _translate(self, channel: m.Channel, effects: list[CollectiveEffect]) -> list[AttemptEffect]:
+        assert self.round is not None
+        out: list[AttemptEffect] = []
+        for effect in effects:
+            match effect:
+                case SendTo(to_rank, place, skip):
+                    out.append(Ship(self.seat.roster[to_rank].peer, self.round.id, channel, place, skip))
+                case Complete(skip):
+                    self.skip = self.skip or skip
+                case DropPayload(_, reason):
+                    out.append(Note("dropped_payload", {"reason": reason}))
+                case _:
+                    out.append(Fill(channel, effect))
+        return out
+
+    def _if_complete(self) -> list[AttemptEffect]:
+        if self.round is None or self.round.voted is not None:
+            return []
+        return [Seal(self.skip)] if all(c.complete for c in self._collectives.values()) else []
+
+    def _carry_out(self, of: Round, round_effects: list[RoundEffect]) -> list[AttemptEffect]:
+        effects: list[AttemptEffect] = []
+        for effect in round_effects:
+            match effect:
+                case CastVote(yes, digest, reason):
+                    effects.append(Post(self.seat.roster[ROOT].peer, m.Vote(of.id, yes, digest, reason)))
+                case Announce(verdict, reason):
+                    decision = m.Decision(of.id, verdict, reason)
+                    effects += [Post(x.peer, decision) for x in self.seat.roster if x.peer != self.seat.me]
+                case Decided(m.Verdict.COMMIT, reason):
+                    effects.append(self._commit(of, reason))
+                case Decided(_, reason, suspects):
+                    effects += self._abort(of, reason, suspects)
+        return effects
+
+    def _commit(self, ended: Round, reason: str) -> Committed:
+        self.round, self._collectives = None, {}
+        self._last_committed = ended.id
+        self._step, self._attempt, self._aborts = ended.id.step + 1, 0, 0
+        return Committed(ended.id, ended.digest, self.skip, reason)
+
+    def _abort(self, ended: Round, reason: str, suspects: tuple[int, ...]) -> list[AttemptEffect]:
+        self.round, self._collectives = None, {}
+        self._attempt, self._aborts = self._attempt + 1, self._aborts + 1
+        self.why, self.suspects = reason, tuple(self.seat.roster[rank].peer for rank in suspects)
+        note = {"step": ended.id.step, "attempt": ended.id.attempt, "reason": reason}
+        return [Note("aborted", note), Resolve(ended.id, False, False, reason)]

@@ -1,0 +1,196 @@
+"""What goes into and what comes out of a `MemberCore`: its events and its effects.
+
+Decides nothing.  Effects are carried out strictly in the order in which they are returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from gridtrain.errors import JoinRefused
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.collective import Collective, WorkspaceEffect
+
+
+class Stage(StrEnum):
+    APART = "apart"  # in no generation
+    FORMING = "forming"  # a VIEW has come, START has not
+    RUNNING = "running"
+    FROZEN = "frozen"  # FREEZE has come, the next VIEW has not
+
+
+# -- events ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    peer: m.PeerId
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeUp:
+    peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeDown:
+    peer: m.PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """The trainer knows its model and data, and asks to take part.
+
+    `edges(rank, world_size)`: ranks that a rank exchanges with directly; symmetric.
+    """
+
+    setup: m.Setup
+    edges: Callable[[int, int], frozenset[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """The trainer's contribution to `round` is prepared; here are its collectives by channel."""
+
+    round: m.RoundId
+    collectives: Mapping[m.Channel, Collective]
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The loop has computed the digest of all updates of the open round."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """The open round cannot complete here (bad payload, full queue)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The trainer has loaded the donor's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Time for a sign of life.
+
+    `progress` grows when something moved: a payload, a block of state, the trainer's computing.
+    `waiting`: the trainer waits inside of gridtrain, so that it is not hung even if nothing moves.
+    """
+
+    progress: int
+    waiting: bool
+    figures: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    rtt_s: tuple[tuple[m.PeerId, float], ...]
+
+
+Event = Heard | EdgeUp | EdgeDown | Enter | Submit | Sealed | Broke | Restored | Pulse | Depart | Probed
+
+
+# -- effects -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    peer: m.PeerId
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
+class Ship:
+    """Send what the workspace of `channel` holds at `place`, as Data."""
+
+    peer: m.PeerId
+    round: m.RoundId
+    channel: m.Channel
+    place: m.Place
+    skip: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Apply to the workspace of `channel`."""
+
+    channel: m.Channel
+    effect: WorkspaceEffect
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """All collectives are complete: answer with `Sealed`."""
+
+    skip: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """The submitted round ended: the trainer applies its update, or tries again."""
+
+    round: m.RoundId
+    committed: bool
+    skip: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    peer: m.PeerId
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Measure round trips to these peers and answer with `Probed`."""
+
+    targets: tuple[tuple[m.PeerId, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveState:
+    """A joiner asked for our state."""
+
+    peer: m.PeerId
+    term: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBlock:
+    """A block of the donor's state; `Restored` follows when the trainer has loaded all."""
+
+    block: m.StateBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The worker cannot go on: refused, dismissed."""
+
+    error: JoinRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    event: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Effect = Post | Ship | Fill | Seal | Resolve | Dial | Probe | GiveState | TakeBlock | Stop | Note
