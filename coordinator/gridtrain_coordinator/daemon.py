@@ -26,7 +26,8 @@ from typing import Any, Protocol, TextIO
 from gridtrain._version import __version__
 from gridtrain.config import DEFAULT_PORT, Deadlines
 from gridtrain.errors import ConfigError, TransportError
-from gridtrain.protocol import membership as core
+from gridtrain.protocol import membership_io as io
+from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.messages import PeerId, StatusReply, StatusRequest
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, TransportEvent, Violation
 from gridtrain_coordinator.log import Log, log_to, silent
@@ -52,9 +53,9 @@ class Core(Protocol):
 
     @property
     def deadline_s(self) -> float: ...
-    def start(self, now_s: float) -> list[core.Effect]: ...
-    def handle(self, event: core.Event, now_s: float) -> list[core.Effect]: ...
-    def tick(self, now_s: float) -> list[core.Effect]: ...
+    def start(self, now_s: float) -> list[io.Effect]: ...
+    def handle(self, event: io.Event, now_s: float) -> list[io.Effect]: ...
+    def tick(self, now_s: float) -> list[io.Effect]: ...
     def snapshot(self, now_s: float) -> dict[str, Any]: ...
 
 
@@ -109,7 +110,7 @@ class Coordinator:
         address: str = "",
     ) -> Coordinator:
         """A coordinator with the real core, in the journal's next term."""
-        membership = core.Membership(
+        membership = Membership(
             run=run,
             term=store.next_term(),
             min_workers=min_workers,
@@ -147,23 +148,23 @@ class Coordinator:
         if now_s >= self._speed.due_s():
             self._look_around(now_s)
 
-    def _take(self, event: TransportEvent, now_s: float) -> Sequence[core.Effect]:
+    def _take(self, event: TransportEvent, now_s: float) -> Sequence[io.Effect]:
         match event:
             case Received(peer, StatusRequest()):
-                return [core.Send(peer, StatusReply(self._status(now_s)))]
+                return [io.Send(peer, StatusReply(self._status(now_s)))]
             case Received(peer, message):
-                return self._core.handle(core.Heard(peer, message), now_s)
+                return self._core.handle(io.Heard(peer, message), now_s)
             case PeerUp(peer):
-                return self._core.handle(core.Up(peer), now_s)
+                return self._core.handle(io.Up(peer), now_s)
             case PeerDown(peer, reason):
-                return self._core.handle(core.Lost(peer, reason), now_s)
+                return self._core.handle(io.Lost(peer, reason), now_s)
             case Violation(peer, reason):
                 name = peer.hex()[:12] if peer is not None else "not greeted"
-                note = core.Note("warning", "violation", {"peer": name, "reason": reason})
-                offended = core.Offended(peer, reason) if peer is not None else None
+                note = io.Note("warning", "violation", {"peer": name, "reason": reason})
+                offended = io.Offended(peer, reason) if peer is not None else None
                 return [note, *(self._core.handle(offended, now_s) if offended else [])]
 
-    def _perform(self, effects: Sequence[core.Effect], now_s: float) -> None:
+    def _perform(self, effects: Sequence[io.Effect], now_s: float) -> None:
         """Carry out effects in order; the journal's first, all in one transaction.
 
         Writing an entry before an effect that precedes it is harmless: to everybody else it looks
@@ -172,21 +173,21 @@ class Coordinator:
         """
         failed: set[PeerId] = set()
         while effects:
-            entries = [(effect.kind, effect.body) for effect in effects if isinstance(effect, core.Journal)]
+            entries = [(effect.kind, effect.body) for effect in effects if isinstance(effect, io.Journal)]
             if entries:
                 self._store.append_all(entries)
-            losses: list[core.Lost] = []
+            losses: list[io.Lost] = []
             for effect in effects:
                 match effect:
-                    case core.Send(peer, message) if peer not in failed:
+                    case io.Send(peer, message) if peer not in failed:
                         try:
                             self._transport.send(peer, message)
                         except TransportError as error:
                             failed.add(peer)
-                            losses.append(core.Lost(peer, error.reason))
-                    case core.Dismiss(peer):
+                            losses.append(io.Lost(peer, error.reason))
+                    case io.Dismiss(peer):
                         self._transport.hang_up(peer)
-                    case core.Note(level, event, fields):
+                    case io.Note(level, event, fields):
                         self._log(level, event, fields)
             effects = [effect for loss in losses for effect in self._core.handle(loss, now_s)]
 

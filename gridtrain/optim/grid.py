@@ -252,7 +252,7 @@ class Grid:
     def close(self, reason: str = "the training script ended") -> None:
         """Leave the run; idempotent, and done by itself when the script ends."""
         atexit.unregister(self.close)
-        self._session.close("" if self._done else reason)
+        self._session.close("its run is finished" if self._done else reason)
 
     def __enter__(self) -> Grid:
         return self

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -26,19 +25,24 @@ from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership_io import (
+    Dismiss,
+    Effect,
+    Event,
+    Heard,
+    Journal,
+    Lost,
+    Note,
+    Offended,
+    RunPhase,
+    Send,
+    Up,
+)
 from gridtrain.protocol.planner import order_ring
-from gridtrain.protocol.round import HISTORY_START, extend_history
+from gridtrain.protocol.round import HISTORY_START
+from gridtrain.protocol.verdict import Outcome, judge
 
 ROSTER_PAGE = 128
-
-
-class RunPhase(StrEnum):
-    """What people see."""
-
-    WAITING = "waiting"
-    TRAINING = "training"
-    PAUSED = "paused"
-    FINISHED = "finished"
 
 
 class _Making(StrEnum):
@@ -47,73 +51,6 @@ class _Making(StrEnum):
     NONE = "none"
     FREEZING = "freezing"  # REPORTs are awaited
     FORMING = "forming"  # READYs are awaited
-
-
-# -- events ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    peer: m.PeerId
-    message: m.Message
-
-
-@dataclass(frozen=True, slots=True)
-class Up:
-    peer: m.PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The connection broke; the peer may come back within `Deadlines.regreet_s`."""
-
-    peer: m.PeerId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Offended:
-    """The peer sent something that is no message."""
-
-    peer: m.PeerId
-    reason: str
-
-
-Event = Heard | Up | Lost | Offended
-
-
-# -- effects -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    peer: m.PeerId
-    message: m.Message
-
-
-@dataclass(frozen=True, slots=True)
-class Journal:
-    """Must be durable before any later effect is carried out.  `body` is JSON-able."""
-
-    kind: str
-    body: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Dismiss:
-    peer: m.PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """One log line."""
-
-    level: str
-    event: str
-    fields: dict[str, Any] = field(default_factory=dict)
-
-
-Effect = Send | Journal | Dismiss | Note
 
 
 @dataclass(slots=True)
@@ -392,8 +329,12 @@ class Membership:
         worker = self._workers.pop(peer, None)
         if worker is None:
             return [Dismiss(peer)] if dismiss else []
-        effects: list[Effect] = [Note("warning", "lost", {"name": worker.name, "reason": reason})]
-        if dismiss and not reason.startswith("left"):
+        left = reason.startswith("left") or self.phase is RunPhase.FINISHED
+        note = Note(
+            "info" if left else "warning", "left" if left else "lost", {"name": worker.name, "reason": reason}
+        )
+        effects: list[Effect] = [note]
+        if dismiss and not left:
             effects.append(Send(peer, m.Refused("dismissed", reason, "restart this worker to join again")))
         if peer in {member.peer for member in self._roster}:
             self._change = f"{worker.name} {reason}"
@@ -460,45 +401,24 @@ class Membership:
 
     def _next_generation(self, reports: dict[m.PeerId, m.Report], now_s: float) -> list[Effect]:
         assert self._reference is not None
-        spec = self._reference.ledger
-        top = max(report.applied for report in reports.values())
-        leaders = {p: r for p, r in reports.items() if r.applied == top}
-        first = leaders[min(leaders, key=self._seniority)]
-        history, state, applied = first.history, first.ledger, top
-        shares = [(x.peer, x.share) for x in self._roster]
-        verdict, decided = m.Verdict.ABORT, None
-        prepared = {(r.prepared, r.digest) for r in reports.values()}
-        if len(prepared) == 1 and first.prepared is not None and first.prepared.step == top + 1:
-            # Whoever applied it had the YES of all of these, so COMMIT is the only safe verdict.
-            verdict, decided, applied = m.Verdict.COMMIT, first.prepared, top + 1
-            history = extend_history(history, first.digest)
-            state = ledger.commit(spec, state, ledger.assign(spec, state, shares), skipped=first.skip)
-        elif not ledger.finished(spec, state):
-            state = ledger.reassign(spec, state, ledger.assign(spec, state, shares), set(reports))
-        current = {p for p, r in reports.items() if _will_hold(r, applied, history, verdict)}
-        return self._make(current, verdict, decided, applied, history, state, now_s)
+        shares = [(member.peer, member.share) for member in self._roster]
+        eldest_first = sorted(reports, key=self._seniority)
+        outcome = judge({peer: reports[peer] for peer in eldest_first}, self._reference.ledger, shares)
+        return self._make(outcome, now_s)
 
     def _first_generation(self, now_s: float) -> list[Effect]:
         admitted = [w.peer for w in self._workers.values() if w.admitted]
         eldest = min(admitted, key=self._seniority)
-        return self._make({eldest}, m.Verdict.ABORT, None, -1, HISTORY_START, m.LedgerState(), now_s)
+        nothing_yet = Outcome(m.Verdict.ABORT, None, -1, HISTORY_START, m.LedgerState(), frozenset({eldest}))
+        return self._make(nothing_yet, now_s)
 
     def _seniority(self, peer: m.PeerId) -> tuple[float, m.PeerId]:
         worker = self._workers[peer]
         return (worker.joined_s, peer)
 
-    def _make(
-        self,
-        holders: Iterable[m.PeerId],
-        verdict: m.Verdict,
-        decided: m.RoundId | None,
-        applied: int,
-        history: bytes,
-        state: m.LedgerState,
-        now_s: float,
-    ) -> list[Effect]:
+    def _make(self, outcome: Outcome, now_s: float) -> list[Effect]:
         """Journal the next generation, then tell its members (rule 7)."""
-        holding = set(holders)
+        holding = outcome.holders
         names = {member.peer for member in self._roster} | {
             w.peer for w in self._workers.values() if w.admitted
         }
@@ -512,7 +432,15 @@ class Membership:
         )
         reason, self._change = self._change, ""
         self._view = m.View(
-            self.term, self.generation, len(peers), verdict, decided, applied, history, state, reason
+            term=self.term,
+            generation=self.generation,
+            world_size=len(peers),
+            verdict=outcome.verdict,
+            decided=outcome.decided,
+            applied=outcome.applied,
+            history=outcome.history,
+            ledger=outcome.ledger,
+            reason=reason,
         )
         self._making, self._making_until_s = _Making.FORMING, now_s + self._deadlines.ready_s
         self._made_s = now_s
@@ -521,12 +449,12 @@ class Membership:
         body = {
             "term": self.term,
             "generation": self.generation,
-            "step": applied + 1,
-            "verdict": verdict.name,
-            "decided": asdict(decided) if decided else None,
-            "digest": history.hex(),
+            "step": outcome.applied + 1,
+            "verdict": outcome.verdict.name,
+            "decided": asdict(outcome.decided) if outcome.decided else None,
+            "digest": outcome.history.hex(),
             "members": [{**asdict(x), "peer": x.peer.hex()} for x in self._roster],
-            "ledger": _ledger_json(state),
+            "ledger": _ledger_json(outcome.ledger),
             "reason": reason,
         }
         note = Note(
@@ -535,8 +463,8 @@ class Membership:
             {
                 "generation": self.generation,
                 "workers": len(peers),
-                "step": applied + 1,
-                "verdict": verdict.name,
+                "step": outcome.applied + 1,
+                "verdict": outcome.verdict.name,
                 "reason": reason,
                 "plan": plan.reason,
             },
@@ -623,17 +551,6 @@ class Membership:
             Note("info", "finished", {"reason": self.reason}),
             *(Send(peer, m.RunState(str(self.phase), self.reason)) for peer in self._workers),
         ]
-
-
-def _will_hold(report: m.Report, applied: int, history: bytes, verdict: m.Verdict) -> bool:
-    """Will this member hold the VIEW's state without being sent it?"""
-    if report.applied == applied:
-        return report.history == history
-    return (
-        report.applied == applied - 1
-        and report.prepared is not None
-        and extend_history(report.history, report.digest) == history
-    )
 
 
 def _differences(reference: m.Setup, setup: m.Setup) -> list[str]:

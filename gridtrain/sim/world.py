@@ -20,10 +20,11 @@ from typing import Any, Protocol
 from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused, RemoteProtocolError
 from gridtrain.protocol import member_io as io
-from gridtrain.protocol import membership
+from gridtrain.protocol import membership_io as cio
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import Seat
 from gridtrain.protocol.member import MemberCore
+from gridtrain.protocol.membership import Membership
 from gridtrain.sim.network import Link, Network
 
 COORDINATOR = b"c" * 32
@@ -232,7 +233,7 @@ class World:
         self._setup = setup
         self._compute_s = compute_s
         self._connections: set[frozenset[m.PeerId]] = set()
-        self.coordinator = membership.Membership(
+        self.coordinator = Membership(
             run="sim", term=1, deadlines=self.deadlines, software="sim", min_workers=min_workers
         )
         self.network.attach(COORDINATOR, self._to_coordinator)
@@ -251,7 +252,7 @@ class World:
 
     @property
     def finished(self) -> bool:
-        return self.coordinator.phase is membership.RunPhase.FINISHED
+        return self.coordinator.phase is cio.RunPhase.FINISHED
 
     def at(self, when_s: float, action: Callable[[], None]) -> None:
         self.network.call_at(when_s, action)
@@ -354,19 +355,19 @@ class World:
     def _to_coordinator(self, src: m.PeerId, _: m.PeerId, message: Any) -> None:
         match message:
             case _Link(True):
-                event: membership.Event = membership.Up(src)
+                event: cio.Event = cio.Up(src)
             case _Link(False):
-                event = membership.Lost(src, "connection broke")
+                event = cio.Lost(src, "connection broke")
             case _:
-                event = membership.Heard(src, message)
+                event = cio.Heard(src, message)
         self._coordinate(self.coordinator.handle(event, self.now_s))
 
-    def _coordinate(self, effects: list[membership.Effect]) -> None:
+    def _coordinate(self, effects: list[cio.Effect]) -> None:
         for effect in effects:
             match effect:
-                case membership.Send(peer, message):
+                case cio.Send(peer, message):
                     self.send(COORDINATOR, peer, message)
-                case membership.Journal("generation", _):
+                case cio.Journal("generation", _):
                     self.log.generations += 1
                 case _:
                     pass

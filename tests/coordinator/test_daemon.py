@@ -12,7 +12,7 @@ import pytest
 from gridtrain.config import Deadlines
 from gridtrain.errors import JournalError, TransportError
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.membership import (
+from gridtrain.protocol.membership_io import (
     Dismiss,
     Effect,
     Event,

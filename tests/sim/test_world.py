@@ -24,7 +24,7 @@ from gridtrain.testing.collectives import CollectiveGroup
 from gridtrain.wire.sparse import ValueKind, decode, encode
 
 N, K = 24, 5
-SAMPLES = 120
+SAMPLES = 60
 KINDS = ("dense", "topk", "gtopk")
 FORMAT: Any = {"n": N, "kind": ValueKind.FP16}
 EDGES = {"dense": ring.neighbours, "topk": allgather.neighbours, "gtopk": gtopk.neighbours}
@@ -79,7 +79,7 @@ class ToyTrainer:
         acc = self.residual + contribution
         if self.kind == "dense":
             attempt = self.Attempt(
-                rank, self.residual, contribution, lambda: DenseWorkspace(acc.copy(), world_size, 8)
+                rank, self.residual, contribution, lambda: DenseWorkspace(acc.copy(), world_size, 16)
             )
         else:
             chosen = np.sort(np.lexsort((np.arange(N), -np.abs(acc)))[:K])
@@ -197,9 +197,9 @@ def test_calm_group_trains_to_the_end(kind: str) -> None:
     world, book = build(1, kind, workers=4)
     world.run(60.0)
     check(world, book)
-    # 240 samples in steps of 4 x 3: two passes of ten steps, in one generation.
+    # 120 samples in steps of 4 x 3: two passes of five steps, in one generation.
     assert world.log.generations == 1
-    assert len(world.log.commits) == 4 * 20
+    assert len(world.log.commits) == 4 * 10
     assert world.log.aborts == 0
 
 

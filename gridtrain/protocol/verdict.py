@@ -1,0 +1,74 @@
+"""What became of the open step, judged from the survivors' REPORTs (commit rule 6).
+
+Decides the verdict on a step whose generation was frozen.  A pure function: the journal keeps its
+result, and a journalled verdict never changes.
+
+    S = who reported, A = the highest applied step among them
+    at A - 1   prepared for A, and applies it
+    at A       all of S prepared for one (round, digest) of step A + 1: COMMIT it, else ABORT
+
+Safe, because whoever applied A + 1 had the YES of all members, so of all of S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gridtrain.protocol import ledger
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.round import extend_history
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Where the next generation begins.
+
+    Attributes:
+        decided: the round that was committed; None for ABORT.
+        applied, history, ledger: those after the verdict.
+        holders: members that hold, or will hold by the verdict, the state these name.
+    """
+
+    verdict: m.Verdict
+    decided: m.RoundId | None
+    applied: int
+    history: bytes
+    ledger: m.LedgerState
+    holders: frozenset[m.PeerId]
+
+
+def judge(
+    reports: Mapping[m.PeerId, m.Report], spec: m.LedgerSpec, shares: Sequence[tuple[m.PeerId, int]]
+) -> Outcome:
+    """The verdict, and what every member must hold after it.
+
+    Args:
+        reports: of the members that hold a state, at least one; the longest-serving first: where
+            histories differ, the first one's is the run's, and the others are sent the state.
+        shares: of the frozen generation, in rank order.
+    """
+    applied = max(report.applied for report in reports.values())
+    first = next(report for report in reports.values() if report.applied == applied)
+    history, state = first.history, first.ledger
+    verdict, decided = m.Verdict.ABORT, None
+    prepared = {(report.prepared, report.digest) for report in reports.values()}
+    if len(prepared) == 1 and first.prepared is not None and first.prepared.step == applied + 1:
+        verdict, decided, applied = m.Verdict.COMMIT, first.prepared, applied + 1
+        history = extend_history(history, first.digest)
+        state = ledger.commit(spec, state, ledger.assign(spec, state, shares), skipped=first.skip)
+    elif not ledger.finished(spec, state):
+        state = ledger.reassign(spec, state, ledger.assign(spec, state, shares), set(reports))
+    holders = frozenset(peer for peer, report in reports.items() if _will_hold(report, applied, history))
+    return Outcome(verdict, decided, applied, history, state, holders)
+
+
+def _will_hold(report: m.Report, applied: int, history: bytes) -> bool:
+    """Will this member hold the state without being sent it?"""
+    if report.applied == applied:
+        return report.history == history
+    return (
+        report.applied == applied - 1
+        and report.prepared is not None
+        and extend_history(report.history, report.digest) == history
+    )
