@@ -1,11 +1,14 @@
-"""`gridtrain demo`: a byte GPT trained by four workers behind a home line's upload cap.
+"""`gridtrain demo`: a byte GPT trained by four workers behind a home line's cap, dense and gTop-k.
 
-Decides nothing: the parts are
+Decides nothing: the parts are (only model and train import torch)
 
-    recipe    sizes, learning rates, densities: the tuned settings            (no torch)
-    text      the standard library's own source as training and held-out bytes   (no torch)
-    model     the byte GPT and its windows of text                               (torch)
-    train     the script that every worker runs, an ordinary user of the SDK     (torch)
-    orchestrate   coordinator + workers as processes, live progress, clean-up    (no torch)
-    report    the table, the picture, the honest sentence                        (no torch)
+    recipe       sizes, learning rates, densities: the tuned settings
+    text         the standard library's own source as training and held-out bytes
+    model        the byte GPT and its windows of text
+    train        the script that every worker runs, an ordinary user of the SDK
+    metrics      the file that the first worker writes and the demo follows
+    orchestrate  coordinator and workers as processes: started, followed, always cleaned up
+    live         progress on a terminal or in a log
+    report       the table and the sentences;  picture: the SVG
+    main         all of it in order
 """

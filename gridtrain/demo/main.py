@@ -31,12 +31,6 @@ def run_demo(plan: Plan, console: Console) -> list[report.Curve]:
         GridtrainError: a process failed; the text holds the tail of its log.
     """
     torch_version = _torch_version()
-    try:
-        plan.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {plan.out}: {error.strerror}", remedy="choose another one with --out"
-        ) from None
     corpus = load_corpus()
     size = SIZES[plan.model]
     setting = report.Setting(
@@ -45,6 +39,12 @@ def run_demo(plan: Plan, console: Console) -> list[report.Curve]:
         model=f"byte GPT, {size.parameters:,} parameters",
         machine=f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {torch_version}",
     )
+    try:
+        plan.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {plan.out}: {error.strerror}", remedy="choose another one with --out"
+        ) from None
     console.print(
         f"{plan.workers} workers, each behind a {setting.cap} line, train one {setting.model}, "
         f"on {len(corpus.train) / 1e6:.1f} MB of Python's own source ({corpus.files} files).",

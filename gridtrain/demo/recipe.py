@@ -2,7 +2,7 @@
 
 The learning rates and densities come from the grid in benchmarks/results/demo_tuning.json (made by
 benchmarks/tune_demo.py): every exchange was given the same grid of learning rates, and of each the
-setting with the lowest held-out loss after 250 steps was taken.
+setting with the lowest held-out loss after 250 steps was taken.  TopK takes gTop-k's, untuned.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Recipe:
     """Plain SGD for all exchanges; a sparse one carries the momentum itself (DGC).
 
     Attributes:
+        label: for people.
         learning_rate: constant over the run.
         momentum: of SGD for dense, of the exchange for sparse ones.
         clip_norm: bound on the norm of the exchanged gradient.

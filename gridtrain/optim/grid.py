@@ -106,7 +106,6 @@ class Grid:
         self._optimizer: GridOptimizer | None = None
         self._spec: LedgerSpec | None = None
         self._clip_norm: float | None = None
-        self._averages_buffers = False
         self._done = False
         atexit.register(self.close)
         _leave_on_sigterm()
@@ -172,7 +171,6 @@ class Grid:
             average_buffers_every=average_buffers_every,
         )
         self._optimizer, self._clip_norm = wrapped, clip_norm
-        self._averages_buffers = average_buffers_every > 0 and state_sync.has_buffers(model)
         self._session.attach(wrapped.capture, wrapped.restore)
         return wrapped
 
@@ -303,11 +301,10 @@ class Grid:
         )
         share = batch_size * accumulate if batch_size is not None else 0
         neighbours = _NEIGHBOURS[type(wrapped.exchange_config)]
-        with_buffers = self._averages_buffers
         self._session.enter(
             Setup(facts, self._spec, share, global_batch_size),
-            # Averages of buffers go round the ring, whatever exchange the gradients take.
-            lambda r, p: neighbours(r, p) | (ring.neighbours(r, p) if with_buffers else frozenset()),
+            # Averages of buffers and, in retries, settings go round the ring, whatever the exchange is.
+            lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size),
         )
 
     def _turns(self) -> Iterator[Sequence[Span]]:

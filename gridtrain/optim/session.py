@@ -43,3 +43,7 @@ class Session(Protocol):
     def note(self, figures: Mapping[str, float]) -> None:
         """Seconds of the step that was just finished: computing, waiting, selecting, ..."""
         ...
+
+    def close(self, reason: str) -> None:
+        """Leave the run at once: this worker cannot go on."""
+        ...

@@ -225,14 +225,30 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
 
 def hyper_digest(optimizer: torch.optim.Optimizer) -> bytes:
     """32-byte digest of the optimizer's kind and all plain fields of its groups (lr, weight_decay, ...)."""
+    document = json.dumps([type(optimizer).__name__, _plain_groups(optimizer)], sort_keys=True)
+    return hashlib.blake2b(document.encode(), digest_size=32).digest()
+
+
+def hyper_lines(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The same for people, as "name=value" lines: first the fields that schedulers change, of all groups."""
+    groups = _plain_groups(optimizer)
+    pairs = [(name, number) for number, group in enumerate(groups) for name in group]
+    pairs.sort(key=lambda pair: (pair[0] not in _OFTEN_CHANGED, pair))
+    several = len(groups) > 1
+    return [
+        f"{name}{f' of group {number}' if several else ''}={groups[number][name]}" for name, number in pairs
+    ]
+
+
+def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     groups = []
     for group in optimizer.param_groups:
         fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()}
         groups.append({k: v for k, v in fields.items() if k not in _NAMES and _is_plain(v)})
-    document = json.dumps([type(optimizer).__name__, groups], sort_keys=True)
-    return hashlib.blake2b(document.encode(), digest_size=32).digest()
+    return groups
 
 
+_OFTEN_CHANGED = ("lr", "momentum", "weight_decay")
 _NAMES = ("params", "param_names")  # the model's, and differently prefixed under torch.compile
 
 

@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from gridtrain.config import Dense, Exchange
 from gridtrain.errors import ConfigError
-from gridtrain.optim import state_sync
+from gridtrain.optim import settings, state_sync
 from gridtrain.optim.averages import BufferAverage
 from gridtrain.optim.exchange import exchanger
 from gridtrain.optim.flat import FlatGradient
 from gridtrain.optim.session import Session
+from gridtrain.runtime.buffers import DenseWorkspace
 from gridtrain.runtime.plan import StepPlan
 from gridtrain.sparsify.merge import largest_summable
 from gridtrain.wire.sparse import Sparse
@@ -168,12 +169,15 @@ class GridOptimizer(torch.optim.Optimizer):
             usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
             attempt = self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
             averages = self._averages.workspace(plan)
-            workspaces = [attempt.workspace] if averages is None else [attempt.workspace, averages]
+            compared = settings.workspace(plan, self.inner)
+            extra = [workspace for workspace in (averages, compared) if workspace is not None]
             self._watch.lap("selecting_s")
-            outcome = self._session.run(plan, workspaces, attempt.skip, self.hyper_digest())
+            outcome = self._session.run(plan, [attempt.workspace, *extra], attempt.skip, self.hyper_digest())
             self._watch.lap("communicating_s")
             if outcome.committed:
                 break
+            if compared is not None:
+                self._refuse_fork(plan, compared)
         self.last_skipped = outcome.skip
         if outcome.skip:
             self.skipped_steps += 1
@@ -185,6 +189,13 @@ class GridOptimizer(torch.optim.Optimizer):
         if self._clip_norm is not None:
             self._flat.flat_N.mul_(min(1.0, self._clip_norm / (_norm(update) + 1e-6)))
         self._flat.scatter()
+
+    def _refuse_fork(self, plan: StepPlan, compared: DenseWorkspace) -> None:
+        try:
+            settings.refuse_fork(plan, compared)
+        except ConfigError as error:
+            self._session.close(error.reason)  # at once: the others need not wait for the script's end
+            raise
 
     def _contribution(self, plan: StepPlan) -> Tensor:
         flat_N = self._flat.flat_N

@@ -42,12 +42,12 @@ def test_make_targets_in_documents_exist() -> None:
 
 def test_commands_in_documents_exist() -> None:
     """Every `gridtrain <command>` in documents, docker/ and the Makefile is one of the command line."""
-    from gridtrain.cli import main
+    from gridtrain.cli.main import cli
 
     texts = [in_code(path.read_text(encoding="utf-8")) for path in DOCUMENTS]
     texts += [path.read_text() for path in (ROOT / "Makefile", *sorted((ROOT / "docker").iterdir()))]
     named = {command for text in texts for command in re.findall(r"\bgridtrain ([a-z]+)\b", text)}
-    known = set(main.list_commands(click.Context(main)))
+    known = set(cli.list_commands(click.Context(cli)))
     assert {"coordinator", "worker", "status", "demo"} <= named
     assert not named - known, "documents name commands that are not there"
 

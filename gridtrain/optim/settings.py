@@ -1,0 +1,101 @@
+"""Whose optimizer settings differ: asked only when a step has been aborted.
+
+Decides which workers have to leave when learning rates and the like have forked.  Their digest is part of
+every vote, so that a fork never commits; without this module it would abort for ever instead.  A retry carries
+the settings of all ranks as text, in one more dense vector of the same round:
+
+    attempt 0   update                         ABORT: the votes' digests differ
+    attempt 1   update | row 0 | row 1 | ...   ABORT, but everybody has read the rows: the largest party (of
+                                               equal ones that of the lowest rank) goes on, the others raise
+
+    row (512 values, one byte each): checksum 8 | digest 32 | name=value lines, cut to fit
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gridtrain.errors import ConfigError
+from gridtrain.optim import state_sync
+from gridtrain.protocol.ring import Ring
+from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.runtime.plan import StepPlan
+
+ROW_BYTES = 512
+_CHECKSUM_BYTES = 8
+_DIGEST_BYTES = 32
+_MOST_NAMED = 3
+
+Row = tuple[bytes, tuple[str, ...]]  # digest, name=value lines
+
+
+class _Rows(DenseWorkspace):
+    """One row for each rank.  Also a member whose gradient is not finite brings its row."""
+
+    def collective(self, rank: int, world_size: int, skip: bool) -> Ring:
+        return super().collective(rank, world_size, skip=False)
+
+
+def workspace(plan: StepPlan, optimizer: torch.optim.Optimizer) -> DenseWorkspace | None:
+    """This worker's row among zeros, in a retry; None in a first attempt."""
+    if plan.attempt == 0:
+        return None
+    body = state_sync.hyper_digest(optimizer) + "\n".join(state_sync.hyper_lines(optimizer)).encode()
+    body = body[: ROW_BYTES - _CHECKSUM_BYTES].ljust(ROW_BYTES - _CHECKSUM_BYTES)
+    rows = np.zeros((plan.world_size, ROW_BYTES), np.float32)
+    rows[plan.rank] = np.frombuffer(_checksum(body) + body, np.uint8)
+    return _Rows(rows.reshape(-1), plan.world_size)
+
+
+def refuse_fork(plan: StepPlan, sums: DenseWorkspace) -> None:
+    """To be called after the abort of an attempt that carried `workspace`.
+
+    Raises `ConfigError` if this worker's settings are not those of the largest party.
+    """
+    read = [_read(row) for row in sums.update_N.reshape(plan.world_size, ROW_BYTES)]
+    rows = [row for row in read if row is not None]
+    if len(rows) < plan.world_size:
+        return  # the exchange broke off: another reason than a fork, or none that can be known
+    parties: dict[bytes, list[int]] = defaultdict(list)
+    for rank, (digest, _) in enumerate(rows):
+        parties[digest].append(rank)
+    staying = max(parties.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    if plan.rank in staying:
+        return
+    raise ConfigError(
+        f"step {plan.step} cannot be committed: {_difference(rows[plan.rank], rows[staying[0]])} "
+        f"(this is rank {plan.rank}; the run goes on with rank {', '.join(map(str, staying))})",
+        remedy="change the optimizer's settings on all workers alike: step schedulers by a number that all "
+        "share (ReduceLROnPlateau: the loss over the same held-out samples on every worker)",
+    )
+
+
+def _read(row: npt.NDArray[np.float32]) -> Row | None:
+    """None if it did not arrive whole."""
+    raw = np.clip(np.nan_to_num(row), 0, 255).astype(np.uint8).tobytes()
+    checksum, body = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
+    if _checksum(body) != checksum:
+        return None
+    text = body[_DIGEST_BYTES:].decode(errors="replace").rstrip()
+    return body[:_DIGEST_BYTES], tuple(text.split("\n"))
+
+
+def _difference(mine: Row, theirs: Row) -> str:
+    """In words, from texts of which `theirs` came over the network."""
+    pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b]
+    named = [f"{_printable(a)} here and {_printable(b)} there" for a, b in pairs[:_MOST_NAMED]]
+    digests = f"the settings' digest is {mine[0].hex()[:8]} here and {theirs[0].hex()[:8]} there"
+    return ", ".join(named) or digests
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
