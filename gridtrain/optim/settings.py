@@ -1,8 +1,8 @@
 """Whose optimizer settings differ: asked only when a step has been aborted.
 
 Decides which workers have to leave when learning rates and the like have forked.  Their digest is part of
-every vote, so that a fork never commits; without this module it would abort for ever instead.  A retry carries
-the settings of all ranks as text, in one more dense vector of the same round:
+every vote, so that a fork never commits; without this module it would abort for ever instead.  A retry
+carries the settings of all ranks as text, in one more dense vector of the same round:
 
     attempt 0   update                         ABORT: the votes' digests differ
     attempt 1   update | row 0 | row 1 | ...   ABORT, but everybody has read the rows: the largest party (of
@@ -67,9 +67,10 @@ def refuse_fork(plan: StepPlan, sums: DenseWorkspace) -> None:
     staying = max(parties.values(), key=lambda ranks: (len(ranks), -ranks[0]))
     if plan.rank in staying:
         return
+    mine, theirs = _difference(rows[plan.rank], rows[staying[0]])
     raise ConfigError(
-        f"step {plan.step} cannot be committed: {_difference(rows[plan.rank], rows[staying[0]])} "
-        f"(this is rank {plan.rank}; the run goes on with rank {', '.join(map(str, staying))})",
+        f"step {plan.step} cannot be committed: rank {plan.rank} has {mine}, but {len(staying)} of "
+        f"{plan.world_size} workers (rank {staying[0]}) have {theirs}; they go on without rank {plan.rank}",
         remedy="change the optimizer's settings on all workers alike: step schedulers by a number that all "
         "share (ReduceLROnPlateau: the loss over the same held-out samples on every worker)",
     )
@@ -85,12 +86,12 @@ def _read(row: npt.NDArray[np.float32]) -> Row | None:
     return body[:_DIGEST_BYTES], tuple(text.split("\n"))
 
 
-def _difference(mine: Row, theirs: Row) -> str:
-    """In words, from texts of which `theirs` came over the network."""
-    pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b]
-    named = [f"{_printable(a)} here and {_printable(b)} there" for a, b in pairs[:_MOST_NAMED]]
-    digests = f"the settings' digest is {mine[0].hex()[:8]} here and {theirs[0].hex()[:8]} there"
-    return ", ".join(named) or digests
+def _difference(mine: Row, theirs: Row) -> tuple[str, str]:
+    """What differs, as either side has it; `theirs` came over the network."""
+    pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MOST_NAMED]
+    if not pairs:  # beyond what fits into a row
+        pairs = [(f"settings {mine[0].hex()[:8]}", f"settings {theirs[0].hex()[:8]}")]
+    return ", ".join(_printable(a) for a, _ in pairs), ", ".join(_printable(b) for _, b in pairs)
 
 
 def _printable(text: str) -> str:

@@ -260,6 +260,8 @@ class Driver:
             if rtt_s is not None:
                 self._handle(io.Probed(rtt_s))
             self._progress += self._outlet.pump(self._transport)
+            if self._core.stage is io.Stage.RUNNING:
+                self._outlet.forget()
 
     def _beat(self) -> None:
         traffic = self.traffic

@@ -35,6 +35,7 @@ class StateOutlet:
     def __init__(self) -> None:
         self._waiting: dict[PeerId, tuple[int, int]] = {}
         self._queues: dict[PeerId, deque[StateBlock]] = {}
+        self._captured: tuple[int, list[bytes | memoryview]] = (0, [])
 
     @property
     def wanted(self) -> int:
@@ -42,12 +43,23 @@ class StateOutlet:
         return max((generation for _, generation in self._waiting.values()), default=0)
 
     def ask(self, peer: PeerId, term: int, generation: int) -> None:
+        """A joiner wants the state as of `generation`; what was captured for it serves all who ask."""
         self._waiting[peer] = (term, generation)
         self._queues.pop(peer, None)
+        self._serve()
 
     def fill(self, generation: int, blobs: Sequence[bytes | memoryview]) -> None:
         """The trainer captured its state for `generation`."""
-        blocks = cut(blobs)
+        self._captured = (generation, cut(blobs))
+        self._serve()
+
+    def forget(self) -> None:
+        """The generation has started: its members hold the state, and it is about to change."""
+        self._captured = (0, [])
+        self._waiting.clear()
+
+    def _serve(self) -> None:
+        generation, blocks = self._captured
         for peer, (term, asked) in list(self._waiting.items()):
             if asked == generation:
                 del self._waiting[peer]
