@@ -25,10 +25,11 @@ from typing import Any, Protocol, TextIO
 
 from gridtrain._version import __version__
 from gridtrain.config import DEFAULT_PORT, Deadlines
-from gridtrain.errors import ConfigError, TransportError
+from gridtrain.errors import ConfigError, JournalError, TransportError
 from gridtrain.protocol import membership_io as io
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.messages import PeerId, StatusReply, StatusRequest
+from gridtrain.protocol.recovery import recover
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, TransportEvent, Violation
 from gridtrain_coordinator.log import Log, log_to, silent
 from gridtrain_coordinator.store import Store
@@ -109,13 +110,31 @@ class Coordinator:
         exit_when_finished: bool = False,
         address: str = "",
     ) -> Coordinator:
-        """A coordinator with the real core, in the journal's next term."""
+        """A coordinator with the real core, in the journal's next term.
+
+        Raises `JournalError` if the journal is that of another run, or cannot be understood.
+        """
+        entries = [(entry.kind, entry.body) for entry in store.entries()]
+        runs = {body["run"] for kind, body in entries if kind == "term" and "run" in body}
+        if runs - {run}:
+            raise JournalError(
+                f'the journal is that of the run "{runs.pop()}", not "{run}"',
+                remedy="name another file with --journal, or the other run with --run",
+            )
+        try:
+            recovered = recover(entries)
+        except (KeyError, TypeError, ValueError) as error:
+            raise JournalError(
+                f"the journal holds an entry that no coordinator wrote: {error!r}",
+                remedy="restore it from a backup, or name a new file with --journal",
+            ) from None
         membership = Membership(
             run=run,
             term=store.next_term(),
             min_workers=min_workers,
             deadlines=deadlines or Deadlines(),
             software=SOFTWARE,
+            recovered=recovered,
         )
         return cls(
             transport, store, membership, log=log, exit_when_finished=exit_when_finished, address=address

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.protocol import allgather, gtopk, ledger, ring
 from gridtrain.protocol.messages import LedgerSpec, Setup, Span
 from gridtrain.runtime.api import Edges, GroupSession
+from gridtrain.runtime.client import coordinator_address
 from gridtrain.runtime.naming import random_name, state_directory
 from gridtrain.transport.base import Transport
 from gridtrain.transport.limits import parse_rate
@@ -64,7 +66,7 @@ def join(
     """Join a run.  Whatever is not given comes from `GRIDTRAIN_*`, which `gridtrain worker` sets.
 
     Args:
-        coordinator: "tcp://host:port".
+        coordinator: "tcp://host:port"; also "host:port" or "host".
         run: name of the run; the coordinator refuses another.
         name: what others see of this worker; a random one by default.
         listen: where peers connect to, "tcp://interface:port"; port 0 takes a free one.
@@ -87,6 +89,7 @@ def join(
         download_limit=download_limit,
         export_dir=export_dir,
     )
+    config = replace(config, coordinator=coordinator_address(config.coordinator))
     transport = ZeroMQTransport(
         secrets.token_bytes(32),
         f"gridtrain {__version__}",
@@ -102,7 +105,12 @@ class Grid:
     def __init__(self, transport: Transport, config: JoinConfig) -> None:
         self._config = config
         self._session = GroupSession(transport, config)
-        self._session.start()
+        try:
+            self._session.start()
+        except BaseException:
+            self._session.close()
+            transport.close()  # nobody has yet if the session's thread never ran
+            raise
         self._optimizer: GridOptimizer | None = None
         self._spec: LedgerSpec | None = None
         self._clip_norm: float | None = None

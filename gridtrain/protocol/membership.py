@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -39,6 +39,7 @@ from gridtrain.protocol.membership_io import (
     Up,
 )
 from gridtrain.protocol.planner import order_ring
+from gridtrain.protocol.recovery import Recovered, generation_entry
 from gridtrain.protocol.round import HISTORY_START
 from gridtrain.protocol.verdict import Outcome, judge
 
@@ -80,10 +81,18 @@ class Membership:
         min_workers: a run starts, or goes on, only with so many.
         deadlines: see `gridtrain.config.Deadlines`.
         software: this program's version, shown to workers.
+        recovered: the run as an earlier term left it; its members are waited for.
     """
 
     def __init__(
-        self, *, run: str, term: int, deadlines: Deadlines, software: str, min_workers: int = 1
+        self,
+        *,
+        run: str,
+        term: int,
+        deadlines: Deadlines,
+        software: str,
+        min_workers: int = 1,
+        recovered: Recovered | None = None,
     ) -> None:
         self.run = run
         self.term = term
@@ -106,11 +115,33 @@ class Membership:
         self._change: str = ""  # why the next generation is wanted; empty: it is not
         self._plan_reason = ""
         self._events: deque[dict[str, Any]] = deque(maxlen=50)
+        self._regathering = False  # after a restart: members of the latest generation are waited for
+        if recovered is not None:
+            self._take_up(recovered)
+
+    def _take_up(self, recovered: Recovered) -> None:
+        self.generation, self._reference = recovered.generation, recovered.reference
+        if recovered.finished:
+            self.phase, self.reason = (
+                RunPhase.FINISHED,
+                "the run was finished before the coordinator restarted",
+            )
+        elif recovered.view is not None:
+            self._roster, self._regathering = recovered.roster, True
+            self._view = replace(recovered.view, term=self.term)
+            self._making = _Making.FREEZING
+            self._change = "the coordinator restarted"
+            self.phase = RunPhase.PAUSED
+            self.reason = (
+                f"the coordinator restarted; waiting for {len(recovered.roster)} members to come back"
+            )
 
     # -- interface -----------------------------------------------------------------------------
 
     def start(self, now_s: float) -> list[Effect]:
         body = {"term": self.term, "run": self.run, "software": self._software}
+        if self._regathering:
+            self._making_until_s = now_s + self._deadlines.regather_s
         return self._noted([Journal("term", body), Note("info", "started", dict(body))], now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -290,8 +321,12 @@ class Membership:
             except ConfigError as error:
                 return self._refuse(worker.peer, "ledger", error.reason, error.remedy)
             self._reference = setup
-            facts = {"facts": dict(setup.facts), "ledger": asdict(setup.ledger)}
-            effects += [Journal("run", facts), Note("info", "run_defined", dict(setup.facts))]
+            definition = {
+                "facts": dict(setup.facts),
+                "ledger": asdict(setup.ledger),
+                "global_batch_size": setup.global_batch_size,
+            }
+            effects += [Journal("run", definition), Note("info", "run_defined", dict(setup.facts))]
         differing = _differences(self._reference, setup)
         if differing:
             return self._refuse(
@@ -386,15 +421,25 @@ class Membership:
 
     def _collect(self, now_s: float) -> list[Effect]:
         """FREEZING: once all who live have reported, or time is up, decide (rule 6)."""
-        awaited = [x.peer for x in self._roster if x.peer in self._workers and x.peer not in self._reports]
+        awaited = [
+            x.peer
+            for x in self._roster
+            if x.peer not in self._reports and (self._regathering or x.peer in self._workers)
+        ]
         if awaited and now_s < self._making_until_s:
+            return []
+        nobody = not any(report.synced for report in self._reports.values())
+        something_to_lose = self._view is not None and self._view.applied >= 0
+        if self._regathering and nobody and awaited and something_to_lose:
+            self._making_until_s = now_s + self._deadlines.regather_s
+            self.reason = "nobody who holds the model has come back yet; a new journal begins a new run"
             return []
         effects: list[Effect] = []
         for peer in awaited:
             reason = f"did not report within {self._deadlines.report_s:.1f} s of a FREEZE"
             effects += self._remove(peer, reason, now_s, dismiss=True)
         holders = {p: r for p, r in self._reports.items() if r.synced and p in self._workers}
-        self._making, self._making_until_s = _Making.NONE, math.inf
+        self._making, self._making_until_s, self._regathering = _Making.NONE, math.inf, False
         if not holders:
             return effects + self._start_over(now_s)
         return effects + self._next_generation(holders, now_s)
@@ -446,17 +491,6 @@ class Membership:
         self._made_s = now_s
         self._ready.clear()
         self._finished.clear()
-        body = {
-            "term": self.term,
-            "generation": self.generation,
-            "step": outcome.applied + 1,
-            "verdict": outcome.verdict.name,
-            "decided": asdict(outcome.decided) if outcome.decided else None,
-            "digest": outcome.history.hex(),
-            "members": [{**asdict(x), "peer": x.peer.hex()} for x in self._roster],
-            "ledger": _ledger_json(outcome.ledger),
-            "reason": reason,
-        }
         note = Note(
             "info",
             "generation",
@@ -470,7 +504,7 @@ class Membership:
             },
         )
         view = [Send(member.peer, message) for member in self._roster for message in self._view_messages()]
-        return [Journal("generation", body), note, *view]
+        return [Journal("generation", generation_entry(self._view, self._roster)), note, *view]
 
     def _view_messages(self) -> list[m.Message]:
         assert self._view is not None
@@ -569,10 +603,3 @@ def _differences(reference: m.Setup, setup: m.Setup) -> list[str]:
 def _span(spec: m.LedgerSpec) -> str:
     length = f"{spec.epochs} epochs" if spec.epochs is not None else f"{spec.steps} steps"
     return f"{length} over {spec.size} samples with data seed {spec.seed}"
-
-
-def _ledger_json(state: m.LedgerState) -> dict[str, Any]:
-    body = asdict(state)
-    if state.holders is not None:
-        body["holders"] = [[peer.hex(), [asdict(s) for s in spans]] for peer, spans in state.holders]
-    return body

@@ -12,6 +12,7 @@ position determines, so that sums are exact and every lost or doubled sample sho
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -25,6 +26,7 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import Seat
 from gridtrain.protocol.member import MemberCore
 from gridtrain.protocol.membership import Membership
+from gridtrain.protocol.recovery import recover
 from gridtrain.sim.network import Link, Network
 
 COORDINATOR = b"c" * 32
@@ -70,6 +72,7 @@ class Log:
     joins: int = 0
     crashes: int = 0
     generations: int = 0
+    restarts: int = 0
     state_transfers: int = 0
     refused: list[str] = field(default_factory=list)
 
@@ -233,11 +236,11 @@ class World:
         self._setup = setup
         self._compute_s = compute_s
         self._connections: set[frozenset[m.PeerId]] = set()
-        self.coordinator = Membership(
-            run="sim", term=1, deadlines=self.deadlines, software="sim", min_workers=min_workers
-        )
+        self._min_workers = min_workers
+        self._journal: list[tuple[str, dict[str, Any]]] = []
+        self._term = 0
         self.network.attach(COORDINATOR, self._to_coordinator)
-        self._coordinate(self.coordinator.start(0.0))
+        self.start_coordinator()
         self._coordinator_ticks()
 
     # -- what tests do -----------------------------------------------------------------------------
@@ -288,6 +291,34 @@ class World:
         worker.left = True
         self.crash(peer)
 
+    def start_coordinator(self) -> None:
+        """The first time, or again with what its journal holds; living workers connect again."""
+        self._term += 1
+        self.coordinator = Membership(
+            run="sim",
+            term=self._term,
+            deadlines=self.deadlines,
+            software="sim",
+            min_workers=self._min_workers,
+            recovered=recover(self._journal),
+        )
+        self.coordinator_up = True
+        self._coordinate(self.coordinator.start(self.now_s))
+        for worker in self.alive:
+            self.connect(worker.peer, COORDINATOR)
+
+    def crash_coordinator(self, down_s: float) -> None:
+        """As SIGKILL; it starts again after `down_s`."""
+        if not self.coordinator_up:
+            return
+        self.coordinator_up = False
+        self.log.restarts += 1
+        for pair in sorted((p for p in self._connections if COORDINATOR in p), key=sorted):
+            self._connections.discard(pair)
+            (peer,) = pair - {COORDINATOR}
+            self.network.send(COORDINATOR, peer, _Link(False))
+        self.at(self.now_s + down_s, self.start_coordinator)
+
     def break_edge(self, a: m.PeerId, b: m.PeerId, back_after_s: float) -> None:
         """The connection breaks, what was in flight is lost, and it comes back later."""
         pair = frozenset((a, b))
@@ -313,7 +344,10 @@ class World:
 
     def connect(self, dialler: m.PeerId, peer: m.PeerId) -> None:
         pair = frozenset((dialler, peer))
-        living = all(p == COORDINATOR or (p in self.workers and self.workers[p].alive) for p in pair)
+        living = all(
+            (p == COORDINATOR and self.coordinator_up) or (p in self.workers and self.workers[p].alive)
+            for p in pair
+        )
         if pair in self._connections or not living:
             return
         self._connections.add(pair)
@@ -337,7 +371,7 @@ class World:
 
     def _coordinator_ticks(self) -> None:
         if not self.finished:
-            if self.now_s >= self.coordinator.deadline_s:
+            if self.coordinator_up and self.now_s >= self.coordinator.deadline_s:
                 self._coordinate(self.coordinator.tick(self.now_s))
             self.at(self.now_s + 0.05, self._coordinator_ticks)
 
@@ -353,6 +387,8 @@ class World:
                     worker.handle(io.Heard(src, message))
 
     def _to_coordinator(self, src: m.PeerId, _: m.PeerId, message: Any) -> None:
+        if not self.coordinator_up or not (self.connected(src, COORDINATOR) or message == _Link(False)):
+            return
         match message:
             case _Link(True):
                 event: cio.Event = cio.Up(src)
@@ -367,7 +403,8 @@ class World:
             match effect:
                 case cio.Send(peer, message):
                     self.send(COORDINATOR, peer, message)
-                case cio.Journal("generation", _):
-                    self.log.generations += 1
+                case cio.Journal(kind, body):
+                    self._journal.append((kind, json.loads(json.dumps(body))))  # as a disk gives it back
+                    self.log.generations += kind == "generation"
                 case _:
                     pass

@@ -132,7 +132,10 @@ def trouble(world: World, random: Random, events: int) -> None:
         elif what == "break-coordinator" and members:
             world.break_edge(random.choice(members).peer, b"c" * 32, random.uniform(0.01, 0.3))
 
-    kinds = ("join", "crash", "leave", "break", "break-coordinator")
+        elif what == "restart":
+            world.crash_coordinator(down_s=random.uniform(0.05, 1.5))
+
+    kinds = ("join", "crash", "leave", "break", "break-coordinator", "restart")
     for _ in range(events):
         what = random.choice(kinds)
         world.at(random.uniform(0.2, 6.0), lambda what=what: strike(what))
@@ -213,7 +216,7 @@ def test_promises_hold_under_churn(kind: str, seeds: Seeds) -> None:
         trouble(world, random, events=random.randint(1, 8))
         world.run(300.0)
         check(world, book)
-        for name in ("aborts", "joins", "crashes", "generations", "state_transfers"):
+        for name in ("aborts", "joins", "crashes", "generations", "state_transfers", "restarts"):
             totals[name] += getattr(world.log, name)
     # A sweep in which nothing happened would prove nothing.
     print(f"{kind}: {dict(totals)}")

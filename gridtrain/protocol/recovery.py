@@ -1,0 +1,100 @@
+"""What a coordinator that starts again knows from its journal (commit rule 11).
+
+Decides nothing: it reads the entries that `Membership` wrote as `Journal` effects, in their order.
+The latest VIEW binds, whether or not a member has seen it: who comes back is told it, then frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership_io import RunPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The run as the journal left it.
+
+    Attributes:
+        reference: what all workers must agree with; None: no worker had come yet.
+        generation: the latest; 0: none was made.
+        view, roster: what its members were to be told, which binds; None, (): nobody held the model.
+    """
+
+    reference: m.Setup | None
+    generation: int
+    view: m.View | None
+    roster: tuple[m.Member, ...]
+    finished: bool
+
+
+def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
+    """Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote."""
+    reference: m.Setup | None = None
+    latest: Mapping[str, Any] | None = None
+    state = ""
+    for kind, body in entries:
+        match kind:
+            case "run":
+                facts = tuple((str(name), str(text)) for name, text in body["facts"].items())
+                spec = m.LedgerSpec(**body["ledger"])
+                reference = m.Setup(facts, spec, 0, body["global_batch_size"])
+            case "generation":
+                latest, state = body, ""
+            case "state":
+                state = body["state"]
+    if latest is None:
+        return Recovered(reference, 0, None, (), False)
+    view, roster = _view(latest)
+    if state == RunPhase.WAITING:
+        return Recovered(reference, view.generation, None, (), False)
+    return Recovered(reference, view.generation, view, roster, state == RunPhase.FINISHED)
+
+
+def generation_entry(view: m.View, roster: Sequence[m.Member]) -> dict[str, Any]:
+    """The journal's entry for a generation; JSON-able, and enough for `recover`."""
+    state = asdict(view.ledger)
+    if view.ledger.holders is not None:
+        state["holders"] = [[peer.hex(), [asdict(s) for s in spans]] for peer, spans in view.ledger.holders]
+    return {
+        "term": view.term,
+        "generation": view.generation,
+        "step": view.applied + 1,
+        "verdict": view.verdict.name,
+        "decided": asdict(view.decided) if view.decided is not None else None,
+        "digest": view.history.hex(),
+        "members": [{**asdict(member), "peer": member.peer.hex()} for member in roster],
+        "ledger": state,
+        "reason": view.reason,
+    }
+
+
+def _view(body: Mapping[str, Any]) -> tuple[m.View, tuple[m.Member, ...]]:
+    roster = tuple(m.Member(**{**line, "peer": bytes.fromhex(line["peer"])}) for line in body["members"])
+    view = m.View(
+        term=body["term"],
+        generation=body["generation"],
+        world_size=len(roster),
+        verdict=m.Verdict[body["verdict"]],
+        decided=m.RoundId(**body["decided"]) if body["decided"] is not None else None,
+        applied=body["step"] - 1,
+        history=bytes.fromhex(body["digest"]),
+        ledger=_ledger(body["ledger"]),
+        reason=body["reason"],
+    )
+    return view, roster
+
+
+def _ledger(body: Mapping[str, Any]) -> m.LedgerState:
+    holders = body["holders"]
+    named = None
+    if holders is not None:
+        named = tuple((bytes.fromhex(peer), _spans(spans)) for peer, spans in holders)
+    return m.LedgerState(**{**body, "requeued": _spans(body["requeued"]), "holders": named})
+
+
+def _spans(lines: Iterable[Mapping[str, int]]) -> tuple[m.Span, ...]:
+    return tuple(m.Span(**line) for line in lines)
