@@ -12,6 +12,7 @@ Decides how an ordinary PyTorch loop maps to steps of the run.  The work is done
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import secrets
@@ -323,10 +324,13 @@ class Grid:
             assert picture.open_round is not None
             latest = picture.spans or latest
             yield latest
-            if self._session.picture.applied < picture.open_round.step:
+            steps = self._session.picture.applied + 1 - picture.open_round.step
+            if steps != 1:
                 raise ConfigError(
-                    f"the next batch was asked for before optimizer.step() of step {picture.open_round.step}",
-                    remedy="call optimizer.step() once for each batch, or give grid.batches(accumulate=...)",
+                    f"optimizer.step() was called {steps} times for the batch of step {picture.open_round.step}; "
+                    "each batch is one step",
+                    remedy="call it once for each batch, or once for every a batches of "
+                    "grid.batches(..., accumulate=a)",
                 )
         self._finish()
 
@@ -368,9 +372,16 @@ def _parts(indices: list[int], count: int) -> list[list[int]]:
 
 
 def _optimizer_text(inner: torch.optim.Optimizer) -> str:
-    """For comparison and for people: the kind and its plain options, those of the first group."""
-    group = inner.param_groups[0]
-    options = {k: v for k, v in group.items() if k != "params" and isinstance(v, int | float | str | tuple)}
-    shown = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
-    text = f"{type(inner).__name__}({shown}) in {len(inner.param_groups)} groups"
+    """For comparison and for people: the kind, and what the first group has other than by default."""
+    defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
+    first, *others = inner.param_groups
+    options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}
+    shown = ", ".join(
+        f"{name}={value}"
+        for name, value in sorted(options.items())
+        if name == "lr" or (isinstance(value, int | float | str | tuple) and value != defaults.get(name))
+    )
+    text = f"{type(inner).__name__}({shown})"
+    if others:
+        text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {state_sync.hyper_digest(inner).hex()[:12]}"
     return text if len(text) <= 400 else f"{text[:360]}... {state_sync.hyper_digest(inner).hex()[:12]}"

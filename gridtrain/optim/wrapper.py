@@ -288,7 +288,7 @@ def _refuse_misfits(inner: torch.optim.Optimizer, exchange: Exchange, clip_norm:
         warnings.warn(
             f"{name} after a sparse exchange learns badly, most elements of an update being zero -> "
             "use exchange=Dense(), or SGD with GTopK(momentum=0.9); LocalSteps arrives in a later release",
-            stacklevel=3,
+            stacklevel=4,  # the line that called grid.optimizer(...)
         )
 
 
