@@ -11,7 +11,6 @@ This module is a lazy facade: importing it, or `gridtrain.wire`, never loads tor
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from gridtrain._version import __version__
@@ -25,6 +24,7 @@ from gridtrain.errors import (
     RemoteProtocolError,
     RunPaused,
 )
+from gridtrain.extras import require_torch
 
 if TYPE_CHECKING:
     from gridtrain.optim.grid import Grid, join
@@ -61,9 +61,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'gridtrain' has no attribute {name!r}")
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            f"gridtrain.{name} needs torch, which is not installed here",
-            remedy="pip install 'gridtrain[torch]' (or install the torch build that fits your GPU first)",
-        )
+    require_torch(f"gridtrain.{name}")
     return getattr(importlib.import_module(_LAZY[name]), name)

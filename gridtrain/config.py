@@ -117,6 +117,7 @@ class Deadlines:
     first_step_s: float = 300.0  # (+) patience with a first step (compilation)
     patience_floor_s: float = 5.0  # (+) least patience with a silent member in a round
     patience_factor: float = 8.0  # patience = floor + factor * a usual step's time
+    paused_s: float = 1800.0  # without the coordinator, where it is needed, before a worker gives up
     connect_s: float = 15.0  # first contact with the coordinator
 
 

@@ -72,6 +72,9 @@ def demo(
 
     from gridtrain.demo.main import run_demo
     from gridtrain.demo.orchestrate import Plan
+    from gridtrain.extras import require_torch
+
+    require_torch("gridtrain demo")  # before processes are started that would miss it one by one
 
     names = [name.strip() for name in exchanges.split(",") if name.strip()]
     unknown = [name for name in names if name not in RECIPES]

@@ -244,6 +244,14 @@ class Grid:
         finally:
             self._session.busy(False)
 
+    def mean(self, value: float | torch.Tensor) -> float:
+        """Average of a number over all workers, for logs; all of them must call it at the same place.
+
+        It is no replicated state: if the group changes in that moment, or a worker does not call it,
+        a worker gets its own number back.
+        """
+        return self._session.mean(value.item() if isinstance(value, torch.Tensor) else float(value))
+
     def report(self, **figures: float) -> None:
         """Numbers for `gridtrain status` and the run's owner, such as `loss=...`."""
         self._session.note({name: float(value) for name, value in figures.items()})
@@ -324,10 +332,11 @@ class Grid:
             assert picture.open_round is not None
             latest = picture.spans or latest
             yield latest
-            steps = self._session.picture.applied + 1 - picture.open_round.step
-            if steps != 1:
+            step = picture.open_round.step
+            called = self._session.picture.applied + 1 - step
+            if called != 1:
                 raise ConfigError(
-                    f"optimizer.step() was called {steps} times for the batch of step {picture.open_round.step}; "
+                    f"optimizer.step() was called {called} times for the batch of step {step}; "
                     "each batch is one step",
                     remedy="call it once for each batch, or once for every a batches of "
                     "grid.batches(..., accumulate=a)",
@@ -381,7 +390,7 @@ def _optimizer_text(inner: torch.optim.Optimizer) -> str:
         for name, value in sorted(options.items())
         if name == "lr" or (isinstance(value, int | float | str | tuple) and value != defaults.get(name))
     )
-    text = f"{type(inner).__name__}({shown})"
+    text, settings = f"{type(inner).__name__}({shown})", state_sync.hyper_digest(inner).hex()[:12]
     if others:
-        text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {state_sync.hyper_digest(inner).hex()[:12]}"
-    return text if len(text) <= 400 else f"{text[:360]}... {state_sync.hyper_digest(inner).hex()[:12]}"
+        text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {settings}"
+    return text if len(text) <= 400 else f"{text[:360]}... {settings}"

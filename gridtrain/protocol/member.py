@@ -24,7 +24,9 @@ from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolErro
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Seat
+from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import (
+    AskMean,
     Broke,
     Depart,
     Dial,
@@ -35,6 +37,7 @@ from gridtrain.protocol.member_io import (
     Event,
     GiveState,
     Heard,
+    MeanKnown,
     Note,
     Post,
     Probe,
@@ -83,6 +86,7 @@ class MemberCore:
         self._setup: m.Setup | None = None
         self._edges: Callable[[int, int], frozenset[int]] = lambda rank, world_size: frozenset()
         self._attempts: Attempts | None = None  # of the generation that this worker is in
+        self._means: Means | None = None
         self._pages: dict[int, m.Roster] = {}
         self._early_requests: dict[m.PeerId, m.StateRequest] = {}
         self._up: set[m.PeerId] = set()
@@ -122,6 +126,20 @@ class MemberCore:
     def finished(self) -> bool:
         """The ledger has ended the run, as far as this worker has applied it."""
         return self.synced and self._setup is not None and ledger.finished(self._setup.ledger, self.ledger)
+
+    @property
+    def paused(self) -> str:
+        """Why nothing can go on until the coordinator is back (rule 10); empty: training can."""
+        if self.coordinator in self._up:
+            return ""
+        if self.stage is not Stage.RUNNING:
+            return "the next generation needs the coordinator"
+        missing = self._missing_edges()
+        if missing:
+            return f"{len(missing)} of this worker's peers are gone, and only the coordinator can plan without them"
+        return (
+            "a step cannot be committed, and only the coordinator can freeze it" if self._stall_told else ""
+        )
 
     def assignment(self) -> dict[m.PeerId, tuple[m.Span, ...]]:
         """Who holds which positions of the open step: a pure function of replicated state."""
@@ -175,6 +193,10 @@ class MemberCore:
                 return self._maybe_ready()
             case Pulse():
                 return self._pulse(event, now_s)
+            case AskMean(step, index, value):
+                if self._means is None or self.stage is not Stage.RUNNING:
+                    return [MeanKnown(None)]
+                return self._means.ask((step, index), value)
             case Probed(rtt_s):
                 return [Post(self.coordinator, m.Links(rtt_s))]
             case Depart(reason):
@@ -213,6 +235,10 @@ class MemberCore:
             case m.Progress():
                 mine.progressed(peer, message, now_s)
                 return []
+            case m.MeanAsk():
+                return self._means.asked(peer, message) if self._means is not None else []
+            case m.MeanTell():
+                return self._means.told(message) if self._means is not None else []
             case m.StateRequest(term, generation):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
                 return [GiveState(peer, term, generation)] if current and self.synced else []
@@ -265,6 +291,7 @@ class MemberCore:
             return []
         if self.stage in (Stage.RUNNING, Stage.FORMING):
             self.stage = Stage.FROZEN
+        given_up = self._means.give_up() if self._means is not None else []
         mine = self._attempts
         prepared = mine.prepared if mine is not None else None
         report = m.Report(
@@ -278,7 +305,7 @@ class MemberCore:
             digest=prepared.digest if prepared is not None else b"",
             skip=mine.skip if mine is not None and prepared is not None else False,
         )
-        return [Note("frozen", {"reason": reason}), Post(self.coordinator, report)]
+        return [Note("frozen", {"reason": reason}), Post(self.coordinator, report), *given_up]
 
     def _view(self, view: m.View, now_s: float) -> list[Effect]:
         if view.term < self.term or view.generation <= self.generation:
@@ -290,7 +317,8 @@ class MemberCore:
         if len(roster) != view.world_size or seat.rank_of(self.me) is None:
             raise RemoteProtocolError(f"VIEW of {view.world_size} came with a roster of {len(roster)}")
         effects = self._execute_verdict(view)
-        self._attempts = Attempts(seat, view.applied + 1)
+        effects += self._means.give_up() if self._means is not None else []
+        self._attempts, self._means = Attempts(seat, view.applied + 1), Means(seat)
         self.term, self.ledger, self.stage = view.term, view.ledger, Stage.FORMING
         self._stall_told = self._ready_sent = False
         self._edges_down_since_s, self._step_began_s = now_s, None

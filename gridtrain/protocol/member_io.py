@@ -94,6 +94,15 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
+class AskMean:
+    """The trainer's number for the `index`-th average of this step; `MeanKnown` answers."""
+
+    step: int
+    index: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class Depart:
     reason: str
 
@@ -103,7 +112,9 @@ class Probed:
     rtt_s: tuple[tuple[m.PeerId, float], ...]
 
 
-Event = Heard | EdgeUp | EdgeDown | Enter | Submit | Sealed | Broke | Restored | Pulse | Depart | Probed
+Event = (
+    Heard | EdgeUp | EdgeDown | Enter | Submit | Sealed | Broke | Restored | Pulse | AskMean | Depart | Probed
+)
 
 
 # -- effects -----------------------------------------------------------------------------------
@@ -152,6 +163,13 @@ class Resolve:
 
 
 @dataclass(frozen=True, slots=True)
+class MeanKnown:
+    """The average that the trainer waits for; None: given up, the generation ends."""
+
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Dial:
     peer: m.PeerId
     address: str
@@ -193,4 +211,4 @@ class Note:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Effect = Post | Ship | Fill | Seal | Resolve | Dial | Probe | GiveState | TakeBlock | Stop | Note
+Effect = Post | Ship | Fill | Seal | Resolve | MeanKnown | Dial | Probe | GiveState | TakeBlock | Stop | Note

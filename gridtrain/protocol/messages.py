@@ -5,7 +5,7 @@ bound on its fields, is `gridtrain.wire.codec`; what it means is PROTOCOL.md.
 
     worker -> coordinator   Join Setup Links Beat Report Ready Stalled Leave Finished StatusRequest
     coordinator -> worker   Welcome Refused Admitted BeatReply Freeze Roster View Start RunState StatusReply
-    worker <-> worker       Data Vote Decision Progress Ping Pong StateRequest StateBlock
+    worker <-> worker       Data Vote Decision Progress MeanAsk MeanTell Ping Pong StateRequest StateBlock
     both                    Hello (the first message on every connection: who speaks)
 """
 
@@ -374,6 +374,28 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class MeanAsk:
+    """To the root: my number for the `index`-th average of this step; for people, not for the model."""
+
+    term: int
+    generation: int
+    step: int
+    index: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeanTell:
+    """From the root: the average over the generation."""
+
+    term: int
+    generation: int
+    step: int
+    index: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     nonce: int
 
@@ -428,6 +450,8 @@ Message = (
     | Vote
     | Decision
     | Progress
+    | MeanAsk
+    | MeanTell
     | Ping
     | Pong
     | StateRequest

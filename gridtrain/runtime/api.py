@@ -45,6 +45,7 @@ class GroupSession:
         self._turn: Picture | None = None
         self._entered = False
         self._ended = False
+        self._mean_step = self._mean_index = 0
 
     def start(self) -> None:
         """See `Driver.start`."""
@@ -140,6 +141,15 @@ class GroupSession:
     def note(self, figures: Mapping[str, float]) -> None:
         """Figures for `gridtrain status`."""
         self._driver.note(figures)
+
+    def mean(self, value: float) -> float:
+        """Average over the workers, for people: `value` itself where the group changes meanwhile."""
+        picture = self._driver.look()
+        step = picture.applied + 1
+        self._mean_index = self._mean_index + 1 if self._mean_step == step else 0
+        self._mean_step = step
+        mean = self._driver.mean(step, self._mean_index, value, self.config.deadlines.first_step_s)
+        return value if mean is None else mean
 
     # -- what people ask ---------------------------------------------------------------------------
 

@@ -21,7 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gridtrain.config import JoinConfig
-from gridtrain.errors import CoordinatorUnreachable, GridtrainError, RemoteProtocolError, TransportError
+from gridtrain.errors import (
+    CoordinatorUnreachable,
+    GridtrainError,
+    RemoteProtocolError,
+    RunPaused,
+    TransportError,
+)
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
@@ -98,6 +104,7 @@ class Driver:
         self._stopping = False
         self._open: _OpenRound | None = None
         self._ended: list[tuple[_OpenRound, RoundOutcome]] = []
+        self._mean: list[float | None] = []  # the answer that the trainer waits for
         self._prober = Prober()
         self._intake = StateIntake()
         self._outlet = StateOutlet()
@@ -105,6 +112,7 @@ class Driver:
         self._inside = False  # the trainer waits in one of our calls
         self._busy = False  # it is in a long computation that it has announced
         self._moved_bytes = 0
+        self._paused_since_s: float | None = None
         self._figures: dict[str, float] = {}
         self._pulse_s = 0.0
         self._assigned: tuple[m.RoundId, tuple[m.Span, ...], int] | None = None
@@ -178,6 +186,14 @@ class Driver:
         self.wait(lambda _: mine.outcome is not None)
         assert mine.outcome is not None
         return mine.outcome
+
+    def mean(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
+        """The group's average of `value`; None if the generation ended, or nobody answered in time."""
+        with self._changed:
+            self._mean = []
+        self.command(io.AskMean(step, index, value))
+        self.wait(lambda _: bool(self._mean), timeout_s)
+        return self._mean[0] if self._mean else None
 
     def give_state(self, generation: int, blobs: Sequence[bytes | memoryview]) -> None:
         """The trainer captured its state for the joiners of `generation`."""
@@ -262,6 +278,24 @@ class Driver:
             self._progress += self._outlet.pump(self._transport)
             if self._core.stage is io.Stage.RUNNING:
                 self._outlet.forget()
+            self._mind_pause(self._core.paused, now_s)
+
+    def _mind_pause(self, why: str, now_s: float) -> None:
+        """Say once that the run is paused, and give up after a long time (rule 10)."""
+        if not why:
+            if self._paused_since_s is not None:
+                log.warning("the coordinator is back")
+            self._paused_since_s = None
+            return
+        if self._paused_since_s is None:
+            self._paused_since_s = now_s
+            log.warning("paused: %s; waiting for %s to come back", why, self._config.coordinator)
+        limit_s = self._config.deadlines.paused_s
+        if now_s - self._paused_since_s >= limit_s:
+            raise RunPaused(
+                f"paused for {limit_s:.0f} s: {why}, and nobody answers at {self._config.coordinator}",
+                remedy="start the coordinator again with its journal, then this worker",
+            )
 
     def _beat(self) -> None:
         traffic = self.traffic
@@ -341,6 +375,10 @@ class Driver:
                 return self._seal(skip)
             case io.Resolve(round_id, committed, skip, reason):
                 self._resolve(round_id, committed, skip, reason)
+            case io.MeanKnown(value):
+                with self._changed:
+                    self._mean.append(value)
+                    self._changed.notify_all()
             case io.Dial(peer, address):
                 self._transport.dial(peer, address)
             case io.Probe(targets):

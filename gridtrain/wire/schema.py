@@ -160,4 +160,6 @@ MESSAGES: dict[int, Record] = {
     57: Record(
         m.StateBlock, _block_is_one_of, term=UINT, generation=UINT, index=COUNT, total=POSITIVE, payload=FRAME
     ),
+    58: Record(m.MeanAsk, term=UINT, generation=UINT, step=UINT, index=COUNT, value=REAL),
+    59: Record(m.MeanTell, term=UINT, generation=UINT, step=UINT, index=COUNT, value=REAL),
 }

@@ -1,0 +1,50 @@
+"""`grid.mean`: who asks, who answers, and when it is given up."""
+
+from __future__ import annotations
+
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.attempts import Seat
+from gridtrain.protocol.means import MAX_OPEN, Means
+from gridtrain.protocol.member_io import MeanKnown, Post
+
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+ROSTER = tuple(m.Member(peer, "", "", 1, False) for peer in (A, B, C))
+
+
+def means(me: m.PeerId) -> Means:
+    return Means(Seat(me, 1, 5, ROSTER))
+
+
+def ask(value: float, *, step: int = 7, generation: int = 5) -> m.MeanAsk:
+    return m.MeanAsk(1, generation, step, 0, value)
+
+
+def test_the_root_tells_all_once_all_have_asked() -> None:
+    root, tell = means(A), m.MeanTell(1, 5, 7, 0, 2.0)
+    assert root.asked(B, ask(3.0)) == []
+    assert root.ask((7, 0), 1.0) == []
+    assert root.asked(C, ask(2.0)) == [MeanKnown(2.0), Post(B, tell), Post(C, tell)]
+
+
+def test_a_member_asks_the_root_and_waits_for_its_answer() -> None:
+    member = means(B)
+    assert member.ask((7, 0), 3.0) == [Post(A, ask(3.0))]
+    assert member.told(m.MeanTell(1, 5, 6, 0, 9.0)) == []  # of an earlier step
+    assert member.told(m.MeanTell(1, 4, 7, 0, 9.0)) == []  # of an earlier generation
+    assert member.told(m.MeanTell(1, 5, 7, 0, 2.0)) == [MeanKnown(2.0)]
+    assert member.told(m.MeanTell(1, 5, 7, 0, 2.0)) == []  # told twice
+
+
+def test_the_end_of_a_generation_gives_it_up() -> None:
+    member = means(B)
+    assert member.give_up() == []
+    member.ask((7, 0), 3.0)
+    assert member.give_up() == [MeanKnown(None)]
+
+
+def test_what_is_open_at_the_root_is_bounded() -> None:
+    root = means(A)
+    for step in range(10 * MAX_OPEN):
+        root.asked(B, ask(1.0, step=step))
+    assert len(root._asked) == MAX_OPEN
+    assert root.asked(B, ask(1.0, generation=4)) == []
