@@ -136,7 +136,7 @@ class MemberCore:
             return "the next generation needs the coordinator"
         missing = self._missing_edges()
         if missing:
-            return f"{len(missing)} of this worker's peers are gone, and only the coordinator can plan without them"
+            return f"{len(missing)} peers are gone, and only the coordinator can plan without them"
         return (
             "a step cannot be committed, and only the coordinator can freeze it" if self._stall_told else ""
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 from typing import Any
 
@@ -40,6 +40,7 @@ from gridtrain.protocol.membership_io import (
 )
 from gridtrain.protocol.planner import order_ring
 from gridtrain.protocol.recovery import Recovered, generation_entry
+from gridtrain.protocol.roll import Worker, differences, latencies, shares
 from gridtrain.protocol.round import HISTORY_START
 from gridtrain.protocol.verdict import Outcome, judge
 
@@ -52,24 +53,6 @@ class _Making(StrEnum):
     NONE = "none"
     FREEZING = "freezing"  # REPORTs are awaited
     FORMING = "forming"  # READYs are awaited
-
-
-@dataclass(slots=True)
-class _Worker:
-    peer: m.PeerId
-    name: str
-    address: str
-    joined_s: float
-    heard_s: float
-    setup: m.Setup | None = None
-    admitted: bool = False  # its set-up fits and its links are known, or their deadline has passed
-    probe_until_s: float = math.inf
-    lost_s: float | None = None  # the connection broke then
-    progress: int = 0
-    moved_s: float = 0.0
-    step: int = 0
-    figures: dict[str, float] = field(default_factory=dict)
-    rtt_s: dict[m.PeerId, float] = field(default_factory=dict)
 
 
 class Membership:
@@ -102,7 +85,7 @@ class Membership:
         self._deadlines = deadlines
         self._software = software
         self._min_workers = min_workers
-        self._workers: dict[m.PeerId, _Worker] = {}
+        self._workers: dict[m.PeerId, Worker] = {}
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
         self._making = _Making.NONE
@@ -169,10 +152,9 @@ class Membership:
         effects: list[Effect] = []
         limits = self._deadlines
         for worker in list(self._workers.values()):
-            if worker.lost_s is not None and now_s - worker.lost_s >= limits.regreet_s:
-                effects += self._remove(worker.peer, "its connection broke and did not come back", now_s)
-            elif now_s - worker.heard_s >= limits.silence_s:
-                effects += self._remove(worker.peer, f"silent for {limits.silence_s:.1f} s", now_s)
+            gone = worker.gone(limits, now_s)
+            if gone:
+                effects += self._remove(worker.peer, gone, now_s)
             elif not worker.admitted and now_s >= worker.probe_until_s:
                 worker.admitted = True
         return self._noted(effects + self._go_on(now_s), now_s)
@@ -181,13 +163,7 @@ class Membership:
     def deadline_s(self) -> float:
         """When `tick` has something to do; infinite if nothing is waited for."""
         limits = self._deadlines
-        times = [self._making_until_s]
-        for worker in self._workers.values():
-            times.append(worker.heard_s + limits.silence_s)
-            if worker.lost_s is not None:
-                times.append(worker.lost_s + limits.regreet_s)
-            if not worker.admitted:
-                times.append(worker.probe_until_s)
+        times = [self._making_until_s, *(worker.deadline_s(limits) for worker in self._workers.values())]
         enough = self._roster or sum(w.admitted for w in self._workers.values()) >= self._min_workers
         if self._making is _Making.NONE and self._change and enough and self.phase is not RunPhase.FINISHED:
             times.append(self._may_make_at_s())
@@ -208,26 +184,8 @@ class Membership:
             "finished": self.phase is RunPhase.FINISHED,
             "facts": dict(self._reference.facts) if self._reference else {},
             "plan_reason": self._plan_reason,
-            "members": [self._line(w, rank_of.get(w.peer), now_s) for w in self._workers.values()],
+            "members": [w.line(rank_of.get(w.peer), self._roster, now_s) for w in self._workers.values()],
             "events": list(self._events),
-        }
-
-    def _line(self, worker: _Worker, rank: int | None, now_s: float) -> dict[str, Any]:
-        state = "active" if rank is not None else "admitted" if worker.admitted else "joining"
-        if worker.lost_s is not None:
-            state = "suspect"
-        share = self._roster[rank].share if rank is not None else 0
-        return {
-            "rank": rank,
-            "name": worker.name,
-            "peer": worker.peer.hex()[:12],
-            "state": state,
-            "address": worker.address,
-            "share": share,
-            "step": worker.step,
-            "progress": worker.progress,
-            "last_heard_s": round(now_s - worker.heard_s, 3),
-            "figures": worker.figures,
         }
 
     def _noted(self, effects: list[Effect], now_s: float) -> list[Effect]:
@@ -288,7 +246,7 @@ class Membership:
             )
         worker = self._workers.get(peer)
         if worker is None:
-            worker = _Worker(peer, join.name, join.address, now_s, now_s)
+            worker = Worker(peer, join.name, join.address, now_s, now_s)
             self._workers[peer] = worker
         worker.address, worker.lost_s = join.address, None
         state = Send(peer, m.RunState(str(self.phase), self.reason))
@@ -313,7 +271,7 @@ class Membership:
         note = Note("warning", "refused", {"peer": peer.hex()[:12], "code": code, "reason": reason})
         return [note, Send(peer, m.Refused(code, reason, remedy))]
 
-    def _set_up(self, worker: _Worker, setup: m.Setup, now_s: float) -> list[Effect]:
+    def _set_up(self, worker: Worker, setup: m.Setup, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
         if self._reference is None:
             try:
@@ -327,7 +285,7 @@ class Membership:
                 "global_batch_size": setup.global_batch_size,
             }
             effects += [Journal("run", definition), Note("info", "run_defined", dict(setup.facts))]
-        differing = _differences(self._reference, setup)
+        differing = differences(self._reference, setup)
         if differing:
             return self._refuse(
                 worker.peer,
@@ -340,7 +298,7 @@ class Membership:
         worker.probe_until_s = now_s + self._deadlines.probe_s
         return [*effects, Send(worker.peer, m.Admitted(others))]
 
-    def _stalled(self, worker: _Worker, stalled: m.Stalled, now_s: float) -> list[Effect]:
+    def _stalled(self, worker: Worker, stalled: m.Stalled, now_s: float) -> list[Effect]:
         """A round hangs.  Who showed no progress all that time is taken out; the rest start anew."""
         if stalled.round.generation != self.generation or self._making is not _Making.NONE:
             return []
@@ -446,9 +404,9 @@ class Membership:
 
     def _next_generation(self, reports: dict[m.PeerId, m.Report], now_s: float) -> list[Effect]:
         assert self._reference is not None
-        shares = [(member.peer, member.share) for member in self._roster]
-        eldest_first = sorted(reports, key=self._seniority)
-        outcome = judge({peer: reports[peer] for peer in eldest_first}, self._reference.ledger, shares)
+        held = [(member.peer, member.share) for member in self._roster]
+        eldest_first = {peer: reports[peer] for peer in sorted(reports, key=self._seniority)}
+        outcome = judge(eldest_first, self._reference.ledger, held)
         return self._make(outcome, now_s)
 
     def _first_generation(self, now_s: float) -> list[Effect]:
@@ -464,16 +422,17 @@ class Membership:
     def _make(self, outcome: Outcome, now_s: float) -> list[Effect]:
         """Journal the next generation, then tell its members (rule 7)."""
         holding = outcome.holders
-        names = {member.peer for member in self._roster} | {
-            w.peer for w in self._workers.values() if w.admitted
-        }
-        peers = sorted((p for p in names if p in self._workers), key=self._seniority)
-        plan = order_ring(self._latencies(), peers, min(holding, key=self._seniority))
+        current = {member.peer for member in self._roster}
+        taking_part = (w.peer for w in self._workers.values() if w.admitted or w.peer in current)
+        peers = sorted(taking_part, key=self._seniority)
+        plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
         self.generation += 1
+        ordered = [self._workers[peer] for peer in plan.order]
+        total = self._reference.global_batch_size if self._reference is not None else None
         self._roster = tuple(
-            m.Member(p, self._workers[p].name, self._workers[p].address, share, p not in holding)
-            for p, share in zip(plan.order, self._shares(plan.order), strict=True)
+            m.Member(w.peer, w.name, w.address, share, joining=w.peer not in holding)
+            for w, share in zip(ordered, shares(ordered, total), strict=True)
         )
         reason, self._change = self._change, ""
         self._view = m.View(
@@ -514,17 +473,6 @@ class Membership:
             for page, members in enumerate(pages)
         ]
         return [*rosters, self._view]
-
-    def _shares(self, order: tuple[m.PeerId, ...]) -> list[int]:
-        """Batch sizes in rank order: each worker's own, or the global one dealt out evenly."""
-        setups = [self._workers[p].setup for p in order]
-        total = self._reference.global_batch_size if self._reference else None
-        if total is not None:
-            return [total // len(order) + (rank < total % len(order)) for rank in range(len(order))]
-        return [setup.batch_size if setup is not None else 0 for setup in setups]
-
-    def _latencies(self) -> dict[tuple[m.PeerId, m.PeerId], float]:
-        return {(w.peer, other): rtt_s for w in self._workers.values() for other, rtt_s in w.rtt_s.items()}
 
     def _await_ready(self, now_s: float) -> list[Effect]:
         """FORMING: START when all are READY with one history; else the next generation without them."""
@@ -585,21 +533,3 @@ class Membership:
             Note("info", "finished", {"reason": self.reason}),
             *(Send(peer, m.RunState(str(self.phase), self.reason)) for peer in self._workers),
         ]
-
-
-def _differences(reference: m.Setup, setup: m.Setup) -> list[str]:
-    """What differs from the run as the first worker defined it, in words."""
-    ours, theirs = dict(reference.facts), dict(setup.facts)
-    ours["end of the run"], theirs["end of the run"] = (_span(x.ledger) for x in (reference, setup))
-    ours["global batch size"] = str(reference.global_batch_size)
-    theirs["global batch size"] = str(setup.global_batch_size)
-    return [
-        f"{name} is {theirs.get(name, 'missing')} here and {ours.get(name, 'missing')} in the run"
-        for name in dict.fromkeys((*ours, *theirs))
-        if ours.get(name) != theirs.get(name)
-    ]
-
-
-def _span(spec: m.LedgerSpec) -> str:
-    length = f"{spec.epochs} epochs" if spec.epochs is not None else f"{spec.steps} steps"
-    return f"{length} over {spec.size} samples with data seed {spec.seed}"

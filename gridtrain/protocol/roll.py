@@ -1,0 +1,102 @@
+"""The coordinator's roll: what it knows of each worker, and what follows from that alone.
+
+Decides when a worker is held for gone, what it takes of a step, and whether it trains the same thing
+as the others.  Never decides who is a member: that is `protocol.membership`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gridtrain.config import Deadlines
+from gridtrain.protocol import messages as m
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker that has joined.
+
+    Attributes:
+        admitted: its set-up fits, and its links are known or the time for measuring them is over.
+        lost_s: when its connection broke; None: it has one.
+        progress, moved_s: the latest of its beats that showed progress, and when.
+    """
+
+    peer: m.PeerId
+    name: str
+    address: str
+    joined_s: float
+    heard_s: float
+    setup: m.Setup | None = None
+    admitted: bool = False
+    probe_until_s: float = math.inf
+    lost_s: float | None = None
+    progress: int = 0
+    moved_s: float = 0.0
+    step: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+    rtt_s: dict[m.PeerId, float] = field(default_factory=dict)
+
+    def gone(self, limits: Deadlines, now_s: float) -> str:
+        """Why this worker is held for gone; empty: it is not."""
+        if self.lost_s is not None and now_s - self.lost_s >= limits.regreet_s:
+            return "its connection broke and did not come back"
+        return f"silent for {limits.silence_s:.1f} s" if now_s - self.heard_s >= limits.silence_s else ""
+
+    def deadline_s(self, limits: Deadlines) -> float:
+        """When to look at this worker again."""
+        back_by_s = self.lost_s + limits.regreet_s if self.lost_s is not None else math.inf
+        measured_by_s = math.inf if self.admitted else self.probe_until_s
+        return min(self.heard_s + limits.silence_s, back_by_s, measured_by_s)
+
+    def line(self, rank: int | None, roster: Sequence[m.Member], now_s: float) -> dict[str, Any]:
+        """For `gridtrain status`; JSON-able."""
+        state = "active" if rank is not None else "admitted" if self.admitted else "joining"
+        return {
+            "rank": rank,
+            "name": self.name,
+            "peer": self.peer.hex()[:12],
+            "state": "suspect" if self.lost_s is not None else state,
+            "address": self.address,
+            "share": roster[rank].share if rank is not None else 0,
+            "step": self.step,
+            "progress": self.progress,
+            "last_heard_s": round(now_s - self.heard_s, 3),
+            "figures": self.figures,
+        }
+
+
+def latencies(workers: Iterable[Worker]) -> dict[tuple[m.PeerId, m.PeerId], float]:
+    """Round trips in seconds by directed pair."""
+    return {(worker.peer, other): rtt_s for worker in workers for other, rtt_s in worker.rtt_s.items()}
+
+
+def shares(workers: Sequence[Worker], global_batch_size: int | None) -> list[int]:
+    """Batch sizes in the workers' order: each one's own, or the global one dealt out evenly."""
+    if global_batch_size is not None:
+        each, more = divmod(global_batch_size, len(workers))
+        return [each + (rank < more) for rank in range(len(workers))]
+    return [worker.setup.batch_size if worker.setup is not None else 0 for worker in workers]
+
+
+def differences(reference: m.Setup, setup: m.Setup) -> list[str]:
+    """What differs from the run as the first worker defined it, in words."""
+    run, here = _described(reference), _described(setup)
+    return [
+        f"{name} is {here.get(name, 'missing')} here and {run.get(name, 'missing')} in the run"
+        for name in dict.fromkeys((*run, *here))
+        if run.get(name) != here.get(name)
+    ]
+
+
+def _described(setup: m.Setup) -> dict[str, str]:
+    spec = setup.ledger
+    length = f"{spec.epochs} epochs" if spec.epochs is not None else f"{spec.steps} steps"
+    return {
+        **dict(setup.facts),
+        "end of the run": f"{length} over {spec.size} samples with data seed {spec.seed}",
+        "global batch size": str(setup.global_batch_size),
+    }
