@@ -71,8 +71,8 @@ def refuse_fork(plan: StepPlan, sums: DenseWorkspace) -> None:
     raise ConfigError(
         f"step {plan.step} cannot be committed: rank {plan.rank} has {mine}, but {len(staying)} of "
         f"{plan.world_size} workers (rank {staying[0]}) have {theirs}; they go on without rank {plan.rank}",
-        remedy="change the optimizer's settings on all workers alike: step schedulers by a number that all "
-        "share (ReduceLROnPlateau: the loss over the same held-out samples on every worker)",
+        remedy="change the optimizer's settings on all workers alike: step ReduceLROnPlateau by "
+        "grid.mean(loss), and name schedulers in grid.track(scheduler=...) for workers that join later",
     )
 
 

@@ -33,6 +33,7 @@ TABLE: dict[str, str] = {
     "gridtrain._version":           "",
     "gridtrain.errors":             "",
     "gridtrain.config":             "",
+    "gridtrain.extras":             "",
     "gridtrain.protocol":           "",
     "gridtrain.wire":               "gridtrain.protocol.messages msgpack",
     "gridtrain.wire.sparse":        "gridtrain.protocol.messages numpy",

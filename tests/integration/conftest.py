@@ -1,0 +1,258 @@
+"""Groups of real processes on loopback: a coordinator, worker agents, and the training scripts in them.
+
+    with new_group(min_workers=2) as group:       gridtrain coordinator --listen tcp://127.0.0.1:0 ...
+        group.add("anna", exchange="dense", ...)      gridtrain worker ADDRESS -- python scripts/train.py ...
+        group.add("bert", ...)
+        group.wait("a step", lambda: ...)             until a line of somebody's output makes it true
+        ended = group.finish()                        until all have exited
+
+Nothing here sleeps or polls: whoever waits is woken by the next line or the end of an output.  Every wait
+ends at the group's deadline, or when a program fails, with the ends of all logs.  Leaving the `with` ends
+what was started, by its process id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+CLI = (sys.executable, "-m", "gridtrain.cli")
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+DEADLINE_S = 150.0
+CLEANUP_S = 10.0
+TAIL_LINES = 15
+
+_ADDRESS = re.compile(r"coordinated at (tcp://\S+:\d+)")
+
+Line = dict[str, Any]
+
+
+def environment() -> dict[str, str]:
+    """Ours without the settings of another run; one thread for each worker, as they share the cores."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRIDTRAIN_")}
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Program:
+    """A started process, and what it and its children have written to stdout and stderr so far.
+
+    Attributes:
+        lines: those that are JSON objects, parsed.
+        text: the others.
+        code: exit code, once it has ended and nobody holds its outputs open; None before.
+    """
+
+    def __init__(self, name: str, argv: tuple[str, ...], changed: threading.Condition) -> None:
+        self.name = name
+        self.lines: list[Line] = []
+        self.text: list[str] = []
+        self.code: int | None = None
+        self._changed = changed
+        self.process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self._errors = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
+        self._output = threading.Thread(target=self._read_all, args=(self.process.stdout,), daemon=True)
+        self._errors.start()
+        self._output.start()
+
+    def marked(self, mark: str, exchange: str = "") -> list[Line]:
+        """The training script's lines of one kind, of all its runs or of one."""
+        lines = [line for line in self.lines if line.get("mark") == mark]
+        return [line for line in lines if exchange in ("", line.get("exchange"))]
+
+    def said(self) -> str:
+        return "\n".join(self.text)
+
+    def tail(self) -> str:
+        marks = [json.dumps(line)[:300] for line in self.lines[-TAIL_LINES:]]
+        heading = f"--- {self.name}: exit code {self.code}"
+        return "\n".join([heading, *marks, "... and as text:", *self.text[-TAIL_LINES:]])
+
+    def end(self) -> None:
+        """Two different signals: the agent kills its script at the second one."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if self.process.poll() is None:
+                self.process.send_signal(number)
+        self._output.join(CLEANUP_S)
+        if self.process.poll() is None:
+            self.process.kill()  # of an agent: its watchdog then ends the script
+        self.process.wait(CLEANUP_S)
+        self._output.join(CLEANUP_S)
+
+    def _read(self, pipe: IO[str]) -> None:
+        with pipe:
+            for text in pipe:
+                line = _json_object(text)
+                with self._changed:
+                    if line is None:
+                        self.text.append(text.rstrip())
+                    else:
+                        self.lines.append(line)
+                    self._changed.notify_all()
+
+    def _read_all(self, pipe: IO[str]) -> None:
+        self._read(pipe)
+        self._errors.join()
+        code = self.process.wait()
+        with self._changed:
+            self.code = code
+            self._changed.notify_all()
+
+
+def _json_object(text: str) -> Line | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
+class Gate:
+    """A FIFO that a script waits at.  We hold both ends, so that opening it never blocks."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.path = str(path)
+        self._fd = os.open(path, os.O_RDWR)
+
+    def open(self) -> None:
+        os.write(self._fd, b"\n")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Group:
+    """See the module's text.  `codes`: exit codes that workers may end with."""
+
+    def __init__(self, folder: Path, *, min_workers: int, codes: frozenset[int] = frozenset({0})) -> None:
+        self.folder = folder
+        self.workers: dict[str, Program] = {}
+        self._codes = codes
+        self._changed = threading.Condition()
+        self._until_s = time.monotonic() + DEADLINE_S
+        self._gates: list[Gate] = []
+        place = ("--listen", "tcp://127.0.0.1:0", "--journal", str(folder / "journal.sqlite"))
+        ends = ("--min-workers", str(min_workers), "--exit-when-finished")
+        self.coordinator = Program("coordinator", (*CLI, "coordinator", *place, *ends), self._changed)
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for program in (*self.workers.values(), self.coordinator):
+            program.end()
+        for gate in self._gates:
+            gate.close()
+
+    def add(self, name: str, *more_runs: dict[str, Any], **options: Any) -> Program:
+        """Start one more worker; `options` are those of `scripts/train.py`, `more_runs` of further runs."""
+        runs = [json.dumps(run) for run in (options, *more_runs)]
+        agent = (*CLI, "worker", self.address(), "--name", name, "--export-dir", str(self.folder))
+        argv = (*agent, "--", sys.executable, str(SCRIPT), *runs)
+        self.workers[name] = Program(name, argv, self._changed)
+        return self.workers[name]
+
+    def address(self) -> str:
+        """Where the coordinator's greeting says that it is."""
+        self.wait("the coordinator's greeting", lambda: _ADDRESS.search(self.coordinator.said()) is not None)
+        found = _ADDRESS.search(self.coordinator.said())
+        assert found is not None
+        return found[1]
+
+    def gate(self) -> Gate:
+        gate = Gate(self.folder / f"gate-{len(self._gates)}")
+        self._gates.append(gate)
+        return gate
+
+    def events(self, event: str) -> list[Line]:
+        """The fields of the coordinator's log lines of one kind."""
+        return [line["fields"] for line in self.coordinator.lines if line.get("event") == event]
+
+    def wait(self, what: str, true: Callable[[], bool]) -> None:
+        """Until `true()`; fails at the deadline, or when that cannot come any more."""
+        with self._changed:
+            while not true():
+                failed = [p.name for p in self.workers.values() if p.code not in {None, *self._codes}]
+                if self.coordinator.code not in (None, 0):
+                    failed.append("coordinator")
+                if failed:
+                    self.fail(f"waiting for {what}: {', '.join(failed)} failed")
+                left_s = self._until_s - time.monotonic()
+                if left_s <= 0:
+                    self.fail(f"waiting for {what}: not within {DEADLINE_S:.0f} s")
+                self._changed.wait(left_s)
+
+    def finish(self) -> list[Line]:
+        """Wait until everybody has exited, the coordinator with 0; the "end" of those who reached it."""
+        programs = (*self.workers.values(), self.coordinator)
+        self.wait("the end", lambda: all(program.code is not None for program in programs))
+        codes = {program.name: program.code for program in programs}
+        if self.coordinator.code != 0 or not {p.code for p in self.workers.values()} <= self._codes:
+            self.fail(f"exit codes are {codes}")
+        return [end for program in self.workers.values() for end in program.marked("end")]
+
+    def fail(self, reason: str) -> None:
+        tails = "\n".join(program.tail() for program in (self.coordinator, *self.workers.values()))
+        pytest.fail(f"{reason}\n{tails}", pytrace=False)
+
+    # -- what the scripts saw ------------------------------------------------------------------------
+
+    def committed(self) -> list[tuple[int, ...]]:
+        """All committed attempts (generation, step, attempt), in order: those that anybody applied."""
+        outcomes = [line for p in self.workers.values() for line in p.marked("outcome")]
+        return sorted({tuple(line["round"]) for line in outcomes if line["committed"]})
+
+    def samples_by_round(self) -> dict[tuple[int, ...], list[int]]:
+        """The samples that went into each committed attempt, of all its workers."""
+        taken: dict[tuple[int, ...], list[int]] = {name: [] for name in self.committed()}
+        for program in self.workers.values():
+            for line in program.marked("round"):
+                if (name := tuple(line["round"])) in taken:
+                    taken[name] += line["samples"]
+        return taken
+
+    def stalls_s(self, at_s: float) -> dict[str, float]:
+        """Of each worker that lived on: seconds from its last commit before `at_s` to its next one."""
+        stalls_s: dict[str, float] = {}
+        for name, program in self.workers.items():
+            commits_s = [line["at_s"] for line in program.marked("outcome") if line["committed"]]
+            for before_s, after_s in itertools.pairwise(commits_s):
+                if before_s < at_s <= after_s:
+                    stalls_s[name] = round(after_s - before_s, 2)
+        return stalls_s
+
+
+NewGroup = Callable[..., contextlib.AbstractContextManager[Group]]
+
+
+@pytest.fixture(scope="session")
+def new_group(tmp_path_factory: pytest.TempPathFactory) -> NewGroup:
+    """`Group` in a folder of its own."""
+
+    @contextlib.contextmanager
+    def start(**options: Any) -> Iterator[Group]:
+        with Group(tmp_path_factory.mktemp("group"), **options) as group:
+            yield group
+
+    return start

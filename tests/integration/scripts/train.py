@@ -1,0 +1,235 @@
+"""What the workers of these tests run: an ordinary training loop that says what happens to it.
+
+    python train.py '{"exchange": "dense", "batch_size": 8, "steps": 200}'      see `Options`
+
+Several arguments are several runs, one after the other: importing torch takes longer than most of them.
+Each line of stdout is one JSON object; `mark` names it, `exchange` the run:
+
+    loaded    torch is imported; the gate, if there is one, is waited for, then the group is joined
+    holding   the loop stands still before step `step`, until the gate opens
+    round     an attempt at a step begins: `round` = [generation, step, attempt], `samples` in this batch
+    outcome   of that attempt; `at_s` is the machine's monotonic clock
+    dying     SIGKILL comes now
+    end       the ledger ended the run
+
+Not a part of the product: it reaches into the session and the driver, to see rounds and to die in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import gridtrain
+from gridtrain.optim import state_sync
+from gridtrain.protocol import messages as m
+
+FEATURES, WIDTH, CLASSES = 16, 128, 8
+LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Options:
+    """One JSON object on the command line is one run.
+
+    Attributes:
+        coordinator: its address; None: the one that the agent names.
+        seed: of the initial parameters; None: another one in each process.
+        rates: a learning rate schedule, tracked by the grid.
+        join_gate, step_gate: FIFOs; a byte in one lets the worker join, or begin step `held_step`.
+        die: "apply": at the first payload that arrives in step `die_step`; "votes": as the root, when all
+            others have voted YES on it; "restore": when the group's state is to be loaded.
+        die_rank, die_of: whom it hits, in the first group of `die_of` workers.
+    """
+
+    coordinator: str | None = None
+    exchange: str = "dense"
+    batch_size: int | None = None
+    global_batch_size: int | None = None
+    steps: int | None = None
+    epochs: int | None = None
+    samples: int = 1280
+    batch_norm: bool = False
+    seed: int | None = None
+    rates: bool = False
+    join_gate: str = ""
+    step_gate: str = ""
+    held_step: int = -1
+    die: str = ""
+    die_step: int = -1
+    die_rank: int = -1
+    die_of: int = 0
+
+
+def say(mark: str, **fields: object) -> None:
+    """One write for one line: two threads cannot mix theirs."""
+    line = {"mark": mark, "at_s": time.monotonic(), **fields}
+    os.write(1, (json.dumps(line) + "\n").encode())
+
+
+def die() -> None:
+    say("dying")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_gate(path: str) -> None:
+    with open(path, "rb", buffering=0) as gate:
+        gate.read(1)
+
+
+# -- what is trained -------------------------------------------------------------------------------
+
+
+class Points:
+    """(features, class, its own index), from a fixed random teacher."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._x = torch.randn(count, FEATURES, generator=generator)
+        self._y = (self._x @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1)
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self._x[index], self._y[index], index
+
+
+def build_model(seed: int, batch_norm: bool = False) -> nn.Module:
+    torch.manual_seed(seed)
+    norm = [nn.BatchNorm1d(WIDTH)] if batch_norm else []
+    first, middle, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+    return nn.Sequential(first, *norm, nn.ReLU(), middle, nn.ReLU(), last)
+
+
+def build_optimizer(model: nn.Module, exchange: str) -> torch.optim.Optimizer:
+    momentum = 0.9 if exchange == "dense" else 0.0  # the sparse ones bring their own
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=momentum)
+
+
+EXCHANGES = {
+    "dense": gridtrain.Dense(),
+    "topk": gridtrain.TopK(density=0.05, momentum=0.9),
+    "gtopk": gridtrain.GTopK(density=0.05, momentum=0.9),
+}
+
+
+# -- a witness of every attempt --------------------------------------------------------------------
+
+
+class Witness:
+    """Wraps `session.run`: tells of every attempt, and kills its own process where it was asked to."""
+
+    def __init__(self, grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer, options: Options) -> None:
+        self.batch: list[int] = []
+        self.loss = 0.0
+        self._session, self._optimizer, self._options = grid._session, optimizer, options
+        self._run, self._session.run = self._session.run, self.run
+        if options.die == "restore":
+            self._session._restore = lambda blobs: die()
+
+    def run(self, plan, workspaces, skip, salt):
+        round_id = self._session._turn.open_round
+        name = [round_id.generation, round_id.step, round_id.attempt]
+        say(
+            "round",
+            round=name,
+            exchange=self._options.exchange,
+            rank=plan.rank,
+            of=plan.world_size,
+            samples=self.batch if plan.samples else [],  # else: a stand-in, which counts nothing
+            loss=self.loss,
+            residual=digest_of(self._optimizer.residual_state().values()),
+        )
+        chosen = (self._options.die_step, self._options.die_rank, self._options.die_of)
+        if (plan.step, plan.rank, plan.world_size) == chosen:
+            self._arm(workspaces[0], plan.world_size)
+        outcome = self._run(plan, workspaces, skip, salt)
+        say("outcome", round=name, exchange=self._options.exchange, committed=outcome.committed)
+        return outcome
+
+    def _arm(self, workspace, world_size: int) -> None:
+        """Die in the thread that carries the exchange, at an exact point of it."""
+        if self._options.die == "apply":
+            workspace.apply = lambda effect: die()
+        elif self._options.die == "votes":
+            driver, voters = self._session._driver, set()
+            heard = driver._heard
+
+            def hear(peer, message):
+                if isinstance(message, m.Vote) and message.yes:
+                    voters.add(peer)
+                    if len(voters) == world_size - 1:
+                        die()
+                heard(peer, message)
+
+            driver._heard = hear
+
+
+def digest_of(tensors) -> str:
+    total = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        total.update(state_sync.tensor_bytes(tensor).data)
+    return total.hexdigest()
+
+
+def train(options: Options) -> None:
+    say("loaded")
+    if options.join_gate:
+        wait_for_gate(options.join_gate)
+    grid = gridtrain.join(options.coordinator)
+    model = build_model(os.getpid() if options.seed is None else options.seed, options.batch_norm)
+    optimizer = grid.optimizer(
+        build_optimizer(model, options.exchange),
+        model,
+        exchange=EXCHANGES[options.exchange],
+        average_buffers_every=50,
+    )
+    decay = 0.99 if options.rates else 1.0
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: decay**steps)
+    grid.track(scheduler=scheduler)
+    witness = Witness(grid, optimizer, options)
+    sizes = {"batch_size": options.batch_size, "global_batch_size": options.global_batch_size}
+    for x_BF, y_B, indices_B in grid.batches(
+        Points(options.samples), **sizes, epochs=options.epochs, steps=options.steps
+    ):
+        if grid.step == options.held_step:
+            with grid.evaluation():
+                say("holding", step=grid.step)
+                wait_for_gate(options.step_gate)
+        loss = nn.functional.cross_entropy(model(x_BF), y_B)
+        loss.backward()
+        witness.batch, witness.loss = indices_B.tolist(), loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    say(
+        "end",
+        exchange=options.exchange,
+        digest=state_sync.digest(model, optimizer).hex(),
+        parameters=digest_of(model.parameters()),
+        buffers=digest_of(model.buffers()),
+        scheduler_steps=scheduler.last_epoch,
+        lr=optimizer.param_groups[0]["lr"],
+        step=grid.step,
+        rank=grid.rank,
+        of=grid.world_size,
+        n=sum(p.numel() for p in model.parameters()),
+        skipped_steps=optimizer.skipped_steps,
+        sent_bytes={name: sent for name, (sent, _) in grid.traffic.items()},
+    )
+    grid.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for argument in sys.argv[1:]:
+        train(Options(**json.loads(argument)))

@@ -1,0 +1,130 @@
+"""Workers that die, leave and come: nobody hangs, replicas stay equal, every sample counts once.
+
+Where a process dies is exact: it kills itself by SIGKILL at a point of the exchange that the test names.
+"""
+
+from __future__ import annotations
+
+import signal
+from itertools import chain
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+KILLED, STOPPED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
+SAMPLES, STEP = 800, 10
+MOST_STALL_S = 10.0
+"""Noticing takes 0.4 s, REPORTs at most 2 s, the rest round trips; the first number is what a test prints."""
+
+
+@pytest.mark.parametrize(
+    ("exchange", "how", "rank", "world_size", "verdict"),
+    [
+        pytest.param("dense", "apply", 2, 4, "ABORT", id="a middle rank in mid-exchange"),
+        pytest.param("gtopk", "apply", 0, 4, "ABORT", id="the root in mid-exchange"),
+        pytest.param("topk", "votes", 0, 3, "COMMIT", id="the root with all votes and no decision sent"),
+    ],
+)
+def test_sigkill_in_a_round_hangs_nobody(
+    new_group, exchange: str, how: str, rank: int, world_size: int, verdict: str
+) -> None:
+    """ABORT: the others repeat the step with the same gradient and residual.  COMMIT: all hold its update."""
+    job = {"exchange": exchange, "batch_size": 8, "epochs": 1, "samples": SAMPLES}
+    death = {"die": how, "die_step": STEP, "die_rank": rank, "die_of": world_size}
+    with new_group(min_workers=world_size, codes=frozenset({0, KILLED})) as group:
+        for number in range(world_size):
+            group.add(f"worker-{number}", **job, **death)
+        ends = group.finish()
+
+        (victim,) = (program for program in group.workers.values() if program.marked("dying"))
+        assert victim.code == KILLED
+        assert len(ends) == world_size - 1 and one_digest(ends)
+        survivors = [program for program in group.workers.values() if program is not victim]
+
+    first, second = group.events("generation")
+    assert (first["workers"], second["workers"], second["verdict"]) == (world_size, world_size - 1, verdict)
+    assert [fields["name"] for fields in group.events("lost")] == [victim.name]
+    (attempt,) = (name for name in group.committed() if name[1] == STEP)  # the same one on all
+    assert attempt[0] == (1 if verdict == "COMMIT" else 2), "its generation"
+    for program in survivors:
+        tries = [line for line in program.marked("round") if line["round"][1] == STEP]
+        assert len(tries) == 1 if verdict == "COMMIT" else len(tries) > 1
+        assert all(line["samples"] == tries[0]["samples"] for line in tries), "the same gradient"
+        assert all(line["residual"] == tries[0]["residual"] for line in tries), "to the bit"
+    assert_every_sample_once(group)
+
+    stalls_s = group.stalls_s(victim.marked("dying")[0]["at_s"])
+    print(f"{victim.name} was killed in step {STEP}; from commit to commit the others took {stalls_s} s")
+    assert len(stalls_s) == world_size - 1 and max(stalls_s.values()) < MOST_STALL_S
+
+
+def test_sigkill_before_ready_hangs_nobody(new_group) -> None:
+    """The last one to join dies when it is sent the state; generation 1 never starts."""
+    job = {"exchange": "gtopk", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
+    with new_group(min_workers=3, codes=frozenset({0, KILLED})) as group:
+        late = group.gate()
+        victim = group.add("clara", **job, die="restore", join_gate=late.path)
+        group.add("anna", **job)
+        group.add("bert", **job)
+        group.wait("two workers", lambda: len(group.events("joined")) == 2)
+        late.open()
+        ends = group.finish()
+
+        assert victim.code == KILLED and victim.marked("dying")
+    assert [fields["workers"] for fields in group.events("generation")] == [3, 2]
+    assert [fields["generation"] for fields in group.events("training")] == [2]
+    assert len(ends) == 2 and one_digest(ends)
+    assert_every_sample_once(group)
+
+
+def test_sigterm_is_a_departure_and_the_rest_goes_on(new_group) -> None:
+    job = {"exchange": "gtopk", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
+    with new_group(min_workers=3, codes=frozenset({0, STOPPED})) as group:
+        gate = group.gate()
+        anna = group.add("anna", **job, held_step=STEP, step_gate=gate.path)
+        group.add("bert", **job)
+        clara = group.add("clara", **job)
+        group.wait("step 10 at anna", lambda: bool(anna.marked("holding")))
+        clara.process.terminate()  # the agent's process
+        group.wait("a departure", lambda: bool(group.events("left")))
+        gate.open()
+        ends = group.finish()
+
+        assert clara.code == STOPPED
+    leaver, *others = group.events("left")
+    assert leaver["name"] == "clara" and len(others) == 2, "these when the run is finished"
+    assert not group.events("lost")
+    assert len(ends) == 2 and one_digest(ends)
+    assert_every_sample_once(group)
+
+
+def test_a_late_joiner_receives_the_state_and_the_scheduler(new_group) -> None:
+    job = {"exchange": "dense", "batch_size": 8, "steps": 60, "rates": True}
+    with new_group(min_workers=2) as group:
+        step, door = group.gate(), group.gate()
+        anna = group.add("anna", **job, held_step=STEP, step_gate=step.path)
+        group.add("bert", **job)
+        clara = group.add("clara", **job, join_gate=door.path)
+        group.wait("step 10 at anna", lambda: bool(anna.marked("holding") and clara.marked("loaded")))
+        door.open()
+        group.wait("a change of members", lambda: bool(group.events("freeze")))
+        step.open()
+        ends = group.finish()
+
+    first, second = group.events("generation")
+    assert (first["workers"], second["workers"], second["step"]) == (2, 3, STEP)
+    assert clara.marked("round")[0]["round"] == [2, STEP, 0]
+    assert len(ends) == 3 and one_digest(ends), "parameters, momentum, learning rate"
+    assert [end["scheduler_steps"] for end in ends] == [60, 60, 60]
+    assert [end["lr"] for end in ends] == [pytest.approx(0.05 * 0.99**60)] * 3
+
+
+def one_digest(ends: list[dict]) -> bool:
+    """Parameters, optimizer state and settings are bit-identical, after the same number of steps."""
+    return len({(end["digest"], end["step"]) for end in ends}) == 1
+
+
+def assert_every_sample_once(group) -> None:
+    taken = sorted(chain(*group.samples_by_round().values()))
+    assert taken == list(range(SAMPLES)), "each sample in exactly one committed step"

@@ -1,0 +1,101 @@
+"""Whole groups in this process, brisk ones: the real coordinator, workers in threads, memory between them.
+
+together(train, 3)    [what train(grid, number) returned on each worker]; raises what the first one raised
+outcomes(train, 3)    the same, with the exception in the place of a worker that raised one
+new_group(workers=3)  for tests that start and end workers themselves
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gridtrain.config import Deadlines
+from gridtrain.optim.grid import Grid
+from gridtrain.runtime.local import LocalGroup
+
+WITHIN_S = 20.0
+BRISK = Deadlines(beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, report_s=2.0, connect_s=5.0)
+
+Train = Callable[[Grid, int], Any]
+
+
+class Group(LocalGroup):
+    """A `LocalGroup` that starts worker threads and never waits for them without end."""
+
+    def __init__(self, export_dir: Path, *, workers: int, deadlines: Deadlines = BRISK) -> None:
+        super().__init__(min_workers=workers, deadlines=deadlines)
+        self.export_dir = export_dir
+        self.results: dict[int, Any] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(self, train: Train) -> int:
+        """One more worker; its number."""
+        number = len(self.threads)
+        thread = threading.Thread(
+            target=self._work, args=(train, number), name=f"worker-{number}", daemon=True
+        )
+        self.threads.append(thread)
+        thread.start()
+        return number
+
+    def result(self, number: int) -> Any:
+        """What it returned or raised."""
+        self.threads[number].join(WITHIN_S)
+        assert number in self.results, f"worker-{number} still runs after {WITHIN_S:.0f} s"
+        return self.results[number]
+
+    def _work(self, train: Train, number: int) -> None:
+        try:
+            grid = self.join(f"worker-{number}", export_dir=str(self.export_dir))
+            try:
+                self.results[number] = train(grid, number)
+            except BaseException as error:
+                grid.close(f"{type(error).__name__} in the training function")
+                raise
+            finally:
+                grid.close()
+        except BaseException as error:
+            self.results[number] = error
+
+
+@pytest.fixture
+def new_group(tmp_path: Path) -> Callable[..., Group]:
+    return partial(Group, tmp_path)
+
+
+@pytest.fixture
+def outcomes(tmp_path: Path) -> Callable[..., list[Any]]:
+    def run(train: Train, workers: int = 2, *, deadlines: Deadlines = BRISK) -> list[Any]:
+        with Group(tmp_path, workers=workers, deadlines=deadlines) as group:
+            numbers = [group.start(train) for _ in range(workers)]
+            return [group.result(number) for number in numbers]
+
+    return run
+
+
+@pytest.fixture
+def together(outcomes: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def run(*args: Any, **options: Any) -> list[Any]:
+        results = outcomes(*args, **options)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_torch() -> Iterator[None]:
+    """Workers are threads here; small models are faster without a pool, and sums keep their order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,378 @@
+"""What only a group has: skipped steps, averages of buffers, joiners, long evaluations, an end."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.config import Deadlines
+from gridtrain.errors import JoinRefused
+from gridtrain.optim import state_sync
+from gridtrain.runtime.client import StatusClient
+from gridtrain.transport.memory import MemoryTransport
+
+DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.3)
+DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(-6, 6)]
+
+
+def net() -> nn.Linear:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 0.25)
+    return model
+
+
+def wrapped(grid: gridtrain.Grid, model: nn.Module, **options: Any) -> gridtrain.GridOptimizer:
+    lr = options.pop("lr", 0.01)
+    return grid.optimizer(torch.optim.SGD(model.parameters(), lr=lr), model, **{"exchange": DENSE, **options})
+
+
+def backward(model: nn.Module, batch: Any) -> None:
+    inputs, targets = batch
+    (model(inputs) - targets).square().mean().backward()
+
+
+def digest(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> str:
+    return state_sync.digest(model, optimizer.inner).hex()[:12]
+
+
+# -- alone, and as many as one likes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", [DENSE, gridtrain.TopK(density=1.0), gridtrain.GTopK(density=1.0)])
+def test_alone_it_is_the_optimizer_itself(together: Any, exchange: Any) -> None:
+    def loop(grid: gridtrain.Grid | None, inputs: Any) -> torch.Tensor:
+        model = net()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+        if grid is not None:
+            optimizer = grid.optimizer(optimizer, model, exchange=exchange)
+        for batch in inputs(grid):
+            backward(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.detach()
+
+    seen = []
+
+    def batches(grid: gridtrain.Grid) -> Any:
+        for batch in grid.batches(DATA, batch_size=3, epochs=2):
+            seen.append(batch)
+            yield batch
+
+    (alone,) = together(lambda grid, number: loop(grid, batches), 1)
+    assert len(seen) == 8
+    largest = float((alone - loop(None, lambda _: seen)).abs().max())
+    assert largest < (1e-6 if exchange is DENSE else 1e-2), "fp16 rounds, and keeps the rest for later"
+
+
+def test_one_is_first_and_all_agree_where_they_are(together: Any) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> list[Any]:
+        model = net()
+        optimizer = wrapped(grid, model)
+        assert (grid.world_size, grid.step, grid.finished) == (0, 0, False), "before the first generation"
+        seen = []
+        for batch in grid.batches(DATA, batch_size=2, steps=3):
+            seen.append((grid.step, grid.rank, grid.world_size, grid.is_first))
+            backward(model, batch)
+            optimizer.step()
+        assert grid.finished and grid.step == 3
+        return seen
+
+    results = sorted(together(train, 3), key=lambda seen: seen[0][1])
+    assert results == [[(step, rank, 3, rank == 0) for step in range(3)] for rank in range(3)]
+
+
+def test_all_start_from_the_state_of_one(together: Any) -> None:
+    """Every script builds another model; the group trains one."""
+
+    def train(grid: gridtrain.Grid, number: int) -> tuple[float, str]:
+        model = net()
+        nn.init.constant_(model.weight, float(number))
+        optimizer = wrapped(grid, model)
+        started = math.nan
+        for batch in grid.batches(DATA, batch_size=2, steps=2):
+            started = model.weight[0, 0].item() if math.isnan(started) else started
+            backward(model, batch)
+            optimizer.step()
+        return started, digest(model, optimizer)
+
+    results = together(train, 3)
+    assert len(set(results)) == 1 and results[0][0] in (0.0, 1.0, 2.0)
+
+
+# -- clipping ----------------------------------------------------------------------------------------
+
+
+def test_three_ways_to_clip(together: Any) -> None:
+    """With lr=1 a step moves the model by what was applied: no way lets it go further than the bound."""
+
+    def train(grid: gridtrain.Grid, number: int, way: str) -> list[float]:
+        model = net()
+        optimizer = wrapped(grid, model, lr=1.0, clip_norm=0.1 if way == "clip_norm=" else None)
+        moved = []
+        for batch in grid.batches(DATA, batch_size=2, steps=3):
+            before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+            optimizer.zero_grad()
+            backward(model, batch)
+            if way == "the exchanged one by hand":
+                assert optimizer.exchange()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            elif way == "the local one":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            after = nn.utils.parameters_to_vector(model.parameters()).detach()
+            moved.append(round(float((after - before).norm()), 5))
+        return moved
+
+    moved = {
+        way: together(lambda grid, number, way=way: train(grid, number, way), 2)
+        for way in ("clip_norm=", "the exchanged one by hand", "the local one")
+    }
+    assert moved["clip_norm="] == moved["the exchanged one by hand"] == [[0.1, 0.1, 0.1]] * 2
+    first, second = moved["the local one"]
+    assert first == second and max(first) <= 0.1, "the mean of clipped gradients is no longer than they are"
+
+
+# -- a gradient that is not finite ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", [DENSE, SPARSE], ids=["dense", "gtopk"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_gradient_skips_the_step_on_all(together: Any, exchange: Any, bad: float) -> None:
+    """Worker 1 of 3 has it, in step 2.  Nobody applies, nobody's residual moves, all count it."""
+
+    def train(grid: gridtrain.Grid, number: int) -> list[Any]:
+        model = net()
+        optimizer = wrapped(grid, model, exchange=exchange)
+        seen = []
+        for batch in grid.batches(DATA, batch_size=2, steps=4):
+            step, before = grid.step, state_of(model, optimizer)
+            optimizer.zero_grad()
+            backward(model, batch)
+            if (step, number) == (2, 1):
+                assert model.weight.grad is not None
+                model.weight.grad[0, 1] = bad
+            optimizer.step()
+            unchanged = before == state_of(model, optimizer)
+            seen.append((step, optimizer.last_skipped, unchanged, optimizer.skipped_steps))
+        return [seen, digest(model, optimizer)]
+
+    def state_of(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> Any:
+        residual = {name: value.tolist() for name, value in optimizer.residual_state().items()}
+        return digest(model, optimizer), residual
+
+    results = together(train, 3)
+    # step, skipped, unchanged, skipped so far
+    assert results[0][0] == [
+        (0, False, False, 0),
+        (1, False, False, 0),
+        (2, True, True, 1),
+        (3, False, False, 1),
+    ]
+    assert results[0] == results[1] == results[2]
+
+
+def test_one_overflow_halves_everybodys_scale(together: Any) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> list[float]:
+        model = net()
+        optimizer = wrapped(grid, model)
+        scaler = grid.scaler(device="cpu", init_scale=8.0, growth_interval=2)
+        scales = []
+        for inputs, targets in grid.batches(DATA, batch_size=2, steps=4):
+            loss = (model(inputs) - targets).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss * math.inf if (grid.step, number) == (1, 0) else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    assert together(train, 2) == [[8.0, 4.0, 4.0, 8.0]] * 2
+
+
+# -- batch norm ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every", "equal"), [(2, True), (0, False)])
+def test_statistics_are_averaged_every_so_often(together: Any, every: int, equal: bool) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> Any:
+        model = nn.Sequential(nn.BatchNorm1d(2), net())
+        optimizer = wrapped(grid, model, exchange=SPARSE, average_buffers_every=every)
+        for batch in grid.batches(DATA, batch_size=2, steps=4):
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+        return tuple(model[0].running_mean.tolist()), int(model[0].num_batches_tracked)
+
+    results = together(train, 3)
+    assert (len({mean for mean, _ in results}) == 1) is equal
+    assert {count for _, count in results} == {4}
+
+
+# -- somebody comes later ------------------------------------------------------------------------------
+
+
+def test_a_late_joiner_goes_on_where_the_others_are(new_group: Any) -> None:
+    """Parameters, momentum, schedule and step number arrive with it; from then on the bits are the same.
+
+    worker-0   0 1 2 3 4 5 ........ n   n+1 ... 599
+    worker-1         comes here ----^   n+1 ... 599
+    """
+    come = threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> dict[int, Any]:
+        model = net() if number == 0 else seeded_differently()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1 if number else 0.01, momentum=0.9)
+        inner.param_groups[0]["lr"] = 0.01
+        optimizer = grid.optimizer(inner, model, exchange=DENSE)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        grid.track(scheduler=scheduler)
+        seen = {}
+        for batch in grid.batches(DATA, batch_size=2, steps=600):
+            seen[grid.step] = (grid.world_size, scheduler.last_epoch, digest(model, optimizer))
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+            scheduler.step()
+            if grid.step == 5:
+                come.set()
+            if grid.step >= 5 and grid.world_size == 1:
+                time.sleep(0.02)  # a pace that leaves the newcomer time to arrive before the end
+        return seen
+
+    def seeded_differently() -> nn.Linear:
+        model = net()
+        nn.init.zeros_(model.weight)
+        return model
+
+    with new_group(workers=1) as group:
+        group.start(train)
+        assert come.wait(10)
+        group.start(train)
+        first, second = group.result(0), group.result(1)
+    joined_at = min(second)
+    assert joined_at >= 5 and list(second) == list(range(joined_at, 600)) and list(first) == list(range(600))
+    assert second[joined_at][1] == joined_at, "the scheduler's state arrived, too"
+    assert {step: first[step][1:] for step in second} == {step: seen[1:] for step, seen in second.items()}
+    assert (first[0][0], first[599][0]) == (1, 2)
+
+
+# -- busy, or hung -------------------------------------------------------------------------------------
+
+IMPATIENT = Deadlines(
+    beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, patience_floor_s=0.6, patience_factor=1.0
+)
+PAUSE_S = 1.6
+
+
+def evaluating(grid: gridtrain.Grid, number: int, announced: bool) -> int:
+    model = net()
+    optimizer = wrapped(grid, model)
+    for batch in grid.batches(DATA, batch_size=2, steps=4):
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+        if grid.step == 2 and number == 1:
+            if announced:
+                with grid.evaluation():
+                    threading.Event().wait(PAUSE_S)
+            else:
+                threading.Event().wait(PAUSE_S)
+    return grid.world_size
+
+
+def test_the_others_wait_for_an_evaluation(outcomes: Any) -> None:
+    train = lambda grid, number: evaluating(grid, number, announced=True)  # noqa: E731
+    assert outcomes(train, 2, deadlines=IMPATIENT) == [2, 2]
+
+
+def test_the_others_go_on_without_one_who_hangs(outcomes: Any) -> None:
+    train = lambda grid, number: evaluating(grid, number, announced=False)  # noqa: E731
+    stayed, hung = outcomes(train, 2, deadlines=IMPATIENT)
+    assert stayed == 1
+    assert isinstance(hung, JoinRefused) and hung.code == "dismissed"
+    assert "showed no progress while the others waited -> " in str(hung)
+
+
+# -- what people see ---------------------------------------------------------------------------------
+
+
+def test_figures_arrive_in_the_status(new_group: Any) -> None:
+    told, seen = threading.Event(), threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = net()
+        optimizer = wrapped(grid, model)
+        for batch in grid.batches(DATA, batch_size=2, steps=2):
+            backward(model, batch)
+            optimizer.step()
+            grid.report(loss=0.5, accuracy=torch.tensor(0.25))
+            told.set()
+            assert seen.wait(10)
+
+    with new_group(workers=1) as group:
+        group.start(train)
+        assert told.wait(10)
+        with StatusClient(group.ADDRESS, MemoryTransport(b"q" * 32, group.hub)) as client:
+            until_s = time.monotonic() + 10
+            figures: dict[str, float] = {}
+            while "loss" not in figures and time.monotonic() < until_s:
+                (member,) = client.ask(5.0)["members"]
+                figures = member["figures"]
+        seen.set()
+        assert group.result(0) is None
+    assert (figures["loss"], figures["accuracy"]) == (0.5, 0.25)
+
+
+def test_the_run_ends_by_its_ledger_and_leaves_one_model(new_group: Any, tmp_path: Path) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> tuple[int, dict[str, torch.Tensor]]:
+        model = net()
+        optimizer = wrapped(grid, model)
+        steps = 0
+        for batch in grid.batches(DATA, batch_size=2, epochs=3):
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+            steps += 1
+        assert grid.finished
+        return steps, {name: value.clone() for name, value in model.state_dict().items()}
+
+    with new_group(workers=2) as group:
+        group.start(train), group.start(train)
+        (steps, model), (other_steps, _) = group.result(0), group.result(1)
+        with StatusClient(group.ADDRESS, MemoryTransport(b"q" * 32, group.hub)) as client:
+            picture = client.ask(5.0)
+    assert (steps, other_steps) == (9, 9), "12 samples, 4 a step, 3 passes"
+    assert (picture["phase"], picture["reason"]) == (
+        "finished",
+        "all 2 workers reached the end of the ledger",
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["final.safetensors"]
+    exported = safetensors.torch.load_file(tmp_path / "final.safetensors")
+    assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
+
+
+def test_whoever_comes_after_the_end_is_told(new_group: Any) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = net()
+        optimizer = wrapped(grid, model)
+        for batch in grid.batches(DATA, batch_size=2, steps=1):
+            backward(model, batch)
+            optimizer.step()
+
+    with new_group(workers=1) as group:
+        group.start(train)
+        assert group.result(0) is None
+        group.start(train)
+        late = group.result(1)
+    assert isinstance(late, JoinRefused) and late.code == "finished"
+    assert str(late) == 'the run "local" is finished -> ask the run\'s owner for the result'

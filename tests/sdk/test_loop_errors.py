@@ -1,0 +1,312 @@
+"""A loop that is not as it should be: one sentence with what happened, and the next thing to do."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.errors import ConfigError
+
+DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(12)]
+DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.5)
+
+
+def model_and_sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def backward(model: nn.Module, batch: Any) -> None:
+    inputs, targets = batch
+    (model(inputs) - targets).square().mean().backward()
+
+
+# -- alone, so that nothing hides the sentence ---------------------------------------------------------
+
+
+def not_wrapped(grid: gridtrain.Grid) -> None:
+    next(grid.batches(DATA, batch_size=2, steps=1))
+
+
+def wrapped_twice(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    grid.optimizer(grid.optimizer(optimizer, model), model)
+
+
+def step_before_the_data(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
+    model(DATA[0][0]).sum().backward()
+    optimizer.step()
+
+
+def forgotten_step(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    grid.optimizer(optimizer, model, exchange=DENSE)
+    for batch in grid.batches(DATA, batch_size=2, steps=3):
+        backward(model, batch)
+
+
+def step_of_the_inner_optimizer(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    grid.optimizer(optimizer, model, exchange=DENSE)
+    for batch in grid.batches(DATA, batch_size=2, steps=3):
+        backward(model, batch)
+        optimizer.step()
+
+
+def two_steps_for_one_batch(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        backward(model, batch)
+        optimizer.step()
+        optimizer.step()
+
+
+def a_step_for_each_part_of_one(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
+    for batch in grid.batches(DATA, batch_size=2, accumulate=3, steps=6):
+        backward(model, batch)
+        optimizer.step()
+
+
+def step_after_the_end(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
+    for batch in grid.batches(DATA, batch_size=2, steps=2):
+        backward(model, batch)
+        optimizer.step()
+    optimizer.step()
+
+
+def a_second_data_set(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
+    for _ in range(2):
+        for batch in grid.batches(DATA, batch_size=2, epochs=1):
+            backward(model, batch)
+            optimizer.step()
+
+
+def exchanged_twice(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
+    for batch in grid.batches(DATA, batch_size=2, steps=2):
+        backward(model, batch)
+        optimizer.exchange()
+        optimizer.exchange()
+
+
+def a_closure(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
+    for _ in grid.batches(DATA, batch_size=2, steps=2):
+        optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
+
+
+def a_group_added_later(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def sparse_embedding(grid: gridtrain.Grid) -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def momentum_twice(grid: gridtrain.Grid) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    grid.optimizer(optimizer, model, exchange=gridtrain.GTopK(momentum=0.9))
+
+
+def another_models_optimizer(grid: gridtrain.Grid) -> None:
+    grid.optimizer(model_and_sgd()[1], nn.Linear(2, 1))
+
+
+ERRORS = {
+    not_wrapped: "the optimizer has not been wrapped yet -> call optimizer = grid.optimizer(optimizer, model",
+    wrapped_twice: "grid.optimizer was called twice -> one run trains one model",
+    step_before_the_data: "a step was begun before the data was named -> iterate over grid.batches(dataset",
+    forgotten_step: "optimizer.step() was called 0 times for the batch of step 0; each batch is one step "
+    "-> call it once for each batch",
+    step_of_the_inner_optimizer: "optimizer.step() was called 0 times for the batch of step 0; ",
+    two_steps_for_one_batch: "optimizer.step() was called 2 times for the batch of step 0; ",
+    a_step_for_each_part_of_one: "optimizer.step() was called 3 times for the batch of step 0; each batch is "
+    "one step -> call it once for each batch, or once for every a batches of grid.batches(..., accumulate=a)",
+    step_after_the_end: "optimizer.step() was called after the end of the run -> leave the loop when",
+    a_second_data_set: "a second data set was given to this run; its ledger has one -> call grid.batches",
+    exchanged_twice: "exchange() was called twice for one step -> call optimizer.step() after each",
+    a_closure: "step() was called with a closure; a gradient is exchanged once and cannot be re-evaluated ->",
+    a_group_added_later: "a parameter group was added after the optimizer was wrapped, when the flat layout",
+    sparse_embedding: "parameter 'weight' has sparse gradients, which have no place in the flat vector -> ",
+    momentum_twice: "SGD has momentum 0.9 and GTopK(density=0.01, momentum=0.9, values=fp16) corrects for "
+    "momentum, too -> keep the exchange's and build SGD with momentum=0",
+    another_models_optimizer: "the optimizer holds 2 parameters that the model does not have -> build the",
+}
+
+
+@pytest.mark.parametrize("loop", ERRORS, ids=lambda loop: loop.__name__)
+def test_one_sentence(outcomes: Any, loop: Callable[[gridtrain.Grid], None]) -> None:
+    (error,) = outcomes(lambda grid, number: loop(grid), 1)
+    assert isinstance(error, ConfigError), repr(error)
+    assert str(error).startswith(ERRORS[loop])
+    assert error.remedy
+
+
+# -- a warning with the remedy ---------------------------------------------------------------------------
+
+
+def test_adam_after_a_sparse_exchange(together: Any) -> None:
+    """It runs, but a warning names the line to change."""
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = nn.Linear(2, 1)
+        grid.optimizer(torch.optim.AdamW(model.parameters()), model, exchange=SPARSE)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        together(train, 1)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "AdamW after a sparse exchange learns badly, most elements of an update being zero -> "
+        "use exchange=Dense(), or SGD with GTopK(momentum=0.9); LocalSteps arrives in a later release"
+    )
+    assert warning.filename == __file__
+
+
+# -- in a group: the others are not taken along --------------------------------------------------------
+
+
+def alone_at(step: int, number: int, do: Callable[[Any], None]) -> Callable[[gridtrain.Grid, int], list[int]]:
+    """A loop of 6 steps in which worker `number` alone does something at `step`; world size at each step."""
+
+    def train(grid: gridtrain.Grid, me: int) -> list[int]:
+        model, optimizer = model_and_sgd()
+        wrapped = grid.optimizer(optimizer, model, exchange=SPARSE)
+        sizes = []
+        for batch in grid.batches(DATA, batch_size=1, steps=6):
+            wrapped.zero_grad()
+            backward(model, batch)
+            if (grid.step, me) == (step, number):
+                do(wrapped)
+            wrapped.step()
+            sizes.append(grid.world_size)
+        return sizes
+
+    return train
+
+
+def change_lr(optimizer: gridtrain.GridOptimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.002
+
+
+def spoil_gradient(optimizer: gridtrain.GridOptimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.fill_(float("nan"))
+
+
+def raise_value_error(optimizer: gridtrain.GridOptimizer) -> None:
+    raise ValueError("no such column")
+
+
+def test_a_learning_rate_of_ones_own(outcomes: Any) -> None:
+    """Worker 1 of 3 alone changes it at step 3, as ReduceLROnPlateau on a local loss does."""
+    first, changed, third = outcomes(alone_at(3, 1, change_lr), 3)
+    assert isinstance(changed, ConfigError)
+    with pytest.raises(
+        ConfigError,
+        match=r"^step 3 cannot be committed: rank \d has lr=0\.002, but 2 of 3 workers \(rank \d\) have "
+        r"lr=0\.01; they go on without rank \d -> change the optimizer's settings on all workers alike: "
+        r"step ReduceLROnPlateau by grid\.mean\(loss\), and name schedulers in grid\.track\(scheduler=",
+    ):
+        raise changed
+    assert first == third == [3, 3, 3, 2, 2, 2]
+
+
+def test_a_learning_rate_that_two_do_not_share(outcomes: Any) -> None:
+    """Of equal parties that of rank 0 goes on."""
+    left, stayed = sorted(outcomes(alone_at(3, 1, change_lr), 2), key=lambda seen: isinstance(seen, list))
+    assert isinstance(left, ConfigError) and "1 of 2 workers (rank 0) have lr=" in str(left)
+    assert stayed == [2, 2, 2, 1, 1, 1]
+
+
+def test_a_fork_is_found_through_a_bad_gradient(outcomes: Any) -> None:
+    """Worker 0 has a NaN in the very step in which worker 1 changes its learning rate."""
+
+    def train(grid: gridtrain.Grid, me: int) -> list[int]:
+        spoil = change_lr if me else spoil_gradient
+        return alone_at(3, me, spoil)(grid, me) if me < 2 else alone_at(3, -1, spoil)(grid, me)
+
+    first, changed, third = outcomes(train, 3)
+    assert isinstance(changed, ConfigError) and "have lr=0.01; they go on" in str(changed)
+    assert first == third == [3, 3, 3, 2, 2, 2]
+
+
+def test_a_joiner_whose_scheduler_begins_anew(new_group: Any) -> None:
+    """It received the optimizer's state but, without `grid.track`, not the scheduler's."""
+    come = threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        model, inner = model_and_sgd()
+        optimizer = grid.optimizer(inner, model, exchange=DENSE)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        for batch in grid.batches(DATA, batch_size=2, steps=400):
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+            scheduler.step()
+            if number == 0 and grid.step >= 3:
+                come.set()
+                time.sleep(0 if joined.is_set() else 0.02)  # a pace that lets the newcomer arrive in time
+            elif number == 1:
+                joined.set()
+        return grid.step
+
+    joined = threading.Event()
+    with new_group(workers=1) as group:
+        group.start(train)
+        assert come.wait(20)
+        group.start(train)
+        error = group.result(1)
+        assert group.result(0) == 400
+    assert isinstance(error, ConfigError)
+    assert "has lr=0.005, but 1 of 2 workers (rank 0) have lr=" in str(error)
+    assert "name schedulers in grid.track(scheduler=...) for workers that join later" in str(error)
+
+
+def test_everybody_may_change_it_together(outcomes: Any) -> None:
+    def train(grid: gridtrain.Grid, me: int) -> list[int]:
+        return alone_at(3, me, change_lr)(grid, me)
+
+    assert outcomes(train, 2) == [[2] * 6] * 2
+
+
+def test_a_script_that_raises_leaves_the_others(outcomes: Any) -> None:
+    first, raised, third = outcomes(alone_at(3, 1, raise_value_error), 3)
+    assert isinstance(raised, ValueError) and str(raised) == "no such column"
+    assert first == third == [3, 3, 3, 2, 2, 2]
+
+
+def test_local_raises_what_a_worker_raised(tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    def train(grid: gridtrain.Grid) -> list[int]:
+        return alone_at(3, 1, raise_value_error)(grid, next(numbers))
+
+    with pytest.raises(ValueError, match="no such column"):
+        gridtrain.local(train, workers=2, export_dir=str(tmp_path))

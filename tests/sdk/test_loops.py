@@ -1,0 +1,360 @@
+"""Ordinary training loops: what each did in one process with the whole batch it does in a group.
+
+Every loop here runs twice, as it stands: over `OneProcess`, which is the script before it knew of gridtrain,
+and over real grids of three workers.  With a dense exchange both must learn the same (to float32 summation
+order); with any exchange all workers must hold the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import gridtrain
+from gridtrain.optim import sampler, state_sync
+from gridtrain.protocol.messages import LedgerSpec, Span
+
+WORKERS = 3
+DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.3, momentum=0.9)
+
+Sample = tuple[torch.Tensor, torch.Tensor]
+Loop = Callable[[Any, gridtrain.Dense | gridtrain.GTopK], tuple[nn.Module, Any]]
+"""(grid, exchange) -> (model, optimizer) at the end of the run."""
+
+
+class OneProcess:
+    """The calls of a grid, without a group: each step takes the samples of `WORKERS` workers."""
+
+    def optimizer(self, inner: torch.optim.Optimizer, model: nn.Module, **_: Any) -> torch.optim.Optimizer:
+        return inner
+
+    def scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(**options)
+
+    def mean(self, value: torch.Tensor) -> float:
+        return value.item()
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        **sizes: int,
+    ) -> Iterator[Any]:
+        """In the ledger's order; a pass ends with a short step."""
+        spec = LedgerSpec(size=len(dataset), seed=seed, epochs=epochs, steps=steps)
+        whole = sizes.get("global_batch_size") or sizes["batch_size"] * WORKERS * accumulate
+        cursor = step = 0
+        while step < steps if steps is not None else cursor < spec.size * (epochs or 0):
+            stop = min(cursor + whole, (cursor // spec.size + 1) * spec.size)
+            indices = sampler.sample_indices(spec, [Span(cursor, stop)])
+            for part in range(accumulate):
+                yield sampler.fetch(dataset, indices[part::accumulate])
+            cursor, step = stop, step + 1
+
+    def sampler(self, dataset: Any, **options: Any) -> Iterator[list[int]]:
+        for batch in self.batches(range(len(dataset)), **options):
+            yield batch.tolist()
+
+
+# -- a model and data that are the same in every thread ----------------------------------------------
+
+
+def noisy_sums(size: int = 24, seed: int = 7) -> list[Sample]:
+    source = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 4, generator=source)
+    noise = 0.1 * torch.randn(size, 1, generator=source)
+    return list(zip(inputs, inputs.sum(dim=1, keepdim=True) + noise, strict=True))
+
+
+def seeded(model: nn.Sequential, seed: int = 1) -> nn.Sequential:
+    """Parameters from a generator of their own: threads share the global one."""
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=source))
+    return model
+
+
+def net() -> nn.Sequential:
+    return seeded(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)))
+
+
+def sgd(parameters: Any, exchange: Any, **options: Any) -> torch.optim.Optimizer:
+    """With momentum; a sparse exchange brings its own."""
+    momentum = 0.9 if exchange is DENSE else 0.0
+    return torch.optim.SGD(parameters, **{"lr": 0.05, "momentum": momentum, **options})
+
+
+def error_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    loss: torch.Tensor = (model(inputs) - targets).square().mean()
+    return loss
+
+
+DATA, HELD_OUT = noisy_sums(), noisy_sums(8, seed=8)
+
+
+# -- the loops -----------------------------------------------------------------------------------------
+
+
+def plain(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        error_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def passes_with_a_tail(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    """20 samples, 3 workers of 4 each: steps of 12, 8, 12, 8 samples."""
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    for batch in grid.batches(DATA[:20], batch_size=4, epochs=2, seed=3):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def fewer_samples_than_workers(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    """2 samples: a third worker gets stand-ins, which count for nothing."""
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    for batch in grid.batches(DATA[:2], batch_size=1, epochs=5):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def global_batch_size(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    """8 samples a step: shares of 3, 3 and 2."""
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    for batch in grid.batches(DATA, global_batch_size=8, steps=6):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def accumulation(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    batches = grid.batches(DATA, batch_size=2, accumulate=2, steps=6)
+    for number, batch in enumerate(batches):
+        (error_of(model, batch) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+def data_loader(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    for batch in DataLoader(DATA, batch_sampler=grid.sampler(DATA, batch_size=2, epochs=2)):  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def lambda_scheduler(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05 / 64
+    return model, optimizer
+
+
+def plateau_on_a_shared_number(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    """The same held-out samples on every worker: the same number, so that nothing forks."""
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+    held_out = sampler.fetch(HELD_OUT, range(len(HELD_OUT)))
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+        with torch.no_grad():
+            scheduler.step(error_of(model, held_out))
+    assert optimizer.param_groups[0]["lr"] < 0.05
+    return model, optimizer
+
+
+def plateau_on_the_groups_mean(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    """Every worker has the loss of its own samples; `grid.mean` makes it one number."""
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        optimizer.zero_grad()
+        loss = error_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        scheduler.step(grid.mean(loss))
+    assert optimizer.param_groups[0]["lr"] < 0.05
+    return model, optimizer
+
+
+def adamw(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def parameter_groups(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters()}]
+    optimizer = grid.optimizer(sgd(groups, exchange, weight_decay=0.01), model, exchange=exchange)
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def frozen_parameters(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+    assert torch.equal(before, model[0].weight)
+    return model, optimizer
+
+
+def tied_parameters(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)))
+    model[2].weight = model[0].weight
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+    assert model[2].weight is model[0].weight
+    return model, optimizer
+
+
+def compiled(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    fast = torch.compile(model, backend="eager")
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        optimizer.zero_grad()
+        error_of(fast, batch).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def compiled_before_it_is_wrapped(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = torch.compile(net(), backend="eager")
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def scaled_loss(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    scaler = grid.scaler(device="cpu", init_scale=256.0, growth_interval=2)
+    for batch in grid.batches(DATA, batch_size=2, steps=6):
+        optimizer.zero_grad()
+        scaler.scale(error_of(model, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 256.0 * 2**3
+    return model, optimizer
+
+
+def saved_and_loaded(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
+    """After the third step everything is spoilt and put back: a checkpoint holds all there is to hold."""
+    model = net()
+    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    for number, batch in enumerate(grid.batches(DATA, batch_size=2, steps=6)):
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+        if number == 2:
+            checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            for group in optimizer.param_groups:
+                group["lr"] = 1e9
+            for state in optimizer.state.values():
+                state["momentum_buffer"] = None
+            for parameter in model.parameters():
+                nn.init.zeros_(parameter)
+            model.load_state_dict(checkpoint[0])
+            optimizer.load_state_dict(checkpoint[1])
+    return model, optimizer
+
+
+LOOPS: list[Loop] = [
+    plain,
+    passes_with_a_tail,
+    fewer_samples_than_workers,
+    global_batch_size,
+    accumulation,
+    data_loader,
+    lambda_scheduler,
+    plateau_on_a_shared_number,
+    plateau_on_the_groups_mean,
+    adamw,
+    parameter_groups,
+    frozen_parameters,
+    tied_parameters,
+    compiled,
+    compiled_before_it_is_wrapped,
+    scaled_loss,
+    saved_and_loaded,
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("exchange", [DENSE, SPARSE], ids=["dense", "gtopk"])
+def test_a_group_does_what_one_process_did(together: Any, loop: Loop, exchange: Any) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> tuple[str, torch.Tensor]:
+        model, optimizer = loop(grid, exchange)
+        assert grid.finished
+        return state_sync.digest(model, optimizer.inner).hex(), flat(model)
+
+    results = together(train, WORKERS)
+    assert len({digest for digest, _ in results}) == 1, "parameters and optimizer state, bit for bit"
+
+    if exchange is DENSE:
+        expected = flat(loop(OneProcess(), exchange)[0])
+        largest = float((results[0][1] - expected).abs().max())
+        assert largest < 1e-6, f"off by {largest:.1e} from one process with the whole batch"
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])

@@ -1,0 +1,163 @@
+"""A worker that would train something else is turned away with both values; the run goes on without it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.errors import ConfigError, JoinRefused
+
+DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(8)]
+SPARSE = gridtrain.GTopK(density=0.5)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a training script chooses."""
+
+    hidden: int = 3
+    lr: float = 0.1
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD
+    exchange: Any = SPARSE
+    clip_norm: float | None = None
+    data: Any = field(default_factory=lambda: DATA)
+    ends: tuple[tuple[str, int], ...] = (("steps", 4),)
+    sizes: tuple[tuple[str, int], ...] = (("batch_size", 2),)
+
+    def run(self, grid: gridtrain.Grid, after_step: Any = lambda: None) -> int:
+        model = nn.Sequential(nn.Linear(2, self.hidden), nn.Linear(self.hidden, 1))
+        inner = self.kind(model.parameters(), lr=self.lr)  # type: ignore[call-arg]
+        optimizer = grid.optimizer(inner, model, exchange=self.exchange, clip_norm=self.clip_norm)
+        for inputs, targets in grid.batches(self.data, **dict(self.ends), **dict(self.sizes)):
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+            after_step()
+        return grid.step
+
+
+@pytest.fixture
+def turned_away(new_group: Any) -> Any:
+    """The first script defines the run; returns what the second one is told."""
+
+    def run(first: Script, second: Script) -> JoinRefused:
+        defined, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            defined.set()
+            assert over.wait(20)
+
+        with new_group(workers=1) as group:
+            group.start(lambda grid, number: first.run(grid, hold))
+            assert defined.wait(20)
+            group.start(lambda grid, number: second.run(grid))
+            error = group.result(1)
+            over.set()
+            assert group.result(0) == 4, "the run goes on"
+        assert isinstance(error, JoinRefused), error
+        assert error.code == "different-run"
+        assert error.remedy == "start every worker with the same script, data and options"
+        return error
+
+    return run
+
+
+OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        (
+            Script(hidden=4),
+            r"model is 17 parameters in 4 tensors, digest \w+ here and 13 parameters in 4 tensors, digest",
+        ),
+        (Script(data=DATA[:6]), r"data is 6 samples, digest \w+ here and 8 samples, digest \w+ in the run"),
+        (Script(data=OTHER), r"data is 8 samples, digest \w+ here and 8 samples, digest \w+ in the run"),
+        (
+            Script(exchange=gridtrain.GTopK(density=0.25)),
+            r"exchange is GTopK\(density=0\.25, .*\) here and GTopK\(density=0\.5, .*\) in the run",
+        ),
+        (Script(exchange=gridtrain.Dense()), r"exchange is Dense\(\) here and GTopK\(.*\) in the run"),
+        (Script(lr=0.2), r"optimizer is SGD\(lr=0\.2\) here and SGD\(lr=0\.1\) in the run"),
+        (Script(kind=torch.optim.Adagrad), r"optimizer is Adagrad\(lr=0\.1\) here and SGD\(lr=0\.1\) in"),
+        (Script(clip_norm=1.0), r"clip_norm is 1\.0 here and None in the run"),
+        (
+            Script(ends=(("steps", 5),)),
+            r"end of the run is 5 steps over 8 samples with data seed 0 here and 4 steps over 8 samples",
+        ),
+        (Script(ends=(("epochs", 2),)), r"end of the run is 2 epochs over .* here and 4 steps over"),
+        (Script(ends=(("steps", 4), ("seed", 1))), r"end of the run is .* data seed 1 here and .* seed 0"),
+        (Script(sizes=(("global_batch_size", 4),)), r"global batch size is 4 here and None in the run"),
+    ],
+    ids=[
+        "model", "data length", "data", "density", "exchange", "lr", "optimizer", "clip_norm",
+        "steps", "epochs", "seed", "global_batch_size",
+    ],
+)  # fmt: skip
+def test_another_script(turned_away: Any, second: Script, told: str) -> None:
+    error = turned_away(Script(), second)
+    with pytest.raises(JoinRefused, match=rf"^this worker would train something else: {told}"):
+        raise error
+
+
+def test_all_that_differs_is_told_at_once(turned_away: Any) -> None:
+    error = turned_away(Script(), Script(hidden=4, lr=0.2, clip_norm=1.0))
+    assert [part.split(" is ")[0] for part in error.reason.partition(": ")[2].split("; ")] == [
+        "model",
+        "optimizer",
+        "clip_norm",
+    ]
+
+
+def test_batch_sizes_may_differ(outcomes: Any) -> None:
+    """A share is how much a worker takes of each step; a slow machine takes less."""
+
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        return Script(sizes=(("batch_size", 1 + 2 * number),)).run(grid)
+
+    assert outcomes(train, 2) == [4, 4]
+
+
+# -- what is wrong is found out before the run is disturbed -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (
+            Script(sizes=(("batch_size", 2), ("global_batch_size", 4))),
+            "batch_size=2, global_batch_size=4; exactly one must be given -> batch_size=32 for",
+        ),
+        (Script(sizes=()), "batch_size=None, global_batch_size=None; exactly one must be given -> "),
+        (Script(sizes=(("batch_size", 0),)), "batch_size is 0; it must be >= 1 -> try batch_size=32"),
+        (
+            Script(sizes=(("batch_size", 2), ("accumulate", 0))),
+            "accumulate is 0; it must be >= 1 -> try accumulate=1",
+        ),
+        (
+            Script(ends=()),
+            "the run's end is epochs=None, steps=None; exactly one must be given -> give grid.batches",
+        ),
+        (Script(ends=(("steps", 4), ("epochs", 1))), "the run's end is epochs=1, steps=4; exactly one"),
+        (Script(ends=(("epochs", 0),)), "epochs=0 over 8 samples; it must be at least 1"),
+        (Script(data=[]), "a list without samples or without a length .* -> use a map-style data set"),
+        (
+            Script(data=iter(DATA)),
+            "a list_iterator without samples or without a length .* -> use a map-style",
+        ),
+        (Script(clip_norm=-1.0), "clip_norm is -1.0; it must be > 0 and finite -> try clip_norm=1.0"),
+        (Script(kind=torch.optim.LBFGS), "LBFGS cannot take its gradients from a group -> use SGD or AdamW"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work(outcomes: Any, script: Script, told: str) -> None:
+    (error,) = outcomes(lambda grid, number: script.run(grid), 1)
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        raise error
