@@ -24,6 +24,7 @@ from gridtrain.config import JoinConfig
 from gridtrain.errors import (
     CoordinatorUnreachable,
     GridtrainError,
+    JoinRefused,
     RemoteProtocolError,
     RunPaused,
     TransportError,
@@ -132,7 +133,7 @@ class Driver:
         if not self.wait(lambda p: p.welcomed, timeout_s):
             self.stop()
             raise CoordinatorUnreachable(
-                f"no coordinator answered at {self._config.coordinator} within {timeout_s:.0f} s",
+                f"no coordinator answered at {self._config.coordinator} within {timeout_s:g} s",
                 remedy="check the address and the port, and that `gridtrain coordinator` is running there",
             )
 
@@ -321,9 +322,7 @@ class Driver:
                 self._handle(io.EdgeDown(peer, reason))
             case Violation(peer, reason):
                 if self._core is None and "protocol" in reason:
-                    raise RemoteProtocolError(
-                        reason, remedy="install the same gridtrain release on both sides"
-                    )
+                    raise JoinRefused("version", f"{self._config.coordinator}: {reason}")
                 log.warning("a peer broke the protocol: %s", reason)
             case Received(peer, m.Ping(nonce)):
                 self._send(peer, m.Pong(nonce))
@@ -422,6 +421,10 @@ class Driver:
             self._open = None
 
     def _log(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "run_state":
+            quiet = fields["state"] in ("training", "finished")
+            log.log(logging.INFO if quiet else logging.WARNING, "the run is %(state)s: %(reason)s", fields)
+            return
         level = logging.WARNING if event in ("stalled", "coordinator_away") else logging.INFO
         log.log(level, "%s %s", event, " ".join(f"{k}={v}" for k, v in fields.items()))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from gridtrain.config import Deadlines, JoinConfig
@@ -79,8 +79,7 @@ class LocalGroup:
 def local(train: Callable[[Grid], Result], workers: int = 4, *, export_dir: str = "") -> list[Result]:
     """Run `train(grid)` on `workers` workers at once and return what each returned.
 
-    Raises the first exception that a worker raised; the others are then without a coordinator and
-    end with an error of their own.
+    Raises the first exception that a worker raised, after the others have gone on to the end of the run.
     """
     with (
         LocalGroup(min_workers=workers) as group,
@@ -98,7 +97,4 @@ def local(train: Callable[[Grid], Result], workers: int = 4, *, export_dir: str 
                 grid.close()
 
         futures = [pool.submit(one, number) for number in range(workers)]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
         return [future.result() for future in futures]
