@@ -45,6 +45,7 @@ from gridtrain.protocol.round import HISTORY_START
 from gridtrain.protocol.verdict import Outcome, judge
 
 ROSTER_PAGE = 128
+STALLS_BEFORE_REMOVAL = 3
 
 
 class _Making(StrEnum):
@@ -97,6 +98,7 @@ class Membership:
         self._view: m.View | None = None
         self._change: str = ""  # why the next generation is wanted; empty: it is not
         self._plan_reason = ""
+        self._stalls = (-1, 0)  # the latest step that stalled, and how often
         self._events: deque[dict[str, Any]] = deque(maxlen=50)
         self._regathering = False  # after a restart: members of the latest generation are waited for
         if recovered is not None:
@@ -299,7 +301,8 @@ class Membership:
         return [*effects, Send(worker.peer, m.Admitted(others))]
 
     def _stalled(self, worker: Worker, stalled: m.Stalled, now_s: float) -> list[Effect]:
-        """A round hangs.  Who showed no progress all that time is taken out; the rest start anew."""
+        """A round hangs.  Suspects that showed no progress are taken out, and the rest start anew; where
+        one step stalls again and again, its suspects are taken out whatever they show."""
         if stalled.round.generation != self.generation or self._making is not _Making.NONE:
             return []
         effects: list[Effect] = [
@@ -309,12 +312,17 @@ class Membership:
                 {"name": worker.name, "step": stalled.round.step, "reason": stalled.reason},
             )
         ]
+        step = stalled.round.step
+        self._stalls = (step, self._stalls[1] + 1 if self._stalls[0] == step else 1)
         for peer in stalled.suspects:
             suspect = self._workers.get(peer)
-            if suspect is not None and now_s - suspect.moved_s >= self._deadlines.patience_floor_s:
-                effects += self._remove(
-                    peer, "showed no progress while the others waited", now_s, dismiss=True
-                )
+            if suspect is None:
+                continue
+            if now_s - suspect.moved_s >= self._deadlines.patience_floor_s:
+                effects += self._remove(peer, "showed no progress while others waited", now_s, dismiss=True)
+            elif self._stalls[1] >= STALLS_BEFORE_REMOVAL:
+                reason = f"held up step {step} {self._stalls[1]} times: {stalled.reason}"
+                effects += self._remove(peer, reason, now_s, dismiss=True)
         self._change = self._change or f"{worker.name} reports a stall: {stalled.reason}"
         return effects
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
@@ -106,7 +107,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The verdict is known here.  `suspects` are ranks that showed neither vote nor progress."""
+    """The verdict is known here.  `suspects`: ranks that were silent, or hold another update than most."""
 
     verdict: Verdict
     reason: str
@@ -178,8 +179,7 @@ class Round:
             return []
         late = tuple(r for r in self._laggards() if now_s - self._moved_s[r] >= self.patience_s)
         if late:
-            names = ", ".join(str(rank) for rank in late)
-            reason = f"no vote and no sign of life from rank {names} for {self.patience_s:.1f} s"
+            reason = f"no vote and no sign of life from rank {_listed(late)} for {self.patience_s:.1f} s"
         else:
             reason = f"nothing moved anywhere for {self.patience_s:.1f} s"
         return self._decide(Verdict.ABORT, reason, late)
@@ -211,13 +211,18 @@ class Round:
         self._votes[vote.rank] = vote
         if not vote.yes:
             return self._decide(Verdict.ABORT, f"rank {vote.rank} voted NO: {vote.reason}")
-        digests = {v.digest for v in self._votes.values()}
-        if len(digests) > 1:
-            held = {v.digest.hex()[:8]: rank for rank, v in sorted(self._votes.items(), reverse=True)}
-            return self._decide(Verdict.ABORT, f"updates differ; digest: a rank that holds it = {held}")
         if len(self._votes) < self.world_size:
             return []
-        return self._decide(Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
+        by_digest: dict[bytes, list[int]] = {}
+        for rank in sorted(self._votes):
+            by_digest.setdefault(self._votes[rank].digest, []).append(rank)
+        if len(by_digest) == 1:
+            return self._decide(Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
+        # The largest party is right; of equal ones that with the lowest rank.
+        right = max(by_digest.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+        wrong = tuple(rank for ranks in by_digest.values() if ranks is not right for rank in ranks)
+        reason = f"updates differ: ranks {_listed(right)} agree, ranks {_listed(wrong)} hold something else"
+        return self._decide(Verdict.ABORT, reason, wrong)
 
     def _decide(self, verdict: Verdict, reason: str, suspects: tuple[int, ...] = ()) -> list[RoundEffect]:
         self.verdict = verdict
@@ -234,3 +239,7 @@ class Round:
             raise RemoteProtocolError(f"COMMIT of round {self.id} without the YES of rank {self.rank}")
         self.verdict = verdict
         return [Decided(verdict, reason)]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)

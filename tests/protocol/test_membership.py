@@ -1,0 +1,98 @@
+"""The coordinator's core by itself: what the whole-group simulation reaches only by luck."""
+
+from __future__ import annotations
+
+from gridtrain.config import Deadlines
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership import Membership
+from gridtrain.protocol.membership_io import Dismiss, Effect, Heard, Journal, RunPhase, Send
+
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
+
+
+class Run:
+    """A coordinator and workers that do as they are told, one virtual second after the other."""
+
+    def __init__(self, *peers: m.PeerId) -> None:
+        limits = Deadlines(silence_s=1e9, settle_s=0.0)
+        self.core = Membership(run="r", term=1, deadlines=limits, software="", min_workers=len(peers))
+        self.now_s = 0.0
+        self.effects: list[Effect] = []
+        for peer in peers:
+            self.say(peer, m.Join("r", peer[:1].decode(), "memory://" + peer[:1].decode()))
+            self.say(peer, SETUP)
+            self.say(peer, m.Links(()))
+        self.start(*peers)
+
+    def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
+        self.now_s += 1.0
+        self.effects = self.core.handle(Heard(peer, message), self.now_s)
+        return self.effects
+
+    def start(self, *peers: m.PeerId) -> None:
+        assert self.core._view is not None
+        for peer in peers:
+            self.say(peer, m.Ready(1, self.core.generation, self.core._view.history))
+        assert self.core.phase is RunPhase.TRAINING
+
+    def report(self, peer: m.PeerId) -> None:
+        view = self.core._view
+        assert view is not None
+        self.say(
+            peer,
+            m.Report(1, view.generation, True, view.applied, view.history, view.ledger, None, b"", False),
+        )
+
+    def beat(self, *peers: m.PeerId) -> None:
+        for number, peer in enumerate(peers):
+            self.say(peer, m.Beat(1, 0, int(self.now_s) + number, ()))
+
+
+def test_the_journal_comes_before_what_it_decides() -> None:
+    run = Run(A)
+    effects = run.say(B, m.Join("r", "b", "memory://b"))
+    effects += run.say(B, SETUP) + run.say(B, m.Links(()))
+    run.report(A)
+    kinds = [type(effect) for effect in run.effects]
+    assert kinds.index(Journal) < kinds.index(Send)
+    views = [e for e in run.effects if isinstance(e, Send) and isinstance(e.message, m.View)]
+    assert {e.peer for e in views} == {A, B}
+
+
+def test_a_worker_of_another_run_or_with_another_model_is_refused() -> None:
+    run = Run(A)
+    (refused,) = [e.message for e in run.say(B, m.Join("other", "b", "")) if isinstance(e, Send)]
+    assert isinstance(refused, m.Refused)
+    assert (refused.code, refused.reason) == ("wrong-run", 'this coordinator serves the run "r", not "other"')
+    run.say(C, m.Join("r", "c", ""))
+    other = m.Setup((("model", "huge"),), SETUP.ledger, 4, None)
+    (refused,) = [e.message for e in run.say(C, other) if isinstance(e, Send)]
+    assert isinstance(refused, m.Refused)
+    assert "model is huge here and tiny in the run" in refused.reason
+
+
+def test_a_suspect_that_shows_no_progress_is_taken_out() -> None:
+    run = Run(A, B, C)
+    run.beat(A, B)
+    run.now_s += 10.0
+    run.beat(A, C)
+    run.now_s += 3.0
+    run.say(A, m.Stalled(m.RoundId(1, 1, 0, 1), (B,), "rank 1 is silent"))
+    assert Dismiss(B) in run.effects
+    assert [member["name"] for member in run.core.snapshot(run.now_s)["members"]] == ["a", "c"]
+
+
+def test_who_holds_up_one_step_three_times_is_taken_out_although_it_moves() -> None:
+    run = Run(A, B)
+    for attempt, dismissed in ((1, False), (2, False), (3, True)):
+        run.beat(A, B)
+        stalled = m.Stalled(m.RoundId(1, run.core.generation, 0, 1), (B,), "updates differ")
+        run.say(A, stalled)
+        assert (Dismiss(B) in run.effects) is dismissed, attempt
+        run.report(A)
+        if not dismissed:
+            run.report(B)
+            run.start(A, B)
+    run.start(A)
+    assert run.core.snapshot(run.now_s)["world_size"] == 1
