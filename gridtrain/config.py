@@ -107,9 +107,9 @@ class Deadlines:
 
     beat_s: float = 0.5  # worker -> coordinator sign of life
     silence_s: float = 5.0  # without a beat a worker is held for lost
-    regreet_s: float = 0.4  # a broken connection may come back within this
+    regreet_s: float = 1.0  # a broken connection may come back within this
     report_s: float = 2.0  # answers to a FREEZE
-    regather_s: float = 15.0  # after a restart of the coordinator its members come back within this
+    regather_s: float = 60.0  # so long, at least, members that are all away are waited for
     ready_s: float = 60.0  # (+) verdict executed, state received, edges up
     settle_s: float = 0.3  # joins that arrive together start together
     probe_s: float = 2.0  # round trips to the other workers

@@ -23,10 +23,11 @@ Capture = Callable[[], Sequence[bytes | memoryview]]
 class Session(Protocol):
     """One worker's place in the run.  All methods are called on the training thread."""
 
-    def begin(self, capture: Capture) -> StepPlan:
+    def begin(self, capture: Capture) -> StepPlan | None:
         """Block until a generation runs and the next attempt can start.
 
-        May call `capture` meanwhile, to hand this worker's state to one that joins.
+        None: this worker was away, and the group has gone on without its batch; nothing is to be
+        applied.  May call `capture` meanwhile, to hand this worker's state to one that joins.
         Raises `RunPaused` when the run cannot go on.
         """
         ...

@@ -59,7 +59,7 @@ class GridOptimizer(torch.optim.Optimizer):
 
     Attributes:
         skipped_steps: committed steps whose update was empty because somebody's gradient was not finite.
-        last_skipped: whether the latest step was one of these.
+        last_skipped: whether the latest step was one of these, or went on without this worker.
         timings: seconds of the latest step: computing, waiting, selecting, communicating, applying.
 
     Raises:
@@ -166,6 +166,9 @@ class GridOptimizer(torch.optim.Optimizer):
         while True:
             plan = self._session.begin(self.capture)
             self._watch.lap("waiting_s")
+            if plan is None:
+                self.last_skipped = True
+                return
             usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
             attempt = self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
             averages = self._averages.workspace(plan)

@@ -87,6 +87,7 @@ class Attempts:
     Attributes:
         round: the open one; None between two attempts.
         stuck: too many attempts were aborted in a row; only another generation helps.
+        why, suspects, silent_s: of the latest abort, see `round.Decided`.
     """
 
     def __init__(self, seat: Seat, step: int) -> None:
@@ -96,6 +97,7 @@ class Attempts:
         self.skip = False
         self.why = ""
         self.suspects: tuple[m.PeerId, ...] = ()
+        self.silent_s = 0.0
         self._rank_of = {member.peer: rank for rank, member in enumerate(seat.roster)}
         self._step = step
         self._attempt = 0
@@ -147,7 +149,11 @@ class Attempts:
                 effects += self._translate(channel, collective.start(now_s))
             effects += self._if_complete()
         for peer, message in held:
-            effects += self.receive(peer, message, now_s)
+            try:
+                effects += self.receive(peer, message, now_s)
+            except RemoteProtocolError as error:
+                text = f"rank {self._rank_of[peer]} broke the protocol: {error.reason}"
+                effects += [Note("offence", {"reason": text}), *self.advance(Failed(text), now_s)]
         return effects
 
     def receive(self, peer: m.PeerId, message: OfRound, now_s: float) -> list[AttemptEffect]:
@@ -258,8 +264,8 @@ class Attempts:
                     effects += [Post(x.peer, decision) for x in self.seat.roster if x.peer != self.seat.me]
                 case Decided(m.Verdict.COMMIT, reason):
                     effects.append(self._commit(of, reason))
-                case Decided(_, reason, suspects):
-                    effects += self._abort(of, reason, suspects)
+                case Decided():
+                    effects += self._abort(of, effect)
         return effects
 
     def _commit(self, ended: Round, reason: str) -> Committed:
@@ -268,9 +274,10 @@ class Attempts:
         self._step, self._attempt, self._aborts = ended.id.step + 1, 0, 0
         return Committed(ended.id, ended.digest, self.skip, reason)
 
-    def _abort(self, ended: Round, reason: str, suspects: tuple[int, ...]) -> list[AttemptEffect]:
+    def _abort(self, ended: Round, decided: Decided) -> list[AttemptEffect]:
         self.round, self._collectives = None, {}
         self._attempt, self._aborts = self._attempt + 1, self._aborts + 1
-        self.why, self.suspects = reason, tuple(self.seat.roster[rank].peer for rank in suspects)
-        note = {"step": ended.id.step, "attempt": ended.id.attempt, "reason": reason}
-        return [Note("aborted", note), Resolve(ended.id, False, False, reason)]
+        self.why, self.silent_s = decided.reason, decided.silent_s
+        self.suspects = tuple(self.seat.roster[rank].peer for rank in decided.suspects)
+        note = {"step": ended.id.step, "attempt": ended.id.attempt, "reason": decided.reason}
+        return [Note("aborted", note), Resolve(ended.id, False, False, decided.reason)]

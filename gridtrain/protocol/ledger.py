@@ -228,11 +228,17 @@ def _cursor_after(state: LedgerState, taken: Iterable[Span]) -> int:
     return max(state.cursor, *(span.stop for span in taken), 0)
 
 
-def _balanced(state: LedgerState) -> LedgerState:
-    """`state` itself, if every position below the cursor is accounted for exactly once."""
+def balances(state: LedgerState) -> bool:
+    """True if every position below the cursor is accounted for exactly once."""
     held = sum(samples(spans) for _, spans in state.holders or ())
-    requeued = samples(state.requeued)
-    if state.cursor != state.consumed + requeued + held:
+    return state.cursor == state.consumed + samples(state.requeued) + held
+
+
+def _balanced(state: LedgerState) -> LedgerState:
+    """`state` itself; raises `LocalProtocolError` if it does not balance."""
+    if not balances(state):
+        held = sum(samples(spans) for _, spans in state.holders or ())
+        requeued = samples(state.requeued)
         raise LocalProtocolError(
             f"the ledger does not balance at step {state.step}: cursor {state.cursor} != consumed "
             f"{state.consumed} + requeued {requeued} + held {held}; the assignment is not this state's"

@@ -188,7 +188,9 @@ class MemberCore:
                 return self._running(lambda mine: mine.advance(Prepared(digest), now_s), now_s)
             case Broke(reason):
                 return self._running(lambda mine: mine.advance(Failed(reason), now_s), now_s)
-            case Restored():
+            case Restored(term, generation):
+                if self.seat is None or (term, generation) != (self.seat.term, self.seat.generation):
+                    return []  # a state of an earlier generation: the one that counts is on its way
                 self.synced = True
                 return self._maybe_ready()
             case Pulse():
@@ -209,12 +211,14 @@ class MemberCore:
             return []
         missing = self._missing_edges()
         if mine.stuck and mine.rank == ROOT:
-            return self._stalled(mine.suspects, f"attempts at step {self.step} abort: {mine.why}")
+            reason = f"attempts at step {self.step} abort: {mine.why}"
+            return self._stalled(mine.suspects, mine.silent_s, reason)
         if missing:
-            return self._stalled(missing, "no connection to " + ", ".join(p.hex()[:8] for p in missing))
+            names = ", ".join(p.hex()[:8] for p in missing)
+            return self._stalled(missing, 0.0, f"no connection to {names}")
         if mine.rank != ROOT:
             reason = f"no decision on step {self.step} for {self.patience_s:.1f} s"
-            return self._stalled((mine.seat.roster[ROOT].peer,), reason)
+            return self._stalled((mine.seat.roster[ROOT].peer,), self.patience_s, reason)
         return self._settled(mine.tick(now_s), now_s)
 
     def _heard(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
@@ -244,7 +248,9 @@ class MemberCore:
                 return [GiveState(peer, term, generation)] if current and self.synced else []
             case m.StateBlock(term, generation):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
-                return [TakeBlock(message)] if current and not self.synced else []
+                donor = self._donor(mine.seat)
+                given = donor is not None and mine.seat.roster[donor].peer == peer
+                return [TakeBlock(message)] if current and given and not self.synced else []
             case _:
                 name = type(message).__name__
                 raise RemoteProtocolError(f"{name} from a member; only the coordinator may send it")
@@ -253,6 +259,11 @@ class MemberCore:
 
     def _from_coordinator(self, message: m.Message, now_s: float) -> list[Effect]:
         match message:
+            case m.Welcome(term) if term < self.term:
+                return [Note("old_coordinator", {"term": term, "ours": self.term})]
+            case m.Rejoin(reason):
+                self.welcomed = False
+                return [Note("rejoin", {"reason": reason}), Post(self.coordinator, self._join)]
             case m.Welcome(term):
                 self.term = max(self.term, term)
                 self.welcomed, self._stall_told = True, False
@@ -364,12 +375,12 @@ class MemberCore:
             return []
         return [Post(self.coordinator, m.Finished(self.applied, self.history))]
 
-    def _stalled(self, suspects: Sequence[m.PeerId], reason: str) -> list[Effect]:
+    def _stalled(self, suspects: Sequence[m.PeerId], silent_s: float, reason: str) -> list[Effect]:
         assert self._attempts is not None
         self._stall_told = True
         open_round = self._attempts.round
         round_id = open_round.id if open_round is not None else self._attempts.next_round
-        stalled = m.Stalled(round_id, tuple(suspects), reason)
+        stalled = m.Stalled(round_id, tuple(suspects), silent_s, reason)
         return [Note("stalled", {"reason": reason}), Post(self.coordinator, stalled)]
 
     # -- the way into a generation: state and edges ------------------------------------------------

@@ -77,7 +77,10 @@ class Broke:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The trainer has loaded the donor's state."""
+    """The trainer has loaded the state that a donor gave in this generation."""
+
+    term: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,9 @@ from gridtrain.protocol.round import HISTORY_START
 from gridtrain.protocol.verdict import Outcome, judge
 
 ROSTER_PAGE = 128
-STALLS_BEFORE_REMOVAL = 3
+STALLS_BEFORE_REMOVAL, STALLS_BEFORE_THE_END = 3, 6
+MAX_WORKERS = 1000  # what the lists of one message hold
+MAX_PROBES = 256
 
 
 class _Making(StrEnum):
@@ -62,7 +64,7 @@ class Membership:
     Args:
         run: the run's name; joins for another are refused.
         term: how often the coordinator has started, already journalled.
-        min_workers: a run starts, or goes on, only with so many.
+        min_workers: a run starts only with so many.
         deadlines: see `gridtrain.config.Deadlines`.
         software: this program's version, shown to workers.
         recovered: the run as an earlier term left it; its members are waited for.
@@ -100,7 +102,9 @@ class Membership:
         self._plan_reason = ""
         self._stalls = (-1, 0)  # the latest step that stalled, and how often
         self._events: deque[dict[str, Any]] = deque(maxlen=50)
-        self._regathering = False  # after a restart: members of the latest generation are waited for
+        self._started = False  # somebody holds, or held, a model worth waiting for
+        self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
+        self._regathering = False  # all members are away, and waited for
         if recovered is not None:
             self._take_up(recovered)
 
@@ -112,7 +116,7 @@ class Membership:
                 "the run was finished before the coordinator restarted",
             )
         elif recovered.view is not None:
-            self._roster, self._regathering = recovered.roster, True
+            self._roster, self._regathering, self._started = recovered.roster, True, recovered.started
             self._view = replace(recovered.view, term=self.term)
             self._making = _Making.FREEZING
             self._change = "the coordinator restarted"
@@ -203,8 +207,9 @@ class Membership:
         if isinstance(message, m.Join):
             return self._join(peer, message, now_s)
         if worker is None:
-            reason = f"{type(message).__name__} from a worker that has not joined"
-            return [Note("warning", "ignored", {"peer": peer.hex()[:12], "reason": reason})]
+            return [
+                Send(peer, m.Rejoin(f"a {type(message).__name__} came from a worker that is not on the roll"))
+            ]
         match message:
             case m.Setup():
                 return self._set_up(worker, message, now_s)
@@ -217,6 +222,8 @@ class Membership:
                 worker.step, worker.figures = step, dict(figures)
                 return [Send(peer, m.BeatReply(self.term, sequence))]
             case m.Report():
+                if not ledger.balances(message.ledger):
+                    return self._remove(peer, "reported a ledger that does not add up", now_s, dismiss=True)
                 if self._making is _Making.FREEZING and message.generation == self.generation:
                     self._reports[peer] = message
             case m.Ready(term, generation, history):
@@ -243,9 +250,10 @@ class Membership:
                 f"join with --run {self.run}, or ask for the address of the other run's coordinator",
             )
         if self.phase is RunPhase.FINISHED:
-            return self._refuse(
-                peer, "finished", f'the run "{self.run}" is finished', "ask the run's owner for the result"
-            )
+            return self._too_late(peer)
+        if len(self._workers) >= MAX_WORKERS and peer not in self._workers:
+            reason = f"the run has {len(self._workers)} workers, and {MAX_WORKERS} are the most"
+            return self._refuse(peer, "full", reason, "try again when somebody has left")
         worker = self._workers.get(peer)
         if worker is None:
             worker = Worker(peer, join.name, join.address, now_s, now_s)
@@ -269,11 +277,14 @@ class Membership:
                 return [*view, Send(peer, m.Start(self.term, self.generation))]
 
     def _refuse(self, peer: m.PeerId, code: str, reason: str, remedy: str) -> list[Effect]:
-        self._workers.pop(peer, None)
+        worker = self._workers.pop(peer, None)
+        self._miss(peer, f"{worker.name if worker is not None else 'a worker'} was refused: {reason}", True)
         note = Note("warning", "refused", {"peer": peer.hex()[:12], "code": code, "reason": reason})
         return [note, Send(peer, m.Refused(code, reason, remedy))]
 
     def _set_up(self, worker: Worker, setup: m.Setup, now_s: float) -> list[Effect]:
+        if self.phase is RunPhase.FINISHED:
+            return self._too_late(worker.peer)
         effects: list[Effect] = []
         if self._reference is None:
             try:
@@ -295,52 +306,64 @@ class Membership:
                 "this worker would train something else: " + "; ".join(differing),
                 "start every worker with the same script, data and options",
             )
+        if setup.batch_size < 1 and setup.global_batch_size is None:
+            reason = f"batch_size is {setup.batch_size}; it must be >= 1"
+            return self._refuse(worker.peer, "batch-size", reason, "give grid.batches a batch_size")
         worker.setup = setup
         others = tuple((w.peer, w.address) for w in self._workers.values() if w.admitted and w is not worker)
         worker.probe_until_s = now_s + self._deadlines.probe_s
-        return [*effects, Send(worker.peer, m.Admitted(others))]
+        return [*effects, Send(worker.peer, m.Admitted(others[:MAX_PROBES]))]
 
     def _stalled(self, worker: Worker, stalled: m.Stalled, now_s: float) -> list[Effect]:
-        """A round hangs.  Suspects that showed no progress are taken out, and the rest start anew; where
-        one step stalls again and again, its suspects are taken out whatever they show."""
+        """A round hangs: the rest start anew, without suspects that showed no sign of life.
+
+        Where one step stalls again and again its suspects go whatever they show; and if that does not
+        help either, the run cannot go on, and everybody is told why.
+        """
         if stalled.round.generation != self.generation or self._making is not _Making.NONE:
             return []
-        effects: list[Effect] = [
-            Note(
-                "warning",
-                "stalled",
-                {"name": worker.name, "step": stalled.round.step, "reason": stalled.reason},
-            )
-        ]
-        step = stalled.round.step
+        step, reason = stalled.round.step, stalled.reason
         self._stalls = (step, self._stalls[1] + 1 if self._stalls[0] == step else 1)
+        times = self._stalls[1]
+        effects: list[Effect] = [
+            Note("warning", "stalled", {"name": worker.name, "step": step, "times": times, "reason": reason})
+        ]
+        if times >= STALLS_BEFORE_THE_END:
+            reason = f"step {step} failed in {times} generations; the last time: {reason}"
+            everybody = list(self._workers)
+            return effects + [e for p in everybody for e in self._remove(p, reason, now_s, dismiss=True)]
         for peer in stalled.suspects:
             suspect = self._workers.get(peer)
             if suspect is None:
                 continue
-            if now_s - suspect.moved_s >= self._deadlines.patience_floor_s:
+            if 0 < stalled.patience_s <= now_s - suspect.moved_s:
                 effects += self._remove(peer, "showed no progress while others waited", now_s, dismiss=True)
-            elif self._stalls[1] >= STALLS_BEFORE_REMOVAL:
-                reason = f"held up step {step} {self._stalls[1]} times: {stalled.reason}"
-                effects += self._remove(peer, reason, now_s, dismiss=True)
-        self._change = self._change or f"{worker.name} reports a stall: {stalled.reason}"
+            elif times >= STALLS_BEFORE_REMOVAL:
+                text = f"held up step {step} {times} times: {reason}"
+                effects += self._remove(peer, text, now_s, dismiss=True)
+        self._change = self._change or f"{worker.name} reports a stall: {reason}"
         return effects
 
     def _remove(self, peer: m.PeerId, reason: str, now_s: float, *, dismiss: bool = False) -> list[Effect]:
+        """Off the roll.  Who is not dismissed may come back: its next message is answered by Rejoin."""
         worker = self._workers.pop(peer, None)
         if worker is None:
             return [Dismiss(peer)] if dismiss else []
         left = reason.startswith("left") or self.phase is RunPhase.FINISHED
-        note = Note(
-            "info" if left else "warning", "left" if left else "lost", {"name": worker.name, "reason": reason}
-        )
-        effects: list[Effect] = [note]
+        level, event = ("info", "left") if left else ("warning", "lost")
+        effects: list[Effect] = [Note(level, event, {"name": worker.name, "reason": reason})]
         if dismiss and not left:
             effects.append(Send(peer, m.Refused("dismissed", reason, "restart this worker to join again")))
+        self._miss(peer, f"{worker.name} {reason}", dismiss)
+        return [*effects, Dismiss(peer)] if dismiss else effects
+
+    def _miss(self, peer: m.PeerId, why: str, for_good: bool) -> None:
+        """A member is gone: the others need another generation."""
         if peer in {member.peer for member in self._roster}:
-            self._change = f"{worker.name} {reason}"
+            self._change = why
+            if for_good:
+                self._departed.add(peer)
         self._reports.pop(peer, None)
-        return [*effects, Dismiss(peer)]
 
     # -- making generations ----------------------------------------------------------------------
 
@@ -356,7 +379,7 @@ class Membership:
         if current and current <= self._finished:
             return self._finish(now_s)
         if current and not current & set(self._workers):
-            return self._start_over(now_s)
+            return self._regather(now_s)
         newcomers = [w for w in self._workers.values() if w.admitted and w.peer not in current]
         if newcomers and not self._change:
             self._change = ", ".join(w.name for w in newcomers) + " joined"
@@ -387,27 +410,24 @@ class Membership:
 
     def _collect(self, now_s: float) -> list[Effect]:
         """FREEZING: once all who live have reported, or time is up, decide (rule 6)."""
-        awaited = [
-            x.peer
-            for x in self._roster
-            if x.peer not in self._reports and (self._regathering or x.peer in self._workers)
-        ]
+        absent = {x.peer for x in self._roster} - set(self._reports) - self._departed
+        awaited = absent if self._regathering else absent & set(self._workers)
         if awaited and now_s < self._making_until_s:
             return []
         nobody = not any(report.synced for report in self._reports.values())
-        something_to_lose = self._view is not None and self._view.applied >= 0
-        if self._regathering and nobody and awaited and something_to_lose:
+        newcomers = any(w.admitted and w.peer not in absent for w in self._workers.values())
+        if self._regathering and nobody and awaited and self._started and not newcomers:
+            # There is nobody who could begin anew, so there is no reason to give up what they hold.
             self._making_until_s = now_s + self._deadlines.regather_s
-            self.reason = "nobody who holds the model has come back yet; a new journal begins a new run"
             return []
         effects: list[Effect] = []
-        for peer in awaited:
-            reason = f"did not report within {self._deadlines.report_s:.1f} s of a FREEZE"
-            effects += self._remove(peer, reason, now_s, dismiss=True)
+        for peer in sorted(awaited & set(self._workers)):
+            effects += self._remove(peer, f"did not report within {self._deadlines.report_s:.1f} s", now_s)
         holders = {p: r for p, r in self._reports.items() if r.synced and p in self._workers}
-        self._making, self._making_until_s, self._regathering = _Making.NONE, math.inf, False
+        given_up, self._regathering = self._regathering, False
+        self._making, self._making_until_s = _Making.NONE, math.inf
         if not holders:
-            return effects + self._start_over(now_s)
+            return effects + (self._start_over(now_s) if given_up else self._regather(now_s))
         return effects + self._next_generation(holders, now_s)
 
     def _next_generation(self, reports: dict[m.PeerId, m.Report], now_s: float) -> list[Effect]:
@@ -458,6 +478,7 @@ class Membership:
         self._made_s = now_s
         self._ready.clear()
         self._finished.clear()
+        self._departed.clear()
         note = Note(
             "info",
             "generation",
@@ -492,23 +513,18 @@ class Membership:
         ]
         effects: list[Effect] = []
         for peer in wrong:
-            effects += self._remove(peer, "is READY with another history of updates", now_s, dismiss=True)
+            effects += self._remove(peer, "is READY with another history of updates", now_s)
         late = [p for p in members if p not in self._ready and p in self._workers]
         if late and now_s >= self._making_until_s:
-            moved_s = max(self._workers[p].moved_s for p in late)
-            if moved_s + self._deadlines.ready_s > now_s:  # a big state is on its way
-                self._making_until_s = moved_s + self._deadlines.ready_s
-                return effects
-            for peer in late:
-                reason = f"was not ready within {self._deadlines.ready_s:.0f} s"
-                effects += self._remove(peer, reason, now_s, dismiss=True)
-            lost = late
+            self._making_until_s, removed = self._late(late, now_s)
+            effects += removed
+            lost += [p for p in late if p not in self._workers]
         if lost or wrong:
             self._making, self._making_until_s = _Making.NONE, math.inf
             return effects + self._go_on(now_s)
         if late:
             return []
-        self._making, self._making_until_s = _Making.NONE, math.inf
+        self._making, self._making_until_s, self._started = _Making.NONE, math.inf, True
         self.phase, self.reason = (
             RunPhase.TRAINING,
             f"{len(members)} workers since step {self._view.applied + 1}",
@@ -521,9 +537,48 @@ class Membership:
             *(Send(peer, start) for peer in members),
         ]
 
+    def _late(self, late: list[m.PeerId], now_s: float) -> tuple[float, list[Effect]]:
+        """Time for READY is up: until when to wait on, or whom to go on without.
+
+        The longest-serving holder of the model always stays.
+        """
+        limits = self._deadlines
+        holders = [member.peer for member in self._roster if not member.joining]
+        eldest = min((p for p in holders if p in self._workers), key=self._seniority, default=None)
+        moved_s = max(self._workers[p].moved_s for p in late)
+        if moved_s + limits.ready_s > now_s:  # a big state is on its way
+            return moved_s + limits.ready_s, []
+        donor = self._workers.get(holders[0]) if holders else None
+        computes = donor is not None and donor.moved_s < self._made_s
+        if computes and not set(late) & set(holders) and now_s < self._made_s + limits.first_step_s:
+            return now_s + limits.ready_s, []  # its trainer is in a long step, and gives its state after it
+        gone: list[Effect] = []
+        for peer in late:
+            if peer != eldest:
+                gone += self._remove(
+                    peer, f"was not ready within {limits.ready_s:.0f} s", now_s, dismiss=True
+                )
+        return now_s + limits.ready_s, gone
+
+    def _regather(self, now_s: float) -> list[Effect]:
+        """All members are away.  Unless they left for good, or none had begun, they are waited for."""
+        if not self._started or {member.peer for member in self._roster} <= self._departed:
+            return self._start_over(now_s)
+        self._making, self._making_until_s = _Making.FREEZING, now_s + self._deadlines.regather_s
+        self._regathering = True
+        self._reports.clear()
+        self.phase = RunPhase.PAUSED
+        self.reason = f"all {len(self._roster)} members are away; they are waited for"
+        return [
+            Journal("state", {"state": str(self.phase), "reason": self.reason}),
+            Note("error", "paused", {"reason": self.reason}),
+        ]
+
     def _start_over(self, now_s: float) -> list[Effect]:
         """Nobody is left who holds the model: wait for workers, and begin at step 0."""
         self._roster, self._view, self._change = (), None, ""
+        self._started = self._regathering = False
+        self._departed.clear()
         self._making, self._making_until_s = _Making.NONE, math.inf
         self.phase = RunPhase.WAITING
         self.reason = "all workers that held the model are gone; the next ones begin at step 0"
@@ -536,8 +591,18 @@ class Membership:
     def _finish(self, now_s: float) -> list[Effect]:
         self.phase = RunPhase.FINISHED
         self.reason = f"all {len(self._roster)} workers reached the end of the ledger"
-        return [
+        members = {member.peer for member in self._roster}
+        effects: list[Effect] = [
             Journal("state", {"state": str(self.phase), "reason": self.reason}),
             Note("info", "finished", {"reason": self.reason}),
-            *(Send(peer, m.RunState(str(self.phase), self.reason)) for peer in self._workers),
         ]
+        for peer in list(self._workers):
+            if peer in members:
+                effects.append(Send(peer, m.RunState(str(self.phase), self.reason)))
+            else:
+                effects += self._too_late(peer)
+        return effects
+
+    def _too_late(self, peer: m.PeerId) -> list[Effect]:
+        text = f'the run "{self.run}" is finished'
+        return self._refuse(peer, "finished", text, "ask the run's owner for the result")

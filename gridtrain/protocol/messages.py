@@ -4,7 +4,8 @@ Decides nothing and opens no payload.  How a message becomes bytes, and every
 bound on its fields, is `gridtrain.wire.codec`; what it means is PROTOCOL.md.
 
     worker -> coordinator   Join Setup Links Beat Report Ready Stalled Leave Finished StatusRequest
-    coordinator -> worker   Welcome Refused Admitted BeatReply Freeze Roster View Start RunState StatusReply
+    coordinator -> worker   Welcome Refused Rejoin Admitted BeatReply Freeze Roster View Start RunState
+                            StatusReply
     worker <-> worker       Data Vote Decision Progress MeanAsk MeanTell Ping Pong StateRequest StateBlock
     both                    Hello (the first message on every connection: who speaks)
 """
@@ -19,8 +20,6 @@ PROTOCOL_VERSION = 1
 
 PeerId = bytes
 """A peer's public key, 32 bytes.  Never an address, never a routing id."""
-
-COORDINATOR_RANK = -1
 
 
 class Phase(IntEnum):
@@ -214,10 +213,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """A round does not come to an end; these peers are waited for (or are gone)."""
+    """A round does not come to an end; these peers are waited for, are not connected, or disagree.
+
+    `patience_s`: for how long the suspects showed no sign of life; 0: that is not what they are suspected of.
+    """
 
     round: RoundId
     suspects: tuple[PeerId, ...]
+    patience_s: float
     reason: str
 
 
@@ -321,6 +324,13 @@ class RunState:
     """The run is `waiting`, `training`, `paused` or `finished`, and why."""
 
     state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """You are no member (any more): introduce yourself again with Join."""
+
     reason: str
 
 
@@ -445,6 +455,7 @@ Message = (
     | View
     | Start
     | RunState
+    | Rejoin
     | StatusReply
     | Data
     | Vote

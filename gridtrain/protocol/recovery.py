@@ -22,12 +22,14 @@ class Recovered:
         reference: what all workers must agree with; None: no worker had come yet.
         generation: the latest; 0: none was made.
         view, roster: what its members were to be told, which binds; None, (): nobody held the model.
+        started: a generation has trained, so that somebody holds a model worth waiting for.
     """
 
     reference: m.Setup | None
     generation: int
     view: m.View | None
     roster: tuple[m.Member, ...]
+    started: bool
     finished: bool
 
 
@@ -35,7 +37,7 @@ def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
     """Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote."""
     reference: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
-    state = ""
+    state, started = "", False
     for kind, body in entries:
         match kind:
             case "run":
@@ -46,12 +48,13 @@ def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
                 latest, state = body, ""
             case "state":
                 state = body["state"]
+                started = state != RunPhase.WAITING and (started or state == RunPhase.TRAINING)
     if latest is None:
-        return Recovered(reference, 0, None, (), False)
+        return Recovered(reference, 0, None, (), False, False)
     view, roster = _view(latest)
     if state == RunPhase.WAITING:
-        return Recovered(reference, view.generation, None, (), False)
-    return Recovered(reference, view.generation, view, roster, state == RunPhase.FINISHED)
+        return Recovered(reference, view.generation, None, (), False, False)
+    return Recovered(reference, view.generation, view, roster, started, state == RunPhase.FINISHED)
 
 
 def generation_entry(view: m.View, roster: Sequence[m.Member]) -> dict[str, Any]:

@@ -107,11 +107,15 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The verdict is known here.  `suspects`: ranks that were silent, or hold another update than most."""
+    """The verdict is known here.
+
+    `suspects`: ranks that were silent for `silent_s`, or (0) hold another update than most.
+    """
 
     verdict: Verdict
     reason: str
     suspects: tuple[int, ...] = ()
+    silent_s: float = 0.0
 
 
 RoundEffect = CastVote | Announce | Decided
@@ -182,7 +186,7 @@ class Round:
             reason = f"no vote and no sign of life from rank {_listed(late)} for {self.patience_s:.1f} s"
         else:
             reason = f"nothing moved anywhere for {self.patience_s:.1f} s"
-        return self._decide(Verdict.ABORT, reason, late)
+        return self._decide(Verdict.ABORT, reason, late, self.patience_s if late else 0.0)
 
     def _laggards(self) -> list[int]:
         if self.rank == ROOT:
@@ -224,9 +228,11 @@ class Round:
         reason = f"updates differ: ranks {_listed(right)} agree, ranks {_listed(wrong)} hold something else"
         return self._decide(Verdict.ABORT, reason, wrong)
 
-    def _decide(self, verdict: Verdict, reason: str, suspects: tuple[int, ...] = ()) -> list[RoundEffect]:
+    def _decide(
+        self, verdict: Verdict, reason: str, suspects: tuple[int, ...] = (), silent_s: float = 0.0
+    ) -> list[RoundEffect]:
         self.verdict = verdict
-        return [Announce(verdict, reason), Decided(verdict, reason, suspects)]
+        return [Announce(verdict, reason), Decided(verdict, reason, suspects, silent_s)]
 
     def _obey(self, rank: int, verdict: Verdict, reason: str) -> list[RoundEffect]:
         if self.rank == ROOT or rank != ROOT:

@@ -29,6 +29,13 @@ Edges = Callable[[int, int], frozenset[int]]
 FAREWELL_S = 15.0  # how long a finished worker stays for the others' sake
 
 
+def _no_data_named() -> ConfigError:
+    return ConfigError(
+        "a step was begun before the data was named",
+        remedy="iterate over grid.batches(dataset, ...), or use grid.sampler(dataset, ...)",
+    )
+
+
 class GroupSession:
     """One worker's place in a run, over a `Driver`.  All methods belong to the training thread.
 
@@ -43,6 +50,7 @@ class GroupSession:
         self._restore: Restore | None = None
         self._given_for = 0
         self._turn: Picture | None = None
+        self._turn_taken = False
         self._entered = False
         self._ended = False
         self._mean_step = self._mean_index = 0
@@ -70,23 +78,23 @@ class GroupSession:
     def await_turn(self) -> Picture | None:
         """Block until a step is open; None when the ledger has ended the run.  Does chores meanwhile."""
         if not self._entered:
-            raise ConfigError(
-                "a step was begun before the data was named",
-                remedy="iterate over grid.batches(dataset, ...), or use grid.sampler(dataset, ...)",
-            )
+            raise _no_data_named()
+        self._turn, self._turn_taken = None, False
+        while (picture := self._wait_for_more()).offered_state:
+            self._take_state()
+        if picture.finished:
+            return None
+        self._turn = picture
+        return picture
+
+    def _wait_for_more(self) -> Picture:
+        """Until a step is open, the run has ended, or a state is offered; hands out its own meanwhile."""
         while True:
             picture = self._driver.wait(self._has_something)
             assert picture is not None
-            if picture.offered_state:
-                self._take_state()
-            elif self._owes_state(picture):
-                self._give_state(picture.wanted_state)
-            elif picture.finished:
-                self._turn = None
-                return None
-            else:
-                self._turn = picture
+            if picture.offered_state or not self._owes_state(picture):
                 return picture
+            self._give_state(picture.wanted_state)
 
     def _has_something(self, picture: Picture) -> bool:
         return (
@@ -110,22 +118,40 @@ class GroupSession:
                 "a state arrived before the optimizer was wrapped",
                 remedy="call grid.optimizer(optimizer, model, ...) before grid.batches(...)",
             )
-        self._restore(self._driver.take_state())
-        self._driver.command(io.Restored())
+        term, generation, blobs = self._driver.take_state()
+        self._restore(blobs)
+        self._driver.command(io.Restored(term, generation))
         self._driver.wait(lambda p: not p.offered_state)
 
     # -- one step (gridtrain.optim.session.Session) ------------------------------------------------
 
-    def begin(self, capture: Capture) -> StepPlan:
+    def begin(self, capture: Capture) -> StepPlan | None:
         """See `optim.session.Session.begin`."""
-        picture = self.await_turn()
-        if picture is None or picture.open_round is None:
+        if not self._entered:
+            raise _no_data_named()
+        if self._turn is None or self._turn.open_round is None:
             raise ConfigError(
                 "optimizer.step() was called after the end of the run",
                 remedy="leave the loop when grid.batches(...) ends; it ends the run",
             )
+        step = self._turn.open_round.step
+        if self._turn_taken:
+            raise ConfigError(
+                f"optimizer.step() was called 2 times for the batch of step {step}; each batch is one step",
+                remedy="call it once for each batch, or once for every a batches of "
+                "grid.batches(..., accumulate=a)",
+            )
+        picture = self._wait_for_more()
+        moved_on = picture.open_round is None or picture.open_round.step != step
+        other_samples = picture.spans not in ((), self._turn.spans)
+        if picture.offered_state or moved_on or other_samples:
+            # Away for a while: the group went on without this batch.  A state is loaded between batches only.
+            self._turn_taken = True
+            return None
+        assert picture.open_round is not None
+        self._turn = picture
         return StepPlan(
-            step=picture.open_round.step,
+            step=step,
             attempt=picture.open_round.attempt,
             rank=picture.rank,
             world_size=picture.world_size,
@@ -136,7 +162,14 @@ class GroupSession:
     def run(self, plan: StepPlan, workspaces: Sequence[Workspace], skip: bool, salt: bytes) -> RoundOutcome:
         """See `optim.session.Session.run`."""
         assert self._turn is not None and self._turn.open_round is not None
-        return self._driver.run_round(self._turn.open_round, workspaces, skip, salt)
+        outcome = self._driver.run_round(self._turn.open_round, workspaces, skip, salt)
+        self._turn_taken = outcome.committed
+        return outcome
+
+    @property
+    def turn_taken(self) -> bool:
+        """The batch of the latest turn went into its step, or came too late for it."""
+        return self._turn_taken
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Figures for `gridtrain status`."""

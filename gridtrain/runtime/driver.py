@@ -202,8 +202,8 @@ class Driver:
             self._inbox.captured = (generation, blobs)
         self._transport.wake()
 
-    def take_state(self) -> list[bytes]:
-        """The donor's state, complete; `Restored` is to follow."""
+    def take_state(self) -> tuple[int, int, list[bytes]]:
+        """Term, generation and blobs of the donor's state, complete; `Restored` is to follow."""
         with self._changed:
             return self._intake.blobs()
 
@@ -244,7 +244,7 @@ class Driver:
                     events, self._inbox.events = self._inbox.events, deque()
                     captured, self._inbox.captured = self._inbox.captured, None
                 for command in events:
-                    self._handle(command)
+                    self._guarded(command)
                 if captured is not None:
                     self._outlet.fill(*captured)
                 self._publish()  # before the next wait: a lone worker's round is over already
@@ -276,7 +276,9 @@ class Driver:
             rtt_s = self._prober.done(now_s)
             if rtt_s is not None:
                 self._handle(io.Probed(rtt_s))
-            self._progress += self._outlet.pump(self._transport)
+            sent = self._outlet.pump(self._transport)
+            with self._changed:
+                self._progress += sent
             if self._core.stage is io.Stage.RUNNING:
                 self._outlet.forget()
             self._mind_pause(self._core.paused, now_s)
@@ -329,18 +331,19 @@ class Driver:
             case Received(_, m.Pong(nonce)):
                 self._prober.pong(nonce, self._transport, time.monotonic())
             case Received(peer, message):
-                self._heard(peer, message)
+                self._guarded(io.Heard(peer, message))
 
     def _introduce(self, coordinator: m.PeerId) -> MemberCore:
         join = m.Join(self._config.run, self._config.name, self._config.advertise or self._address)
         return MemberCore(self._transport.me, coordinator, join, self._config.deadlines)
 
-    def _heard(self, peer: m.PeerId, message: m.Message) -> None:
+    def _guarded(self, event: io.Event) -> None:
+        """What a peer did wrong may show only now; it costs the round, never this worker."""
         try:
-            self._handle(io.Heard(peer, message))
+            self._handle(event)
         except RemoteProtocolError as error:
-            log.warning("from %s: %s", peer.hex()[:8], error)
-            self._handle(io.Broke(f"a peer broke the protocol: {error}"))
+            log.warning("a peer broke the protocol: %s", error)
+            self._handle(io.Broke(f"a peer broke the protocol: {error.reason}"))
 
     def _handle(self, event: io.Event) -> None:
         if self._core is not None:
@@ -385,8 +388,9 @@ class Driver:
             case io.GiveState(peer, _, generation):
                 self._outlet.ask(peer, self._core.term, generation)
             case io.TakeBlock(block):
-                self._progress += 1
-                self._intake.take(block)
+                with self._changed:
+                    self._progress += 1
+                    self._intake.take(block)
             case io.Stop(error):
                 raise error
             case io.Note(event, fields):

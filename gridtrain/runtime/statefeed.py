@@ -11,7 +11,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.protocol.messages import PeerId, StateBlock
 from gridtrain.transport.base import Transport
 
@@ -57,6 +57,7 @@ class StateOutlet:
         """The generation has started: its members hold the state, and it is about to change."""
         self._captured = (0, [])
         self._waiting.clear()
+        self._queues.clear()
 
     def _serve(self) -> None:
         generation, blocks = self._captured
@@ -75,11 +76,15 @@ class StateOutlet:
         """Queue blocks up to the backlog's bound; returns how many."""
         sent = 0
         for peer, queue in list(self._queues.items()):
-            while queue and transport.connected(peer) and transport.backlog_bytes(peer) < BACKLOG_BYTES:
-                transport.send(peer, queue.popleft())
-                sent += 1
-            if not queue or not transport.connected(peer):
-                del self._queues[peer]  # a joiner that comes back asks again
+            try:
+                while queue and transport.backlog_bytes(peer) < BACKLOG_BYTES:
+                    transport.send(peer, queue[0])
+                    queue.popleft()
+                    sent += 1
+            except TransportError:
+                queue.clear()  # a joiner that comes back asks again
+            if not queue:
+                del self._queues[peer]
         return sent
 
 
@@ -87,14 +92,14 @@ class StateIntake:
     """The joiner's side.  A block of a newer generation starts anew."""
 
     def __init__(self) -> None:
-        self._generation = 0
+        self._id = (0, 0)
         self._total = 0
         self._blocks: dict[int, bytes] = {}
 
     def take(self, block: StateBlock) -> None:
         """Raises `RemoteProtocolError` for a block that cannot belong to the others."""
-        if block.generation != self._generation:
-            self._generation, self._total, self._blocks = block.generation, block.total, {}
+        if (block.term, block.generation) != self._id:
+            self._id, self._total, self._blocks = (block.term, block.generation), block.total, {}
         if block.total != self._total or not 0 <= block.index < block.total:
             raise RemoteProtocolError(
                 f"block {block.index} of {block.total} in a state of {self._total} blocks"
@@ -103,13 +108,19 @@ class StateIntake:
             raise RemoteProtocolError(
                 f"a state of {block.total} blocks; at most {MAX_STATE_BYTES // BLOCK_BYTES}"
             )
-        self._blocks[block.index] = bytes(block.payload)
+        payload = bytes(block.payload)
+        if len(payload) > BLOCK_BYTES:
+            raise RemoteProtocolError(f"a block of {len(payload)} bytes; at most {BLOCK_BYTES}")
+        self._blocks[block.index] = payload
 
     def complete_for(self, generation: int) -> bool:
-        return generation == self._generation and 0 < self._total == len(self._blocks)
+        return generation == self._id[1] and 0 < self._total == len(self._blocks)
 
-    def blobs(self) -> list[bytes]:
-        """The donor's blobs; the blocks are released.  Raises `RemoteProtocolError` if lengths lie."""
+    def blobs(self) -> tuple[int, int, list[bytes]]:
+        """Term, generation and the donor's blobs; the blocks are released.
+
+        Raises `RemoteProtocolError` if the table of lengths lies.
+        """
         blocks, self._blocks = self._blocks, {}
         head = blocks.pop(0)
         if len(head) % 8:
@@ -124,4 +135,4 @@ class StateIntake:
         for length in lengths:
             blobs.append(whole[offset : offset + length])
             offset += length
-        return blobs
+        return *self._id, blobs

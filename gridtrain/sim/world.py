@@ -73,6 +73,8 @@ class Log:
     crashes: int = 0
     generations: int = 0
     restarts: int = 0
+    start_overs: int = 0
+    voided: int = 0
     state_transfers: int = 0
     refused: list[str] = field(default_factory=list)
 
@@ -89,15 +91,32 @@ class SimWorker:
         join = m.Join("sim", peer.hex()[:6], peer.hex())
         self.core = MemberCore(peer, COORDINATOR, join, world.deadlines)
         self._setup = setup
-        self._batch: tuple[m.Span, ...] | None = None
+        self._batch: tuple[m.Span, ...] = ()
         self._batch_step = -1
         self._computing = False
+        self._frozen = False
+        self._offered: m.StateBlock | None = None
+        self._missed: list[io.Event] = []
         self._workspaces: dict[m.Channel, Any] = {}
         self._wanted: list[tuple[m.PeerId, int, int]] = []
         self._progress = 0
 
+    def freeze(self, for_s: float) -> None:
+        """As SIGSTOP: connections stay, nothing is read or said; all of it comes later, at once."""
+        self._frozen = True
+        self.world.later(for_s, self.peer, self._thaw)
+
+    def _thaw(self) -> None:
+        self._frozen, missed, self._missed = False, self._missed, []
+        for event in missed:
+            self.handle(event)
+        self._go_on()
+
     def handle(self, event: io.Event) -> None:
         if not self.alive:
+            return
+        if self._frozen:
+            self._missed.append(event)
             return
         try:
             effects = self.core.handle(event, self.world.now_s)
@@ -106,10 +125,12 @@ class SimWorker:
         self._carry_out(effects)
 
     def tick(self) -> None:
-        if self.alive and self.world.now_s >= self.core.deadline_s:
+        if self.alive and not self._frozen and self.world.now_s >= self.core.deadline_s:
             self._carry_out(self.core.tick(self.world.now_s))
 
     def pulse(self) -> None:
+        if self._frozen:
+            return
         self.handle(io.Pulse(self._progress, not self._computing, ()))
         self.tick()
 
@@ -148,8 +169,7 @@ class SimWorker:
                 self._wanted.append((peer, term, generation))
             case io.TakeBlock(block):
                 world.log.state_transfers += 1
-                self.trainer.restore(block.payload)
-                return self.core.handle(io.Restored(), world.now_s)
+                self._offered = block
             case io.Stop(error):
                 self._stop(error)
             case io.Note():
@@ -162,7 +182,12 @@ class SimWorker:
 
     def _go_on(self) -> None:
         """What the training thread does when it may: hand out its state, begin a step."""
-        if not self.alive or self._computing:
+        if not self.alive or self._computing or self._frozen:
+            return
+        if self._offered is not None:
+            # Loading takes a while, in which the group may change once more.
+            self._computing, block, self._offered = True, self._offered, None
+            self.world.later(self.world.restore_s(), self.peer, lambda: self._restored(block))
             return
         for peer, term, generation in self._wanted:
             if self.core.seat is not None and (term, generation) == (
@@ -177,7 +202,16 @@ class SimWorker:
         fresh = self._batch_step != self.core.step
         self.world.later(self.world.compute_s(self.peer) if fresh else 0.0, self.peer, self._submit)
 
+    def _restored(self, block: m.StateBlock) -> None:
+        self._computing = False
+        self._batch_step = -1  # a batch in hand was for another model
+        self.trainer.restore(block.payload)
+        self.handle(io.Restored(block.term, block.generation))
+
     def _submit(self) -> None:
+        if self._frozen:
+            self.world.later(0.1, self.peer, self._submit)
+            return
         self._computing = False
         self._progress += 1
         round_id, seat = self.core.next_round, self.core.seat
@@ -185,8 +219,8 @@ class SimWorker:
             self._go_on()
             return
         spans = self.core.assignment().get(self.peer, ())
-        if self._batch_step == self.core.step and self._batch and spans != self._batch:
-            raise AssertionError(f"step {self.core.step}: positions {self._batch} became {spans}")
+        if self._batch_step == self.core.step and spans not in ((), self._batch):
+            self.world.log.voided += 1  # it was off the roll, and its batch in hand is nobody's any more
         self._batch, self._batch_step = spans, self.core.step
         self._workspaces = self.trainer.prepare(round_id, seat, spans)
         self.world.log.submissions.append(Submission(self.peer, round_id, spans))
@@ -361,6 +395,9 @@ class World:
     def later(self, delay_s: float, node: m.PeerId, action: Callable[[], None]) -> None:
         self.network.call_at(self.now_s + delay_s, action, node=node)
 
+    def restore_s(self) -> float:
+        return self.random.choice((0.0, 0.01, 0.5, 3.0))
+
     def compute_s(self, peer: m.PeerId) -> float:
         return self.random.uniform(*self._compute_s)
 
@@ -403,6 +440,8 @@ class World:
             match effect:
                 case cio.Send(peer, message):
                     self.send(COORDINATOR, peer, message)
+                case cio.Note("error", "waiting"):
+                    self.log.start_overs += 1
                 case cio.Journal(kind, body):
                     self._journal.append((kind, json.loads(json.dumps(body))))  # as a disk gives it back
                     self.log.generations += kind == "generation"

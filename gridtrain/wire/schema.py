@@ -115,7 +115,7 @@ MESSAGES: dict[int, Record] = {
         skip=FLAG,
     ),
     15: Record(m.Ready, term=UINT, generation=UINT, history=DIGEST),
-    16: Record(m.Stalled, round=ROUND, suspects=Many(PEER, 1024), reason=REASON),
+    16: Record(m.Stalled, round=ROUND, suspects=Many(PEER, 1024), patience_s=SECONDS, reason=REASON),
     17: Record(m.Leave, reason=REASON),
     18: Record(m.Finished, applied=APPLIED, history=DIGEST),
     19: Record(m.StatusRequest),
@@ -149,6 +149,7 @@ MESSAGES: dict[int, Record] = {
     37: Record(m.Start, term=UINT, generation=UINT),
     38: Record(m.RunState, state=STATE, reason=REASON),
     39: Record(m.StatusReply, payload=FRAME),
+    40: Record(m.Rejoin, reason=REASON),
     # worker <-> worker
     50: Record(m.Data, round=ROUND, channel=CHANNEL, place=PLACE, skip=FLAG, payload=FRAME),
     51: Record(m.Vote, round=ROUND, yes=FLAG, digest=DIGEST, reason=REASON),

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.integration
 
 KILLED, STOPPED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 SAMPLES, STEP = 800, 10
+JOB = {"exchange": "gtopk", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
 MOST_STALL_S = 10.0
 """Noticing takes 0.4 s, REPORTs at most 2 s, the rest round trips; the first number is what a test prints."""
 
@@ -30,11 +31,10 @@ def test_sigkill_in_a_round_hangs_nobody(
     new_group, exchange: str, how: str, rank: int, world_size: int, verdict: str
 ) -> None:
     """ABORT: the others repeat the step with the same gradient and residual.  COMMIT: all hold its update."""
-    job = {"exchange": exchange, "batch_size": 8, "epochs": 1, "samples": SAMPLES}
-    death = {"die": how, "die_step": STEP, "die_rank": rank, "die_of": world_size}
+    death = {"exchange": exchange, "die": how, "die_step": STEP, "die_rank": rank, "die_of": world_size}
     with new_group(min_workers=world_size, codes=frozenset({0, KILLED})) as group:
         for number in range(world_size):
-            group.add(f"worker-{number}", **job, **death)
+            group.add(f"worker-{number}", **JOB | death)
         ends = group.finish()
 
         (victim,) = (program for program in group.workers.values() if program.marked("dying"))
@@ -61,12 +61,11 @@ def test_sigkill_in_a_round_hangs_nobody(
 
 def test_sigkill_before_ready_hangs_nobody(new_group) -> None:
     """The last one to join dies when it is sent the state; generation 1 never starts."""
-    job = {"exchange": "gtopk", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
     with new_group(min_workers=3, codes=frozenset({0, KILLED})) as group:
         late = group.gate()
-        victim = group.add("clara", **job, die="restore", join_gate=late.path)
-        group.add("anna", **job)
-        group.add("bert", **job)
+        victim = group.add("clara", **JOB, die="restore", join_gate=late.path)
+        group.add("anna", **JOB)
+        group.add("bert", **JOB)
         group.wait("two workers", lambda: len(group.events("joined")) == 2)
         late.open()
         ends = group.finish()
@@ -78,13 +77,33 @@ def test_sigkill_before_ready_hangs_nobody(new_group) -> None:
     assert_every_sample_once(group)
 
 
+def test_sigkill_of_the_one_that_holds_the_state_starts_over(new_group) -> None:
+    """The first one to join dies when it is asked for the state; the others have none, and wait."""
+    with new_group(min_workers=3, codes=frozenset({0, KILLED})) as group:
+        late = group.gate()
+        victim = group.add("anna", **JOB, die="capture")
+        for name in ("bert", "clara", "dora"):
+            group.add(name, **JOB, join_gate=late.path)
+        group.wait("the first worker", lambda: len(group.events("joined")) == 1)
+        late.open()
+        late.open()
+        group.wait("a new start", lambda: bool(group.events("waiting")))
+        late.open()
+        ends = group.finish()
+
+        assert victim.code == KILLED and victim.marked("dying")
+    assert [(fields["workers"], fields["step"]) for fields in group.events("generation")] == [(3, 0), (3, 0)]
+    assert [fields["generation"] for fields in group.events("training")] == [2]
+    assert len(ends) == 3 and one_digest(ends)
+    assert_every_sample_once(group)
+
+
 def test_sigterm_is_a_departure_and_the_rest_goes_on(new_group) -> None:
-    job = {"exchange": "gtopk", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
     with new_group(min_workers=3, codes=frozenset({0, STOPPED})) as group:
         gate = group.gate()
-        anna = group.add("anna", **job, held_step=STEP, step_gate=gate.path)
-        group.add("bert", **job)
-        clara = group.add("clara", **job)
+        anna = group.add("anna", **JOB, held_step=STEP, step_gate=gate.path)
+        group.add("bert", **JOB)
+        clara = group.add("clara", **JOB)
         group.wait("step 10 at anna", lambda: bool(anna.marked("holding")))
         clara.process.terminate()  # the agent's process
         group.wait("a departure", lambda: bool(group.events("left")))

@@ -78,7 +78,7 @@ def test_a_suspect_that_shows_no_progress_is_taken_out() -> None:
     run.now_s += 10.0
     run.beat(A, C)
     run.now_s += 3.0
-    run.say(A, m.Stalled(m.RoundId(1, 1, 0, 1), (B,), "rank 1 is silent"))
+    run.say(A, m.Stalled(m.RoundId(1, 1, 0, 1), (B,), 5.0, "rank 1 is silent"))
     assert Dismiss(B) in run.effects
     assert [member["name"] for member in run.core.snapshot(run.now_s)["members"]] == ["a", "c"]
 
@@ -87,7 +87,7 @@ def test_who_holds_up_one_step_three_times_is_taken_out_although_it_moves() -> N
     run = Run(A, B)
     for attempt, dismissed in ((1, False), (2, False), (3, True)):
         run.beat(A, B)
-        stalled = m.Stalled(m.RoundId(1, run.core.generation, 0, 1), (B,), "updates differ")
+        stalled = m.Stalled(m.RoundId(1, run.core.generation, 0, 1), (B,), 0.0, "updates differ")
         run.say(A, stalled)
         assert (Dismiss(B) in run.effects) is dismissed, attempt
         run.report(A)

@@ -19,7 +19,7 @@ from gridtrain.protocol import allgather, gtopk, ring
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import Seat
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
-from gridtrain.sim.world import World
+from gridtrain.sim.world import COORDINATOR, World
 from gridtrain.testing.collectives import CollectiveGroup
 from gridtrain.wire.sparse import ValueKind, decode, encode
 
@@ -111,7 +111,7 @@ class ToyTrainer:
 def build(seed: int, kind: str, workers: int) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
     setup = m.Setup((("kind", kind),), m.LedgerSpec(SAMPLES, 1, epochs=2), 3, None)
-    world = World(seed, lambda: ToyTrainer(kind, book), EDGES[kind], setup, min_workers=workers)
+    world = World(seed, lambda: ToyTrainer(kind, book), EDGES[kind], setup, min_workers=1)
     for _ in range(workers):
         world.join()
     return world, book
@@ -130,12 +130,26 @@ def trouble(world: World, random: Random, events: int) -> None:
             a, b = random.sample([w.peer for w in members], 2)
             world.break_edge(a, b, random.uniform(0.01, 0.6))
         elif what == "break-coordinator" and members:
-            world.break_edge(random.choice(members).peer, b"c" * 32, random.uniform(0.01, 0.3))
+            world.break_edge(random.choice(members).peer, COORDINATOR, random.choice((0.01, 0.3, 1.5, 4.0)))
+        elif what == "break-all-coordinator":
+            for worker in world.alive:
+                world.break_edge(worker.peer, COORDINATOR, random.uniform(0.5, 3.0))
+        elif what == "freeze" and members:
+            random.choice(members).freeze(random.choice((0.1, 1.0, 3.0)))
 
         elif what == "restart":
             world.crash_coordinator(down_s=random.uniform(0.05, 1.5))
 
-    kinds = ("join", "crash", "leave", "break", "break-coordinator", "restart")
+    kinds = (
+        "join",
+        "crash",
+        "leave",
+        "break",
+        "break-coordinator",
+        "break-all-coordinator",
+        "restart",
+        "freeze",
+    )
     for _ in range(events):
         what = random.choice(kinds)
         world.at(random.uniform(0.2, 6.0), lambda what=what: strike(what))
@@ -169,7 +183,8 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None
     assert all(len(ids) == 1 for ids in rounds_of.values()), rounds_of
     assert all(len(seen) == 1 for seen in histories.values())
     committed = {ids.pop() for ids in rounds_of.values()}
-    survivors = [w for w in world.alive if w.core.synced]
+    survivors = [w for w in world.alive if w.core.finished]  # not who was away when the run ended
+    assert survivors
     assert len({w.trainer.model.tobytes() for w in survivors}) == 1
     # 4: every position in exactly one committed round.
     seen = [0] * (2 * SAMPLES)
@@ -203,7 +218,7 @@ def test_calm_group_trains_to_the_end(kind: str) -> None:
     # 120 samples in steps of 4 x 3: two passes of five steps, in one generation.
     assert world.log.generations == 1
     assert len(world.log.commits) == 4 * 10
-    assert world.log.aborts == 0
+    assert world.log.aborts == world.log.voided == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,10 +229,15 @@ def test_promises_hold_under_churn(kind: str, seeds: Seeds) -> None:
         random = Random(seed)
         world, book = build(seed, kind, workers=random.randint(1, 5))
         trouble(world, random, events=random.randint(1, 8))
-        world.run(300.0)
+        world.run(600.0)
+        if world.log.start_overs:
+            totals["start_overs"] += 1  # the last holder died, too: a run that begins anew, rarely
+            assert world.finished, f"seed {seed}: {world.coordinator.snapshot(world.now_s)}"
+            continue
         check(world, book)
         for name in ("aborts", "joins", "crashes", "generations", "state_transfers", "restarts"):
             totals[name] += getattr(world.log, name)
     # A sweep in which nothing happened would prove nothing.
     print(f"{kind}: {dict(totals)}")
     assert all(totals[name] > 0 for name in totals)
+    assert totals["start_overs"] < 0.1 * totals["generations"]

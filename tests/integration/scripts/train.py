@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import gridtrain
 from gridtrain.optim import state_sync
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.member_io import Heard
 
 FEATURES, WIDTH, CLASSES = 16, 128, 8
 LEARNING_RATE = 0.05
@@ -46,7 +47,7 @@ class Options:
         rates: a learning rate schedule, tracked by the grid.
         join_gate, step_gate: FIFOs; a byte in one lets the worker join, or begin step `held_step`.
         die: "apply": at the first payload that arrives in step `die_step`; "votes": as the root, when all
-            others have voted YES on it; "restore": when the group's state is to be loaded.
+            others have voted YES on it; "restore", "capture": when the group's state is to be loaded, given.
         die_rank, die_of: whom it hits, in the first group of `die_of` workers.
     """
 
@@ -135,6 +136,8 @@ class Witness:
         self._run, self._session.run = self._session.run, self.run
         if options.die == "restore":
             self._session._restore = lambda blobs: die()
+        elif options.die == "capture":
+            self._session._capture = die
 
     def run(self, plan, workspaces, skip, salt):
         round_id = self._session._turn.open_round
@@ -162,16 +165,16 @@ class Witness:
             workspace.apply = lambda effect: die()
         elif self._options.die == "votes":
             driver, voters = self._session._driver, set()
-            heard = driver._heard
+            handle = driver._guarded
 
-            def hear(peer, message):
-                if isinstance(message, m.Vote) and message.yes:
-                    voters.add(peer)
+            def hear(event):
+                if isinstance(event, Heard) and isinstance(event.message, m.Vote) and event.message.yes:
+                    voters.add(event.peer)
                     if len(voters) == world_size - 1:
                         die()
-                heard(peer, message)
+                handle(event)
 
-            driver._heard = hear
+            driver._guarded = hear
 
 
 def digest_of(tensors) -> str:
