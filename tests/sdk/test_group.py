@@ -300,7 +300,7 @@ def test_the_others_go_on_without_one_who_hangs(outcomes: Any) -> None:
     stayed, hung = outcomes(train, 2, deadlines=IMPATIENT)
     assert stayed == 1
     assert isinstance(hung, JoinRefused) and hung.code == "dismissed"
-    assert "showed no progress while the others waited -> " in str(hung)
+    assert "showed no progress while others waited -> " in str(hung)
 
 
 # -- what people see ---------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ ERRORS = {
     "-> call it once for each batch",
     step_of_the_inner_optimizer: "optimizer.step() was called 0 times for the batch of step 0; ",
     two_steps_for_one_batch: "optimizer.step() was called 2 times for the batch of step 0; ",
-    a_step_for_each_part_of_one: "optimizer.step() was called 3 times for the batch of step 0; each batch is "
+    a_step_for_each_part_of_one: "optimizer.step() was called 2 times for the batch of step 0; each batch is "
     "one step -> call it once for each batch, or once for every a batches of grid.batches(..., accumulate=a)",
     step_after_the_end: "optimizer.step() was called after the end of the run -> leave the loop when",
     a_second_data_set: "a second data set was given to this run; its ledger has one -> call grid.batches",

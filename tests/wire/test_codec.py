@@ -145,7 +145,7 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
             m.Beat(0, 0, 0, (("loss", float("nan")),)), r"Beat.figures\[0\] is float nan", id="NaN figure"
         ),
         pytest.param(
-            m.Stalled(ROUND, (bytes(32), b"x"), ""),
+            m.Stalled(ROUND, (bytes(32), b"x"), 0.0, ""),
             r"Stalled.suspects\[1\] is 1 bytes",
             id="path to the item",
         ),

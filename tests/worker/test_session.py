@@ -1,13 +1,11 @@
-"""Names that say nothing about a person, and addresses that other workers can reach."""
+"""Names that say nothing about a person."""
 
 from __future__ import annotations
 
 import os
 import socket
 
-import pytest
-
-from gridtrain_worker.session import Machine, listen_address
+from gridtrain_worker.session import Machine
 
 
 def test_a_random_name_by_default() -> None:
@@ -19,15 +17,3 @@ def test_a_random_name_by_default() -> None:
 
 def test_only_the_cpus_that_we_may_use() -> None:
     assert 1 <= Machine.here().cpus <= (os.cpu_count() or 1)
-
-
-def test_beside_its_coordinator_a_worker_listens_on_loopback() -> None:
-    assert listen_address("tcp://127.0.0.1:7700") == "tcp://127.0.0.1:0"
-
-
-def test_without_a_way_to_the_coordinator_it_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere(*_: object, **__: object) -> object:
-        raise socket.gaierror("no such host")
-
-    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
-    assert listen_address("tcp://coordinator.invalid:7700") == "tcp://127.0.0.1:0"

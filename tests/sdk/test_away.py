@@ -1,0 +1,92 @@
+"""Workers that lose the coordinator for longer than it waits, and come back by themselves.
+
+worker-1    step 10 .... away ....           back: takes the others' state, goes on
+the others  step 10 . without it . step 25
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import gridtrain
+from gridtrain.config import Deadlines
+from gridtrain.optim import state_sync
+
+SOON = Deadlines(
+    beat_s=0.05,
+    settle_s=0.02,
+    probe_s=0.2,
+    generation_gap_s=0.02,
+    connect_s=5.0,
+    regreet_s=0.1,
+    silence_s=1.0,
+    first_step_s=10.0,
+)
+DATA = TensorDataset(torch.arange(400.0).reshape(100, 4) / 400, torch.arange(100.0).reshape(100, 1) / 100)
+STEPS = 60
+
+
+class Scene:
+    """Worker 1's batch of step 10 cuts the lines; they heal once worker 0 is at step 25, if it gets there."""
+
+    def __init__(self, group: Any, cut: tuple[int, ...]) -> None:
+        self.group, self.cut = group, cut
+        self.away, self.ready = threading.Event(), threading.Barrier(3)
+        self.keys: dict[int, bytes] = {}
+
+    def train(self, grid: gridtrain.Grid, number: int) -> tuple[int, int, str, float]:
+        coordinator = self.group._transport.me
+        self.keys[number] = grid._session._driver._transport.me
+        torch.manual_seed(number)
+        model = nn.Linear(4, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.99)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        grid.track(scheduler=scheduler)
+        self.ready.wait(10)
+        batches = 0
+        for x, y in grid.batches(DATA, batch_size=2, steps=STEPS):
+            batches += 1
+            if grid.step == 10 and number == 1 and not self.away.is_set():
+                for other in self.cut:
+                    self.group.hub.cut(self.keys[other], coordinator)
+                self.away.set()
+                if len(self.cut) > 1:  # nobody gets on without the coordinator but by step 10's vote
+                    threading.Timer(0.5, self.heal, (coordinator,)).start()
+            if grid.step == 25 and number == 0:
+                self.heal(coordinator)
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return grid.step, batches, state_sync.digest(model, inner).hex(), scheduler.get_last_lr()[0]
+
+    def heal(self, coordinator: bytes) -> None:
+        for other in self.cut:
+            self.group.hub.heal(self.keys[other], coordinator)
+
+
+@pytest.mark.parametrize("cut", [(1,), (0, 1, 2)], ids=["one worker", "all workers"])
+def test_a_broken_line_to_the_coordinator_costs_at_most_some_batches(
+    new_group: Any, cut: tuple[int, ...]
+) -> None:
+    with new_group(workers=3, deadlines=SOON) as group:
+        scene = Scene(group, cut)
+        for _ in range(3):
+            group.start(scene.train)
+        results = [group.result(number) for number in range(3)]
+        generation = group.coordinator._core.generation
+    assert all(isinstance(result, tuple) for result in results), results
+    steps, batches, digests, rates = zip(*results, strict=True)
+    assert steps == (STEPS, STEPS, STEPS)
+    assert len(set(digests)) == 1
+    assert len(set(rates)) == 1
+    if cut == (1,):
+        assert generation >= 3  # all, without worker 1, with it again
+        assert batches[1] < batches[0] == STEPS
