@@ -126,12 +126,15 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """What `gridtrain.join` needs; by default from the environment that the agent sets."""
+    """What `gridtrain.join` needs; by default from the environment that the agent sets.
+
+    `listen` "": any free port of the interface that leads to the coordinator.
+    """
 
     coordinator: str
     run: str = "default"
     name: str = ""
-    listen: str = "tcp://127.0.0.1:0"
+    listen: str = ""
     advertise: str = ""
     upload_limit: str = ""
     download_limit: str = ""

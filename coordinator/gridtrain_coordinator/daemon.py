@@ -136,6 +136,11 @@ class Coordinator:
             software=SOFTWARE,
             recovered=recovered,
         )
+        if recovered.finished:
+            raise JournalError(
+                f'the run "{run}" of this journal is finished',
+                remedy="begin a new one: name another run with --run, or another file with --journal",
+            )
         return cls(
             transport, store, membership, log=log, exit_when_finished=exit_when_finished, address=address
         )

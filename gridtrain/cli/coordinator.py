@@ -33,7 +33,7 @@ from gridtrain.config import DEFAULT_PORT
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Start, and start, only with so many workers.",
+    help="Start only with so many workers.",
 )
 @click.option(
     "--exit-when-finished", is_flag=True, help="Exit once the run is finished and its workers have left."

@@ -27,6 +27,11 @@ class BufferAverage:
         self._model = model
         self._every = every if state_sync.has_buffers(model) else 0
 
+    def describe(self) -> str:
+        """For comparison and for people: which buffers there are, and when they are averaged."""
+        text, _ = state_sync.buffers_digest(self._model)
+        return f"{text}, averaged every {self._every} steps" if self._every else text
+
     def workspace(self, plan: StepPlan) -> DenseWorkspace | None:
         """This worker's part in the average that is due in this step; None if none is."""
         if not self._every or (plan.step + 1) % self._every:

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ from torch import nn
 
 from gridtrain._version import __version__
 from gridtrain.config import Dense, Exchange, GTopK, JoinConfig, TopK
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.optim import sampler, state_sync
+from gridtrain.optim.figures import Figures, check_names
 from gridtrain.optim.flat import model_digest
 from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.wrapper import GridOptimizer
@@ -39,7 +40,7 @@ from gridtrain.protocol import allgather, gtopk, ledger, ring
 from gridtrain.protocol.messages import LedgerSpec, Setup, Span
 from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.client import coordinator_address
-from gridtrain.runtime.naming import random_name, state_directory
+from gridtrain.runtime.naming import listen_address, random_name, state_directory
 from gridtrain.transport.base import Transport
 from gridtrain.transport.limits import parse_rate
 from gridtrain.transport.zeromq import ZeroMQTransport
@@ -70,7 +71,8 @@ def join(
         coordinator: "tcp://host:port"; also "host:port" or "host".
         run: name of the run; the coordinator refuses another.
         name: what others see of this worker; a random one by default.
-        listen: where peers connect to, "tcp://interface:port"; port 0 takes a free one.
+        listen: where peers connect to, "tcp://interface:port"; port 0 takes a free one.  By default a
+            free port of the interface that leads to the coordinator.
         advertise: the address that peers are told, where it differs from `listen`.
         upload_limit, download_limit: such as "20Mbit"; always obeyed.
         export_dir: where the first worker puts the final model; the state directory by default.
@@ -91,6 +93,7 @@ def join(
         export_dir=export_dir,
     )
     config = replace(config, coordinator=coordinator_address(config.coordinator))
+    check_names(config)
     transport = ZeroMQTransport(
         secrets.token_bytes(32),
         f"gridtrain {__version__}",
@@ -104,8 +107,8 @@ class Grid:
     """This worker's hold on the run.  Used from the thread that trains."""
 
     def __init__(self, transport: Transport, config: JoinConfig) -> None:
-        self._config = config
-        self._session = GroupSession(transport, config)
+        self._config = replace(config, listen=config.listen or listen_address(config.coordinator))
+        self._session = GroupSession(transport, self._config)
         try:
             self._session.start()
         except BaseException:
@@ -115,6 +118,7 @@ class Grid:
         self._optimizer: GridOptimizer | None = None
         self._spec: LedgerSpec | None = None
         self._clip_norm: float | None = None
+        self._figures = Figures()
         self._done = False
         atexit.register(self.close)
         _leave_on_sigterm()
@@ -253,8 +257,12 @@ class Grid:
         return self._session.mean(value.item() if isinstance(value, torch.Tensor) else float(value))
 
     def report(self, **figures: float) -> None:
-        """Numbers for `gridtrain status` and the run's owner, such as `loss=...`."""
-        self._session.note({name: float(value) for name, value in figures.items()})
+        """Numbers for `gridtrain status` and the run's owner, such as `loss=...`.
+
+        Those that are not finite are left out.  Raises `ConfigError` for a name of more than 64 bytes or
+        with control characters, and for more than `figures.MAX_FIGURES` names.
+        """
+        self._session.note(self._figures.fitting(figures))
 
     def track(self, **trackers: state_sync.Stateful) -> None:
         """Schedulers, weight averages and the like that a joining worker must receive."""
@@ -311,6 +319,7 @@ class Grid:
         ledger.validate(self._spec)
         facts = (
             ("model", model_digest(wrapped.model)[0]),
+            ("buffers", wrapped.averages.describe()),
             ("exchange", wrapped.exchange_config.describe()),
             ("optimizer", _optimizer_text(wrapped.inner)),
             ("clip_norm", str(self._clip_norm)),
@@ -332,11 +341,9 @@ class Grid:
             assert picture.open_round is not None
             latest = picture.spans or latest
             yield latest
-            step = picture.open_round.step
-            called = self._session.picture.applied + 1 - step
-            if called != 1:
+            if not self._session.turn_taken:
                 raise ConfigError(
-                    f"optimizer.step() was called {called} times for the batch of step {step}; "
+                    f"optimizer.step() was called 0 times for the batch of step {picture.open_round.step}; "
                     "each batch is one step",
                     remedy="call it once for each batch, or once for every a batches of "
                     "grid.batches(..., accumulate=a)",
@@ -345,13 +352,21 @@ class Grid:
 
     def _finish(self) -> None:
         self._done = True
-        if self.is_first:
-            path = self._export()
-            log.warning("the run is finished; the model is in %s", path)
+        exports = self.is_first
+        if exports:
+            self._export()
         if not self._session.farewell():
             log.warning("left before the coordinator had declared the run finished")
+        if not exports and self._became_first():
+            self._export()
 
-    def _export(self) -> Path:
+    def _became_first(self) -> bool:
+        """The first worker was lost after the last step, perhaps before its export: this one follows it."""
+        with suppress(GridtrainError):  # what ended the session; who knows nothing of the group is not first
+            return self.world_size > 0 and self.is_first
+        return False
+
+    def _export(self) -> None:
         """The final model as safetensors, written aside and renamed."""
         import safetensors.torch
 
@@ -363,7 +378,7 @@ class Grid:
         }
         safetensors.torch.save_file(state, path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
-        return path
+        log.warning("the run is finished; the model is in %s", path)
 
 
 def _leave_on_sigterm() -> None:

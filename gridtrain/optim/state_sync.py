@@ -287,6 +287,15 @@ def has_buffers(model: nn.Module) -> bool:
     return bool(_buffers(model))
 
 
+def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
+    """As `flat.model_digest`, of the persistent buffers: over names, shapes and dtypes, not over values."""
+    named = _buffers(model)
+    lines = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in named]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
+    text = f"{len(named)} tensor{'s' * (len(named) > 1)}, digest {digest.hex()[:12]}" if named else "none"
+    return text, digest
+
+
 def buffers_vector(model: nn.Module) -> npt.NDArray[np.float32]:
     """All floating-point buffers (batch-norm statistics, ...) as one (n,) float32 vector."""
     return _joined(_chosen_buffers(model, floating=True), torch.float32)

@@ -89,7 +89,7 @@ class GridOptimizer(torch.optim.Optimizer):
         self._clip_norm = clip_norm
         self._flat = FlatGradient(model, inner)
         self._exchanger = exchanger(exchange, self._flat.n, self._flat.flat_N.device)
-        self._averages = BufferAverage(model, average_buffers_every)
+        self.averages = BufferAverage(model, average_buffers_every)
         self._trackers: dict[str, state_sync.Stateful] = {}
         self._exchanged = False
         self.skipped_steps = 0
@@ -171,7 +171,7 @@ class GridOptimizer(torch.optim.Optimizer):
                 return
             usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
             attempt = self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
-            averages = self._averages.workspace(plan)
+            averages = self.averages.workspace(plan)
             compared = settings.workspace(plan, self.inner)
             extra = [workspace for workspace in (averages, compared) if workspace is not None]
             self._watch.lap("selecting_s")
@@ -186,7 +186,7 @@ class GridOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
             return
         if averages is not None:
-            self._averages.load(averages)
+            self.averages.load(averages)
         update = self._exchanger.commit(attempt)
         self._flat.fill(update)
         if self._clip_norm is not None:

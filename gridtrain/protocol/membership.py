@@ -83,7 +83,7 @@ class Membership:
         self.run = run
         self.term = term
         self.phase = RunPhase.WAITING
-        self.reason = f"waiting for {min_workers} worker{'s' if min_workers > 1 else ''}"
+        self.reason = f"waiting for {_workers(min_workers)}"
         self.generation = 0
         self._deadlines = deadlines
         self._software = software
@@ -100,6 +100,7 @@ class Membership:
         self._view: m.View | None = None
         self._change: str = ""  # why the next generation is wanted; empty: it is not
         self._plan_reason = ""
+        self._reached = 0  # the step that generations and finished workers have told of
         self._stalls = (-1, 0)  # the latest step that stalled, and how often
         self._events: deque[dict[str, Any]] = deque(maxlen=50)
         self._started = False  # somebody holds, or held, a model worth waiting for
@@ -110,6 +111,7 @@ class Membership:
 
     def _take_up(self, recovered: Recovered) -> None:
         self.generation, self._reference = recovered.generation, recovered.reference
+        self._reached = recovered.view.applied + 1 if recovered.view is not None else 0
         if recovered.finished:
             self.phase, self.reason = (
                 RunPhase.FINISHED,
@@ -178,14 +180,14 @@ class Membership:
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """What `gridtrain status` shows; JSON-able."""
         rank_of = {member.peer: rank for rank, member in enumerate(self._roster)}
-        steps = [w.step for w in self._workers.values() if w.peer in rank_of]
+        steps = [self._reached, *(w.step for w in self._workers.values() if w.peer in rank_of)]
         return {
             "run": self.run,
             "phase": str(self.phase),
             "reason": self.reason,
             "term": self.term,
             "generation": self.generation,
-            "step": max(steps, default=0),
+            "step": max(steps),
             "world_size": len(self._roster),
             "finished": self.phase is RunPhase.FINISHED,
             "facts": dict(self._reference.facts) if self._reference else {},
@@ -235,6 +237,7 @@ class Membership:
                 return self._remove(peer, f"left: {reason}", now_s, dismiss=True)
             case m.Finished(applied):
                 self._finished.add(peer)
+                self._reached = max(self._reached, applied + 1)
                 return [Note("info", "worker_finished", {"name": worker.name, "step": applied})]
             case _:
                 reason = f"sent {type(message).__name__}, which only others may send"
@@ -475,7 +478,7 @@ class Membership:
             reason=reason,
         )
         self._making, self._making_until_s = _Making.FORMING, now_s + self._deadlines.ready_s
-        self._made_s = now_s
+        self._made_s, self._reached = now_s, max(self._reached, outcome.applied + 1)
         self._ready.clear()
         self._finished.clear()
         self._departed.clear()
@@ -527,7 +530,7 @@ class Membership:
         self._making, self._making_until_s, self._started = _Making.NONE, math.inf, True
         self.phase, self.reason = (
             RunPhase.TRAINING,
-            f"{len(members)} workers since step {self._view.applied + 1}",
+            f"{_workers(len(members))} since step {self._view.applied + 1}",
         )
         start = m.Start(self.term, self.generation)
         fields = {"generation": self.generation, "workers": len(members), "step": self._view.applied + 1}
@@ -576,7 +579,7 @@ class Membership:
 
     def _start_over(self, now_s: float) -> list[Effect]:
         """Nobody is left who holds the model: wait for workers, and begin at step 0."""
-        self._roster, self._view, self._change = (), None, ""
+        self._roster, self._view, self._change, self._reached = (), None, "", 0
         self._started = self._regathering = False
         self._departed.clear()
         self._making, self._making_until_s = _Making.NONE, math.inf
@@ -590,7 +593,7 @@ class Membership:
 
     def _finish(self, now_s: float) -> list[Effect]:
         self.phase = RunPhase.FINISHED
-        self.reason = f"all {len(self._roster)} workers reached the end of the ledger"
+        self.reason = f"{_workers(len(self._roster))} reached the end of the run"
         members = {member.peer for member in self._roster}
         effects: list[Effect] = [
             Journal("state", {"state": str(self.phase), "reason": self.reason}),
@@ -606,3 +609,7 @@ class Membership:
     def _too_late(self, peer: m.PeerId) -> list[Effect]:
         text = f'the run "{self.run}" is finished'
         return self._refuse(peer, "finished", text, "ask the run's owner for the result")
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"

@@ -6,31 +6,45 @@ coordinator and to `Grid`), because it puts all of them together.
 
     local(train, workers=4)      coordinator thread
                                  4 x thread: train(grid)  --> [result of each]
+                                             raises       --> the others are ended; raised again here
 """
 
 from __future__ import annotations
 
+import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from gridtrain.config import Deadlines, JoinConfig
+from gridtrain.errors import ConfigError
 from gridtrain.optim.grid import Grid
+from gridtrain.protocol.messages import PeerId
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 from gridtrain_coordinator.daemon import Coordinator
 from gridtrain_coordinator.store import Store
 
 Result = TypeVar("Result")
 
+END_S = 10.0
+"""How long threads that were told to end are waited for; one inside the user's code may not notice."""
+
 
 class LocalGroup:
     """A coordinator in a thread, and as many workers as are asked for.  A context manager.
 
+    At its end the coordinator stops, and so does every worker that has not left by itself: what waits in a
+    `Grid`, in whichever thread, raises `EndpointKilled`.
+
     Args:
         min_workers: the run starts with so many.
         hub: the network; give one with a `FaultPlan` to see what happens.
+
+    Attributes:
+        keys: of the workers by name, for `FaultPlan`, `hub.kill` and the like.
     """
 
     ADDRESS = "memory://coordinator"
@@ -43,7 +57,8 @@ class LocalGroup:
         self._transport = MemoryTransport(secrets.token_bytes(32), self.hub)
         self._transport.listen(self.ADDRESS)
         self._stop = threading.Event()
-        self._joined = 0
+        self.keys: dict[str, PeerId] = {}
+        self._joining = threading.Lock()  # guards `keys`, and that nobody joins behind `__exit__`'s back
         store = Store.open(":memory:")
         self.coordinator = Coordinator.of_run(
             self._transport, store, run="local", min_workers=min_workers, deadlines=self._deadlines
@@ -57,14 +72,23 @@ class LocalGroup:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stop.set()
+        with self._joining:
+            self._stop.set()
+            for key in self.keys.values():
+                self.hub.kill(key)
         self._transport.wake()
-        self._thread.join(timeout=10.0)
+        self._thread.join(END_S)
 
     def join(self, name: str = "", *, export_dir: str = "") -> Grid:
-        """One more worker; to be used from one thread."""
-        self._joined += 1
-        name = name or f"worker-{self._joined}"
+        """One more worker; to be used from one thread.  Raises `EndpointKilled` after the group's end."""
+        with self._joining:
+            name = name or f"worker-{len(self.keys) + 1}"
+            if self.keys.get(name) in self.hub.endpoints:
+                raise ConfigError(f"there is a worker {name!r} in the group", remedy="choose another name")
+            transport = MemoryTransport(secrets.token_bytes(32), self.hub)
+            self.keys[name] = transport.me
+            if self._stop.is_set():
+                self.hub.kill(transport.me)
         config = JoinConfig(
             coordinator=self.ADDRESS,
             run="local",
@@ -73,28 +97,47 @@ class LocalGroup:
             export_dir=export_dir,
             deadlines=self._deadlines,
         )
-        return Grid(MemoryTransport(secrets.token_bytes(32), self.hub), config)
+        return Grid(transport, config)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: BaseException
 
 
 def local(train: Callable[[Grid], Result], workers: int = 4, *, export_dir: str = "") -> list[Result]:
     """Run `train(grid)` on `workers` workers at once and return what each returned.
 
-    Raises the first exception that a worker raised, after the others have gone on to the end of the run.
+    Raises the first exception that a worker raised, after it has ended the others: the next call to their
+    grid, or the one that they wait in, raises.  One that does not call its grid for `END_S` seconds is left
+    behind in its thread.
     """
-    with (
-        LocalGroup(min_workers=workers) as group,
-        ThreadPoolExecutor(max_workers=workers, thread_name_prefix="worker") as pool,
-    ):
+    ended: queue.SimpleQueue[tuple[int, Result | _Failure]] = queue.SimpleQueue()
 
-        def one(number: int) -> Result:
-            grid = group.join(f"worker-{number}", export_dir=export_dir)
-            try:
-                return train(grid)
-            except BaseException as error:
-                grid.close(f"{type(error).__name__} in the training function")
-                raise
-            finally:
-                grid.close()
+    def one(number: int) -> None:
+        try:
+            with group.join(f"worker-{number}", export_dir=export_dir) as grid:
+                result = train(grid)
+        except BaseException as error:
+            ended.put((number, _Failure(error)))
+        else:
+            ended.put((number, result))
 
-        futures = [pool.submit(one, number) for number in range(workers)]
-        return [future.result() for future in futures]
+    threads: list[threading.Thread] = []
+    try:
+        with LocalGroup(min_workers=workers) as group:
+            for number in range(workers):
+                thread = threading.Thread(target=one, args=(number,), name=f"worker-{number}", daemon=True)
+                thread.start()
+                threads.append(thread)
+            results: dict[int, Result] = {}
+            while len(results) < workers:
+                number, outcome = ended.get()
+                if isinstance(outcome, _Failure):
+                    raise outcome.error
+                results[number] = outcome
+        return [results[number] for number in range(workers)]
+    finally:
+        until_s = time.monotonic() + END_S
+        for thread in threads:
+            thread.join(max(0.0, until_s - time.monotonic()))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import secrets
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
+
+_LOOPBACK = "127.0.0.1"
 
 _FIRST = ("amber", "brisk", "calm", "deft", "eager", "fair", "glad", "keen", "lucid", "mild", "neat", "quiet")
 _SECOND = ("ant", "bear", "crane", "deer", "elk", "finch", "gecko", "hare", "ibis", "lynx", "otter", "wren")
@@ -20,3 +25,20 @@ def state_directory(run: str) -> Path:
     """Where files of `run` belong: `$XDG_STATE_HOME/gridtrain/<run>`, by default under ~/.local/state."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "gridtrain" / re.sub(r"[^A-Za-z0-9._-]", "_", run).lstrip(".")
+
+
+def listen_address(coordinator: str) -> str:
+    """Where to wait for other workers: any free port of the interface that leads to the coordinator.
+
+    Loopback if the coordinator is on this machine.  Nothing is sent to find out.
+    """
+    target = urlsplit(coordinator)
+    host, port = target.hostname or _LOOPBACK, target.port or 1
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            own = ipaddress.ip_address(str(probe.getsockname()[0]).partition("%")[0])
+    except OSError:
+        own = ipaddress.ip_address(_LOOPBACK)
+    return f"tcp://[{own}]:0" if own.version == 6 else f"tcp://{own}:0"

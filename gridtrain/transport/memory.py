@@ -1,7 +1,8 @@
 """The transport inside one process: for `gridtrain.local` groups and for tests, with faults.
 
-Decides nothing about messages.  Never opens a socket and never encodes: message objects are handed
-over as they are, payload buffers copied to bytes, so that a sender cannot change what was received.
+Decides nothing about messages.  Never opens a socket.  A message goes through the codec all the same,
+so that what could not travel fails here as it would there; payload buffers are copied to bytes, so that
+a sender cannot change what was received.
 
     thread A: MemoryTransport --send--> outbox --flush--> [MemoryHub: faults] --> B's mailbox
                                                                                     |
@@ -15,7 +16,6 @@ at once or, when the other end is absent or the edge is cut, when that changes: 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import heapq
 import itertools
 import threading
@@ -24,16 +24,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gridtrain.errors import GridtrainError, TransportError
-from gridtrain.protocol.messages import Data, Message, PeerId, StateBlock, StatusReply
+from gridtrain.protocol.messages import Message, PeerId
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Traffic, TransportEvent, Violation
 from gridtrain.transport.faults import Fault, FaultPlan
 from gridtrain.transport.limits import Meter, Pacer
 from gridtrain.transport.outbox import DEFAULT_LIMIT_BYTES, Outbox, Parcel, is_bulk
+from gridtrain.wire import codec
 
 __all__ = ["EndpointKilled", "Fault", "FaultPlan", "MemoryHub", "MemoryTransport"]
-
-NOMINAL_HEADER_BYTES = 100
-"""What a header is counted as: nothing is encoded here, so its true size is unknown."""
 
 MAILBOX_BYTES = 16 * 2**20
 """What one peer may have lying unread in another's mailbox, as a socket's buffers would."""
@@ -230,7 +228,7 @@ class MemoryTransport:
             return self._connected_locked(peer)
 
     def send(self, peer: PeerId, message: Message) -> None:
-        message, nbytes = _snapshot(message)
+        message, nbytes = _through_the_codec(message)
         with self._alive():
             if not self._connected_locked(peer):
                 raise TransportError(
@@ -375,11 +373,11 @@ class MemoryTransport:
         self._mailbox = kept
 
 
-def _snapshot(message: Message) -> tuple[Message, int]:
-    """The message with its payload copied to bytes, and its nominal size."""
-    if not isinstance(message, Data | StateBlock | StatusReply):
-        return message, NOMINAL_HEADER_BYTES
-    payload = message.payload
-    if not isinstance(payload, bytes):
-        payload = memoryview(payload).tobytes()
-    return dataclasses.replace(message, payload=payload), NOMINAL_HEADER_BYTES + len(payload)
+def _through_the_codec(message: Message) -> tuple[Message, int]:
+    """The message as its receiver will read it, with a payload of its own, and its size without framing.
+
+    Raises `LocalProtocolError` if it is out of bounds.
+    """
+    header, *payload = codec.encode(message)
+    frames = [header, *map(bytes, payload)]
+    return codec.decode(frames), sum(map(len, frames))

@@ -85,7 +85,7 @@ def test_every_sample_counts_once_in_each_pass(group) -> None:
 def test_the_ledger_ends_the_run_and_the_first_worker_exports_the_model(group, script) -> None:
     """That the coordinator exits with 0 is what `group.finish` waited for."""
     (finished,) = group.events("finished")
-    assert finished == {"reason": f"all {WORKERS} workers reached the end of the ledger"}
+    assert finished == {"reason": f"{WORKERS} workers reached the end of the run"}
     exported = load_file(group.folder / "final.safetensors")
     model = script["build_model"](seed=2)
     model.load_state_dict(exported)

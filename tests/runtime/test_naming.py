@@ -9,10 +9,12 @@ import pytest
 from gridtrain.runtime.naming import listen_address
 
 
+WAYS = {"10.0.0.9": "10.0.0.5", "2001:db8::9": "2001:db8::5"}
+"""The coordinator's address, and ours on the way to it."""
+
+
 class Route:
     """A datagram socket of a machine with two interfaces; connecting it sends nothing."""
-
-    own = {"10.0.0.9": "10.0.0.5", "2001:db8::9": "2001:db8::5"}  # coordinator: the way to it
 
     def __init__(self, family: int, kind: int) -> None:
         assert kind == socket.SOCK_DGRAM
@@ -27,7 +29,7 @@ class Route:
         self.place = place
 
     def getsockname(self) -> tuple[str, int]:
-        return self.own[self.place[0]], 40000
+        return WAYS[self.place[0]], 40000
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused
 from gridtrain.optim import state_sync
 from gridtrain.runtime.client import StatusClient
-from gridtrain.transport.memory import MemoryTransport
+from gridtrain.transport.memory import EndpointKilled, Fault, FaultPlan, MemoryTransport
 
 DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.3)
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(-6, 6)]
@@ -315,7 +315,7 @@ def test_figures_arrive_in_the_status(new_group: Any) -> None:
         for batch in grid.batches(DATA, batch_size=2, steps=2):
             backward(model, batch)
             optimizer.step()
-            grid.report(loss=0.5, accuracy=torch.tensor(0.25))
+            grid.report(loss=0.5, accuracy=torch.tensor(0.25), norm=math.inf, other=math.nan)
             told.set()
             assert seen.wait(10)
 
@@ -331,6 +331,7 @@ def test_figures_arrive_in_the_status(new_group: Any) -> None:
         seen.set()
         assert group.result(0) is None
     assert (figures["loss"], figures["accuracy"]) == (0.5, 0.25)
+    assert not figures.keys() & {"norm", "other"}, "JSON knows no such numbers, and the wire neither"
 
 
 def test_the_run_ends_by_its_ledger_and_leaves_one_model(new_group: Any, tmp_path: Path) -> None:
@@ -354,11 +355,39 @@ def test_the_run_ends_by_its_ledger_and_leaves_one_model(new_group: Any, tmp_pat
     assert (steps, other_steps) == (9, 9), "12 samples, 4 a step, 3 passes"
     assert (picture["phase"], picture["reason"]) == (
         "finished",
-        "all 2 workers reached the end of the ledger",
+        "2 workers reached the end of the run",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["final.safetensors"]
     exported = safetensors.torch.load_file(tmp_path / "final.safetensors")
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
+
+
+def test_the_model_is_exported_though_the_first_worker_is_lost_at_the_end(
+    new_group: Any, tmp_path: Path
+) -> None:
+    """It dies with the last step committed everywhere, before it has told the coordinator or exported."""
+
+    def train(grid: gridtrain.Grid, number: int) -> dict[str, torch.Tensor]:
+        model = net()
+        optimizer = wrapped(grid, model)
+        for batch in grid.batches(DATA, batch_size=2, steps=3):
+            if grid.is_first:
+                me = group.keys[f"worker-{number}"]
+                group.hub.plan = FaultPlan(Fault("kill", source=me, kind="Finished"))
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    with new_group(workers=3) as group:
+        numbers = [group.start(train) for _ in range(3)]
+        results = [group.result(number) for number in numbers]
+    assert sum(isinstance(result, EndpointKilled) for result in results) == 1, results
+    (model, other) = (result for result in results if isinstance(result, dict))
+    exported = safetensors.torch.load_file(tmp_path / "final.safetensors")
+    assert all(
+        torch.equal(exported[name], model[name]) and torch.equal(other[name], model[name]) for name in model
+    )
 
 
 def test_whoever_comes_after_the_end_is_told(new_group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 import warnings
@@ -16,6 +17,8 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import ConfigError
+from gridtrain.runtime import local
+from gridtrain.transport.memory import EndpointKilled
 
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(12)]
 DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.5)
@@ -310,3 +313,56 @@ def test_local_raises_what_a_worker_raised(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no such column"):
         gridtrain.local(train, workers=2, export_dir=str(tmp_path))
+
+
+@pytest.fixture
+def raised_by_local(tmp_path: Path) -> Callable[..., BaseException]:
+    """What `gridtrain.local` raises, within bounded time."""
+
+    def run(train: Callable[[gridtrain.Grid, int], Any], workers: int) -> BaseException:
+        numbers, ended = itertools.count(), queue.SimpleQueue[BaseException]()
+
+        def body() -> None:
+            try:
+                gridtrain.local(lambda grid: train(grid, next(numbers)), workers, export_dir=str(tmp_path))
+            except BaseException as error:
+                ended.put(error)
+
+        threading.Thread(target=body, daemon=True).start()
+        return ended.get(timeout=20)
+
+    return run
+
+
+def test_local_ends_those_who_wait_for_the_one_that_raised(raised_by_local: Any) -> None:
+    """The run begins with three workers, and the third never asks for its place in it."""
+    waited: list[BaseException] = []
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        if number == 2:
+            raise ValueError("no such file")
+        try:
+            alone_at(0, -1, raise_value_error)(grid, number)
+        except BaseException as error:
+            waited.append(error)
+            raise
+
+    error = raised_by_local(train, 3)
+    assert isinstance(error, ValueError) and str(error) == "no such file"
+    assert [type(error) for error in waited] == [EndpointKilled] * 2
+
+
+def test_local_leaves_behind_who_does_not_return(
+    raised_by_local: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "END_S", 0.2)
+    over = threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        if number == 1:
+            raise ValueError("no such file")
+        over.wait(60)
+
+    error = raised_by_local(train, 2)
+    assert not over.is_set() and str(error) == "no such file"
+    over.set()

@@ -27,6 +27,7 @@ from gridtrain.errors import (
     JoinRefused,
     TransportError,
 )
+from gridtrain.optim import grid as grid_module
 from gridtrain.optim.grid import Grid
 from gridtrain.transport import zeromq
 from gridtrain.transport.zeromq import ZeroMQTransport
@@ -103,6 +104,27 @@ def test_a_malformed_address(address: str) -> None:
 def test_an_address_as_people_write_it(start_coordinator: Callable[..., str]) -> None:
     with gridtrain.join(start_coordinator().removeprefix("tcp://")) as grid:
         assert grid.step == 0
+
+
+@pytest.mark.parametrize("option", ["name", "run"])
+def test_a_name_too_long_for_the_wire(option: str) -> None:
+    with pytest.raises(ConfigError, match=r"^the name of .* is 65 bytes, .* must be at most 64 bytes"):
+        gridtrain.join("127.0.0.1", **{option: "x" * 65})
+
+
+def test_without_an_agent_it_listens_towards_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told(ZeroMQTransport):
+        def listen(self, address: str) -> str:
+            raise TransportError(f"told to listen at {address}")
+
+    monkeypatch.setattr(grid_module, "listen_address", lambda coordinator: f"the way to {coordinator}")
+    for options, told in (
+        ({}, "the way to tcp://10.0.0.9:7700"),
+        ({"listen": "tcp://*:7701"}, "tcp://.:7701"),
+    ):
+        config = JoinConfig.from_environment({}, coordinator="tcp://10.0.0.9:7700", **options)
+        with pytest.raises(TransportError, match=f"^told to listen at {told}$"):
+            Grid(Told(secrets.token_bytes(32), "gridtrain test"), config)
 
 
 def test_nobody_is_there() -> None:

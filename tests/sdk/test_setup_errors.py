@@ -26,14 +26,24 @@ class Script:
     kind: type[torch.optim.Optimizer] = torch.optim.SGD
     exchange: Any = SPARSE
     clip_norm: float | None = None
+    seen: int = 0
+    average_buffers_every: int = 100
     data: Any = field(default_factory=lambda: DATA)
     ends: tuple[tuple[str, int], ...] = (("steps", 4),)
     sizes: tuple[tuple[str, int], ...] = (("batch_size", 2),)
 
     def run(self, grid: gridtrain.Grid, after_step: Any = lambda: None) -> int:
         model = nn.Sequential(nn.Linear(2, self.hidden), nn.Linear(self.hidden, 1))
+        if self.seen:
+            model.register_buffer("seen", torch.zeros(self.seen))
         inner = self.kind(model.parameters(), lr=self.lr)  # type: ignore[call-arg]
-        optimizer = grid.optimizer(inner, model, exchange=self.exchange, clip_norm=self.clip_norm)
+        optimizer = grid.optimizer(
+            inner,
+            model,
+            exchange=self.exchange,
+            clip_norm=self.clip_norm,
+            average_buffers_every=self.average_buffers_every,
+        )
         for inputs, targets in grid.batches(self.data, **dict(self.ends), **dict(self.sizes)):
             optimizer.zero_grad()
             (model(inputs) - targets).square().mean().backward()
@@ -78,6 +88,10 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
             Script(hidden=4),
             r"model is 17 parameters in 4 tensors, digest \w+ here and 13 parameters in 4 tensors, digest",
         ),
+        (
+            Script(seen=3),
+            r"buffers is 1 tensor, digest \w+, averaged every 100 steps here and none in the run",
+        ),
         (Script(data=DATA[:6]), r"data is 6 samples, digest \w+ here and 8 samples, digest \w+ in the run"),
         (Script(data=OTHER), r"data is 8 samples, digest \w+ here and 8 samples, digest \w+ in the run"),
         (
@@ -97,7 +111,7 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
         (Script(sizes=(("global_batch_size", 4),)), r"global batch size is 4 here and None in the run"),
     ],
     ids=[
-        "model", "data length", "data", "density", "exchange", "lr", "optimizer", "clip_norm",
+        "model", "buffers", "data length", "data", "density", "exchange", "lr", "optimizer", "clip_norm",
         "steps", "epochs", "seed", "global_batch_size",
     ],
 )  # fmt: skip
@@ -105,6 +119,30 @@ def test_another_script(turned_away: Any, second: Script, told: str) -> None:
     error = turned_away(Script(), second)
     with pytest.raises(JoinRefused, match=rf"^this worker would train something else: {told}"):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        (
+            Script(seen=4),
+            r"buffers is 1 tensor, .* here and 1 tensor, digest \w+, averaged every 100 steps in",
+        ),
+        (
+            Script(seen=3, average_buffers_every=50),
+            r"buffers is 1 tensor, digest (\w+), averaged every 50 steps here and 1 tensor, digest \1, "
+            r"averaged every 100 steps in the run",
+        ),
+        (
+            Script(seen=3, average_buffers_every=0),
+            r"buffers is 1 tensor, digest (\w+) here and 1 tensor, digest \1, ",
+        ),
+    ],
+    ids=["shape", "every 50", "never"],
+)
+def test_other_buffers(turned_away: Any, second: Script, told: str) -> None:
+    with pytest.raises(JoinRefused, match=told):
+        raise turned_away(Script(seen=3), second)
 
 
 def test_all_that_differs_is_told_at_once(turned_away: Any) -> None:

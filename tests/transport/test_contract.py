@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from gridtrain.errors import TransportError
-from gridtrain.protocol.messages import Channel, Data, Leave, Phase, Ping, Place, RoundId
+from gridtrain.errors import LocalProtocolError, TransportError
+from gridtrain.protocol.messages import Beat, Channel, Data, Leave, Phase, Ping, Place, RoundId
 from gridtrain.transport.base import PeerDown, PeerUp, Received
 
 
@@ -73,6 +73,16 @@ def test_both_dial_each_other_at_once_and_nothing_is_doubled(net):
     net.until(lambda: len(anna.got()) >= 20 and len(bert.got()) >= 20, anna, bert)
     assert anna.story() == ["up bert"] + [f"Ping {n} from bert" for n in range(20)]
     assert bert.story() == ["up anna"] + [f"Ping {n} from anna" for n in range(20)]
+
+
+def test_what_is_out_of_bounds_fails_where_it_is_sent(net):
+    """Over memory as over sockets: a group in one process shows what would break between machines."""
+    anna, bert = net.pair()
+    with pytest.raises(LocalProtocolError, match=r"^cannot send: Beat\.figures\[0\] is float nan, must be a"):
+        anna.transport.send(bert.key, Beat(1, 0, 0, (("loss", float("nan")),)))
+    anna.transport.send(bert.key, Ping(1))
+    net.until(lambda: bert.got(), anna, bert)
+    assert bert.story() == ["up anna", "Ping 1 from anna"]
 
 
 def test_sending_to_a_stranger_is_an_error_that_says_what_to_do(net):

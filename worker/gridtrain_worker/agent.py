@@ -32,8 +32,9 @@ from typing import IO, Any
 from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.runtime.client import coordinator_address, fetch_status
+from gridtrain.runtime.naming import listen_address
 from gridtrain.transport.limits import parse_rate
-from gridtrain_worker.session import Machine, listen_address
+from gridtrain_worker.session import Machine
 
 Tell = Callable[[str], None]
 
