@@ -16,9 +16,7 @@ import inspect
 import logging
 import os
 import secrets
-import signal
-import sys
-import threading
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -40,6 +38,7 @@ from gridtrain.protocol import allgather, gtopk, ledger, ring
 from gridtrain.protocol.messages import LedgerSpec, Setup, Span
 from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.client import coordinator_address
+from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
 from gridtrain.runtime.naming import listen_address, random_name, state_directory
 from gridtrain.transport.base import Transport
 from gridtrain.transport.limits import parse_rate
@@ -94,6 +93,7 @@ def join(
     )
     config = replace(config, coordinator=coordinator_address(config.coordinator))
     check_names(config)
+    speak_plainly()
     transport = ZeroMQTransport(
         secrets.token_bytes(32),
         f"gridtrain {__version__}",
@@ -121,7 +121,7 @@ class Grid:
         self._figures = Figures()
         self._done = False
         atexit.register(self.close)
-        _leave_on_sigterm()
+        leave_on_sigterm()
 
     # -- where we are ----------------------------------------------------------------------------
 
@@ -314,6 +314,7 @@ class Grid:
                 raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
         if accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate}; it must be >= 1", remedy="try accumulate=1")
+        self._export_folder()
         data_text, _ = sampler.dataset_digest(dataset)
         self._spec = LedgerSpec(size=len(dataset), seed=seed, epochs=epochs, steps=steps)
         ledger.validate(self._spec)
@@ -366,26 +367,30 @@ class Grid:
             return self.world_size > 0 and self.is_first
         return False
 
+    def _export_folder(self) -> Path:
+        """Made and tried before the training, since after it is too late to choose another."""
+        folder = Path(self._config.export_dir or state_directory(self._config.run))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError as error:
+            raise ConfigError(
+                f"the final model cannot be written to {folder}: {error.strerror or error}",
+                remedy="name a folder with --export-dir (or gridtrain.join(export_dir=...))",
+            ) from None
+
     def _export(self) -> None:
         """The final model as safetensors, written aside and renamed."""
         import safetensors.torch
 
-        directory = Path(self._config.export_dir or state_directory(self._config.run))
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / "final.safetensors"
+        path = self._export_folder() / "final.safetensors"
         state = {
             name: value.detach().cpu().clone() for name, value in self._wrapped().model.state_dict().items()
         }
         safetensors.torch.save_file(state, path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
         log.warning("the run is finished; the model is in %s", path)
-
-
-def _leave_on_sigterm() -> None:
-    """SIGTERM ends the script as Ctrl-C does, so that the group is told; a handler of the user's stays."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def _parts(indices: list[int], count: int) -> list[list[int]]:

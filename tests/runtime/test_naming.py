@@ -8,7 +8,6 @@ import pytest
 
 from gridtrain.runtime.naming import listen_address
 
-
 WAYS = {"10.0.0.9": "10.0.0.5", "2001:db8::9": "2001:db8::5"}
 """The coordinator's address, and ours on the way to it."""
 

@@ -1,0 +1,45 @@
+"""How a training script ends: what the process does with a signal or an error of ours.
+
+Decides how an error looks, never what it means.  What the user has installed stays.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from gridtrain.errors import GridtrainError, LocalProtocolError
+
+_OURS = str(Path(__file__).resolve().parents[1])
+
+
+def leave_on_sigterm() -> None:
+    """SIGTERM ends the script as Ctrl-C does, so that the group is told."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def speak_plainly() -> None:
+    """An error that we raise on purpose, and Ctrl-C, end the script with one sentence.
+
+    Bugs keep their traceback, as does everything with GRIDTRAIN_DEBUG=1.
+    """
+    if sys.excepthook is sys.__excepthook__ and not os.environ.get("GRIDTRAIN_DEBUG"):
+        sys.excepthook = _sentence
+
+
+def _sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        print("gridtrain: interrupted; this worker leaves the run", file=sys.stderr)
+    elif isinstance(error, GridtrainError) and not isinstance(error, LocalProtocolError):
+        frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_OURS)]
+        place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
+        print(f"gridtrain: {place}{kind.__name__}: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
