@@ -290,9 +290,11 @@ def test_a_script_that_is_refused(start_coordinator: Callable[..., str], tmp_pat
     agent = (sys.executable, "-m", "gridtrain.cli", "worker", start_coordinator(), "--")
     done = run(*agent, sys.executable, str(script), "works")
     assert done.returncode == 1
+    assert "Traceback" not in done.stderr
     *_, sentence, agents_line = done.stderr.splitlines()
     assert sentence == (
-        "gridtrain.errors.ConfigError: the run's end is epochs=1, steps=6; exactly one must be given -> "
+        "gridtrain: train.py, line 9: ConfigError: "
+        "the run's end is epochs=1, steps=6; exactly one must be given -> "
         "give grid.batches either epochs= or steps="
     )
     assert agents_line.startswith("gridtrain worker: the script ended with exit code 1 after ")
