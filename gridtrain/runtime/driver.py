@@ -147,6 +147,8 @@ class Driver:
                 while not ready(self._picture):
                     if self._error is not None:
                         raise self._error
+                    if self._stopping:
+                        raise GridtrainError("this worker has left the run: its grid was closed")
                     left_s = until_s - time.monotonic()
                     if left_s <= 0:
                         return None
