@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -273,14 +272,11 @@ def test_a_joiner_whose_scheduler_begins_anew(new_group: Any) -> None:
             backward(model, batch)
             optimizer.step()
             scheduler.step()
-            if number == 0 and grid.step >= 3:
+            if number == 0 and grid.step == 3:
                 come.set()
-                time.sleep(0 if joined.is_set() else 0.02)  # a pace that lets the newcomer arrive in time
-            elif number == 1:
-                joined.set()
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 2, 10.0)
         return grid.step
 
-    joined = threading.Event()
     with new_group(workers=1) as group:
         group.start(train)
         assert come.wait(20)
