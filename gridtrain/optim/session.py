@@ -3,7 +3,7 @@
 Decides nothing.  `gridtrain.runtime.api` implements it over a group; tests over a perfect network.
 
     wrapper (training thread)                      session (owns rounds, votes, the loop's thread)
-       begin(capture) ------------------------------>  waits for a running generation
+       begin() ------------------------------------->  waits for a running generation
        <------------------------------- StepPlan ----  who takes part, with how many samples
        run(plan, [workspace], skip, salt) ---------->  collective, vote, decision
        <--------------------------- RoundOutcome ----  committed: apply.  Not: begin again, same gradient
@@ -11,23 +11,21 @@ Decides nothing.  `gridtrain.runtime.api` implements it over a group; tests over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 
-Capture = Callable[[], Sequence[bytes | memoryview]]
-
 
 class Session(Protocol):
     """One worker's place in the run.  All methods are called on the training thread."""
 
-    def begin(self, capture: Capture) -> StepPlan | None:
+    def begin(self) -> StepPlan | None:
         """Block until a generation runs and the next attempt can start.
 
         None: this worker was away, and the group has gone on without its batch; nothing is to be
-        applied.  May call `capture` meanwhile, to hand this worker's state to one that joins.
+        applied.  May capture this worker's state meanwhile, to hand it to one that joins.
         Raises `RunPaused` when the run cannot go on.
         """
         ...

@@ -164,7 +164,7 @@ class GridOptimizer(torch.optim.Optimizer):
         """
         self._watch.lap("computing_s")
         while True:
-            plan = self._session.begin(self.capture)
+            plan = self._session.begin()
             self._watch.lap("waiting_s")
             if plan is None:
                 self.last_skipped = True

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, DropPayload, SendTo
+from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, SendTo
 from gridtrain.protocol.member_io import Effect, Fill, Note, Post, Resolve, Seal, Ship
 from gridtrain.protocol.round import (
     ROOT,
@@ -242,8 +242,6 @@ class Attempts:
                     out.append(Ship(self.seat.roster[to_rank].peer, self.round.id, channel, place, skip))
                 case Complete(skip):
                     self.skip = self.skip or skip
-                case DropPayload(_, reason):
-                    out.append(Note("dropped_payload", {"reason": reason}))
                 case _:
                     out.append(Fill(channel, effect))
         return out

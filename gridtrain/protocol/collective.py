@@ -84,14 +84,6 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
-class DropPayload:
-    """Not used; says why."""
-
-    payload: Any
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Complete:
     """The workspace now holds the whole update."""
 
@@ -99,7 +91,7 @@ class Complete:
 
 
 WorkspaceEffect = AddSlice | StoreSlice | StoreOf | MergeIn | Adopt
-CollectiveEffect = SendTo | WorkspaceEffect | DropPayload | Complete
+CollectiveEffect = SendTo | WorkspaceEffect | Complete
 
 
 class Collective(Protocol):

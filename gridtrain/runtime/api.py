@@ -125,7 +125,7 @@ class GroupSession:
 
     # -- one step (gridtrain.optim.session.Session) ------------------------------------------------
 
-    def begin(self, capture: Capture) -> StepPlan | None:
+    def begin(self) -> StepPlan | None:
         """See `optim.session.Session.begin`."""
         if not self._entered:
             raise _no_data_named()

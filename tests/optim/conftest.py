@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gridtrain.optim.session import Session
-from gridtrain.protocol.collective import Arrived, Complete, DropPayload, SendTo
+from gridtrain.protocol.collective import Arrived, Complete, SendTo
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 
 PATIENCE_S = 30.0
@@ -93,8 +93,6 @@ class PerfectNetwork:
                         mail.append((to_rank, Arrived(rank, place, skip, payload)))
                     case Complete(skip):
                         skips[rank] = skip
-                    case DropPayload():
-                        raise AssertionError(effect)
                     case _:
                         sides[rank][0].apply(effect)
 
@@ -112,11 +110,9 @@ class _Session(Session):
         self.network, self.rank = network, rank
         self.notes = []
         self.plans = []
-        self.capture = None
 
-    def begin(self, capture):
+    def begin(self):
         network = self.network
-        self.capture = capture
         samples = network.samples
         plan = StepPlan(
             network.step, network.attempt, self.rank, network.world_size, samples[self.rank], sum(samples)

@@ -349,9 +349,9 @@ def test_an_abort_keeps_the_residual_and_retries_the_same_gradient(network):
         optimizer = GridOptimizer(sgd(model), model, GTopK(density=0.1, momentum=0.9), session)
         begin, seen = session.begin, []
 
-        def begin_and_look(capture):
+        def begin_and_look():
             seen.append((optimizer.residual_state(), [p.grad.clone() for p in model.parameters()]))
-            return begin(capture)
+            return begin()
 
         session.begin = begin_and_look
         for step in range(3):
@@ -375,8 +375,8 @@ def test_a_retry_reweights_to_the_new_membership(network):
     optimizer = GridOptimizer(sgd(model, lr=1.0), model, Dense(), session := group.session())
     begin = session.begin
 
-    def begin_with_eight_samples(capture):
-        plan = begin(capture)
+    def begin_with_eight_samples():
+        plan = begin()
         return StepPlan(0, 0, 0, 1, 2, 8) if plan.attempt == 0 else plan
 
     session.begin = begin_with_eight_samples
