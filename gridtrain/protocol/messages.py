@@ -3,11 +3,15 @@
 Decides nothing and opens no payload.  How a message becomes bytes, and every
 bound on its fields, is `gridtrain.wire.codec`; what it means is PROTOCOL.md.
 
-    worker -> coordinator   Join Setup Links Beat Report Ready Stalled Leave Finished StatusRequest
-    coordinator -> worker   Welcome Refused Rejoin Admitted BeatReply Freeze Roster View Start RunState
-                            StatusReply
+    worker -> coordinator   Join Setup Links Beat Report Ready Stalled Accuse NoRoute Leave Finished
+                            StatusRequest
+    coordinator -> worker   Welcome Refused Rejoin Reach Admitted Expect BeatReply Freeze Roster View Start
+                            RunState StatusReply
     worker <-> worker       Data Vote Decision Progress MeanAsk MeanTell Ping Pong StateRequest StateBlock
-    both                    Hello (the first message on every connection: who speaks)
+    guest -> coordinator    Enrol, answered by Enrolled or Refused
+    operator -> coordinator Invite Expel Pardon, answered by Done or Refused
+    to and from a relay     Relay Relayed RelayLost
+    both                    Hello (the first message on every connection: who speaks), Credit
 """
 
 from __future__ import annotations
@@ -114,6 +118,10 @@ class Member:
     """One line of a generation's roster; its index in the roster is its rank.
 
     `share` is the batch size in samples; `joining` members must first receive the state.
+
+    `address` is how the worker that this line is sent to reaches the member: "tcp://host:port": dial it;
+    "relay:" and a key in hexadecimal: through that member (or the coordinator), end-to-end sealed;
+    empty: it will dial us.  The coordinator decides that for each pair (`protocol.routes`).
     """
 
     peer: PeerId
@@ -133,6 +141,54 @@ class Hello:
     peer: PeerId
     version: int
     software: str
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """So many bytes of bulk messages from you are dealt with, counted since the connection came up.
+
+    A sender never has more than `transport.credits.WINDOW_BYTES` of them under way.
+    """
+
+    total_bytes: int
+
+
+# -- guest -> coordinator ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Enrol:
+    """Whoever holds an invitation asks that `peer`, its own public key, may come in from now on."""
+
+    peer: PeerId
+
+
+# -- operator -> coordinator -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """Make a new invitation valid.  `key` is its public key: the token itself never travels."""
+
+    key: PeerId
+    uses: int
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """Remove a worker for good: its key is refused until it is invited anew, or at all (`ban`)."""
+
+    peer: PeerId
+    ban: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pardon:
+    """Lift the ban: the key may be invited again."""
+
+    peer: PeerId
 
 
 # -- worker -> coordinator ---------------------------------------------------------------------
@@ -225,6 +281,23 @@ class Stalled:
 
 
 @dataclass(frozen=True, slots=True)
+class Accuse:
+    """`peer` broke the protocol towards this worker, which has dropped it."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoute:
+    """These members of the generation cannot be reached at the addresses that the Roster gave."""
+
+    term: int
+    generation: int
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """Departure, not silence."""
 
@@ -262,8 +335,36 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Enrolled:
+    """Answer to Enrol: the key may now connect, and join `run`."""
+
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Answer to an operator's order, in words."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The coordinator called back: `address` reaches this worker; empty: nobody from outside can."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Workers that will measure their links to you.  Connect to those with an address (see `Member`)."""
+
+    peers: tuple[tuple[PeerId, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
-    """The set-up fits; measure the round trip to `probe` and answer with Links."""
+    """The set-up fits; measure the round trip to `probe` and answer with Links.  Addresses as in `Member`."""
 
     probe: tuple[tuple[PeerId, str], ...]
 
@@ -434,8 +535,40 @@ class StateBlock:
     payload: Any
 
 
+# -- to and from a relay -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Pass `payload` on to `to`.  It is sealed for `to`: the relay can neither read nor alter it."""
+
+    to: PeerId
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """What `origin` gave to the relay that sends this."""
+
+    origin: PeerId
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLost:
+    """The relay could not pass something on to `to`."""
+
+    to: PeerId
+    reason: str
+
+
 Message = (
     Hello
+    | Credit
+    | Enrol
+    | Invite
+    | Expel
+    | Pardon
     | Join
     | Setup
     | Links
@@ -443,11 +576,17 @@ Message = (
     | Report
     | Ready
     | Stalled
+    | Accuse
+    | NoRoute
     | Leave
     | Finished
     | StatusRequest
     | Welcome
     | Refused
+    | Enrolled
+    | Done
+    | Reach
+    | Expect
     | Admitted
     | BeatReply
     | Freeze
@@ -467,4 +606,7 @@ Message = (
     | Pong
     | StateRequest
     | StateBlock
+    | Relay
+    | Relayed
+    | RelayLost
 )

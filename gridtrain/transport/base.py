@@ -8,10 +8,29 @@ peer by its public key (`PeerId`), never by an address or a routing id, and neve
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 from gridtrain.protocol.messages import Message, PeerId
+
+
+class Standing(Enum):
+    """What a key that wants to connect may do."""
+
+    STRANGER = "stranger"  # nothing: it is refused at the handshake, and learns nothing
+    GUEST = "guest"  # it belongs to an invitation: see `PeerUp.guest_of`
+    PEER = "peer"
+
+
+Gate = Callable[[PeerId], Standing]
+"""Asked at every handshake and for every message, so that an answer that changes works at once."""
+
+
+def open_gate(key: PeerId) -> Standing:
+    """Everybody is a peer: for groups within one process, and for tests."""
+    return Standing.PEER
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +44,18 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """Both sides have greeted; messages can flow.  Comes again after a reconnect."""
+    """Both sides have greeted; messages can flow.  Comes again after a reconnect.
+
+    Attributes:
+        host: where the connection comes from, as seen from here; empty: we dialled.
+        guest_of: the invitation's key, if that is all that the other side could show.  `peer` is then
+            a name that the transport invents for the connection, as many may hold one invitation.
+    """
 
     peer: PeerId
     software: str = ""
+    host: str = ""
+    guest_of: PeerId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +74,23 @@ class Violation:
     reason: str
 
 
-TransportEvent = Received | PeerUp | PeerDown | Violation
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """Whom we dialled does not let our key in.  The transport goes on trying, with back-off."""
+
+    peer: PeerId
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Answer to `Transport.reach`: the first address that answered with the peer's key; empty: none."""
+
+    peer: PeerId
+    address: str
+
+
+TransportEvent = Received | PeerUp | PeerDown | Violation | Denied | Reached
 
 
 @dataclass(slots=True)
@@ -84,18 +127,24 @@ class Transport(Protocol):
         """
         ...
 
-    def dial(self, peer: PeerId | None, address: str) -> None:
+    def dial(self, peer: PeerId, address: str) -> None:
         """Connect, and reconnect with jittered back-off until `hang_up`.
 
-        `peer` None: the key is learnt from the answer's Hello (only for the coordinator).
-        A no-op if a connection to `peer` exists.  `PeerUp` tells when both sides have greeted.
+        Only whoever holds the secret key of `peer` can answer.  A no-op if a connection to `peer`
+        exists.  `PeerUp` tells when both sides have greeted, `Denied` that we were not let in.
         """
+        ...
+
+    def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
+        """Find out over fresh connections whether `peer` can be dialled at one of these; exactly one
+        `Reached` follows within `timeout_s`.  Connections to `peer` that exist are not touched."""
         ...
 
     def hang_up(self, peer: PeerId) -> None:
         """Forget the peer: close what we dialled, ignore what it sends until either side greets anew.
 
-        No `PeerDown` follows: the caller knows."""
+        What was sent to it before still leaves.  If the gate has turned it away, its next message
+        closes the connection.  No `PeerDown` follows: the caller knows."""
         ...
 
     def connected(self, peer: PeerId) -> bool: ...

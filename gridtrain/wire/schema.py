@@ -37,6 +37,7 @@ APPLIED = Int("applied", -1, 2**63 - 1, "an integer -1 .. 2^63-1; -1: no step ye
 FLAG = Flag()
 REAL = Real("float", -sys.float_info.max, sys.float_info.max, "a finite 64-bit float")
 SECONDS = Real("seconds", 0.0, 1e6, "a 64-bit float 0 .. 10^6")
+LIFETIME = Real("lifetime", 0.0, 1e10, "a 64-bit float 0 .. 10^10, seconds")
 PEER = Binary("peer", 32, 32, "exactly 32 bytes, a public key")
 DIGEST = Binary("digest", 0, 64, "0 .. 64 bytes")
 NAME = Text("name", 64, "at most 64 bytes of UTF-8 without control characters")
@@ -91,6 +92,13 @@ RECORDS: tuple[Record, ...] = (ROUND, CHANNEL, PLACE, SPAN, LEDGER_SPEC, LEDGER,
 MESSAGES: dict[int, Record] = {
     # The first message; its code and layout are the same in every version.
     1: Record(m.Hello, peer=PEER, version=UINT, software=NAME),
+    2: Record(m.Credit, total_bytes=UINT),
+    # guest -> coordinator
+    5: Record(m.Enrol, peer=PEER),
+    # operator -> coordinator
+    6: Record(m.Invite, key=PEER, uses=POSITIVE, expires_s=LIFETIME),
+    7: Record(m.Expel, peer=PEER, ban=FLAG, reason=REASON),
+    8: Record(m.Pardon, peer=PEER),
     # worker -> coordinator
     10: Record(m.Join, run=NAME, name=NAME, address=ADDRESS),
     11: Record(
@@ -119,6 +127,8 @@ MESSAGES: dict[int, Record] = {
     17: Record(m.Leave, reason=REASON),
     18: Record(m.Finished, applied=APPLIED, history=DIGEST),
     19: Record(m.StatusRequest),
+    20: Record(m.Accuse, peer=PEER, reason=REASON),
+    21: Record(m.NoRoute, term=UINT, generation=UINT, peers=Many(PEER, 1024)),
     # coordinator -> worker
     30: Record(m.Welcome, term=UINT, run=NAME, software=NAME),
     31: Record(m.Refused, code=NAME, reason=REASON, remedy=REASON),
@@ -150,6 +160,10 @@ MESSAGES: dict[int, Record] = {
     38: Record(m.RunState, state=STATE, reason=REASON),
     39: Record(m.StatusReply, payload=FRAME),
     40: Record(m.Rejoin, reason=REASON),
+    41: Record(m.Enrolled, run=NAME),
+    42: Record(m.Done, text=REASON),
+    43: Record(m.Reach, address=ADDRESS),
+    44: Record(m.Expect, peers=Many(Group(PEER, ADDRESS), 256)),
     # worker <-> worker
     50: Record(m.Data, round=ROUND, channel=CHANNEL, place=PLACE, skip=FLAG, payload=FRAME),
     51: Record(m.Vote, round=ROUND, yes=FLAG, digest=DIGEST, reason=REASON),
@@ -163,4 +177,8 @@ MESSAGES: dict[int, Record] = {
     ),
     58: Record(m.MeanAsk, term=UINT, generation=UINT, step=UINT, index=COUNT, value=REAL),
     59: Record(m.MeanTell, term=UINT, generation=UINT, step=UINT, index=COUNT, value=REAL),
+    # to and from a relay
+    60: Record(m.Relay, to=PEER, payload=FRAME),
+    61: Record(m.Relayed, origin=PEER, payload=FRAME),
+    62: Record(m.RelayLost, to=PEER, reason=REASON),
 }
