@@ -36,9 +36,11 @@ from gridtrain.protocol.member_io import (
     Enter,
     Event,
     GiveState,
+    HangUp,
     Heard,
     MeanKnown,
     Note,
+    Offence,
     Post,
     Probe,
     Probed,
@@ -52,6 +54,10 @@ from gridtrain.protocol.member_io import (
     TakeBlock,
 )
 from gridtrain.protocol.round import HISTORY_START, ROOT, Failed, Moved, Prepared, extend_history
+from gridtrain.protocol.routes import relay_of
+
+MAX_EXPECTED = 512
+MAX_REASON = 200
 
 
 class MemberCore:
@@ -59,7 +65,7 @@ class MemberCore:
 
     Args:
         me: this worker's key.
-        coordinator: the coordinator's key, as learnt from its Hello.
+        coordinator: the coordinator's key.
         join: the Join message to introduce ourselves with.
         deadlines: see `gridtrain.config.Deadlines`.
 
@@ -68,6 +74,8 @@ class MemberCore:
         history: chained digest of all updates applied.
         synced: this worker holds the state that `applied` and `history` name.
         run_state: what the coordinator last said of the run, and why.
+        reach: an address at which the coordinator got through to us; empty: nobody from outside can;
+            None: it has not said yet.
     """
 
     def __init__(self, me: m.PeerId, coordinator: m.PeerId, join: m.Join, deadlines: Deadlines) -> None:
@@ -81,6 +89,7 @@ class MemberCore:
         self.synced = False
         self.welcomed = False
         self.run_state = ("", "")
+        self.reach: str | None = None
         self._join = join
         self._deadlines = deadlines
         self._setup: m.Setup | None = None
@@ -90,6 +99,9 @@ class MemberCore:
         self._pages: dict[int, m.Roster] = {}
         self._early_requests: dict[m.PeerId, m.StateRequest] = {}
         self._up: set[m.PeerId] = set()
+        self._expected: dict[m.PeerId, int] = {}  # who may measure its link to us, since which generation
+        self._offenders: set[m.PeerId] = set()  # of this generation
+        self._formed_s = math.inf  # when the way into the generation began; infinite: NoRoute is sent
         self._ready_sent = False
         self._stall_told = False
         self._edges_down_since_s = 0.0
@@ -113,6 +125,12 @@ class MemberCore:
     def step(self) -> int:
         """The step that is open or comes next."""
         return self.applied + 1
+
+    @property
+    def acquaintances(self) -> frozenset[m.PeerId]:
+        """Whom this worker deals with: the coordinator, the members, and who was announced; nobody else."""
+        members = {member.peer for member in self.seat.roster} if self.seat is not None else set()
+        return frozenset(({self.coordinator} | members | set(self._expected)) - self._offenders)
 
     @property
     def next_round(self) -> m.RoundId | None:
@@ -160,6 +178,8 @@ class MemberCore:
     def deadline_s(self) -> float:
         """When `tick` has something to do."""
         mine = self._attempts
+        if self.stage is Stage.FORMING:
+            return self._formed_s + self._deadlines.route_s if self._missing_edges() else math.inf
         if self.stage is not Stage.RUNNING or mine is None or self._stall_told:
             return math.inf
         if mine.stuck and mine.rank == ROOT:
@@ -188,6 +208,8 @@ class MemberCore:
                 return self._running(lambda mine: mine.advance(Prepared(digest), now_s), now_s)
             case Broke(reason):
                 return self._running(lambda mine: mine.advance(Failed(reason), now_s), now_s)
+            case Offence(peer, reason):
+                return self._offence(peer, reason, now_s)
             case Restored(term, generation):
                 if self.seat is None or (term, generation) != (self.seat.term, self.seat.generation):
                     return []  # a state of an earlier generation: the one that counts is on its way
@@ -210,6 +232,8 @@ class MemberCore:
         if mine is None or now_s < self.deadline_s:
             return []
         missing = self._missing_edges()
+        if self.stage is Stage.FORMING:
+            return self._no_route(mine.seat, missing)
         if mine.stuck and mine.rank == ROOT:
             reason = f"attempts at step {self.step} abort: {mine.why}"
             return self._stalled(mine.suspects, mine.silent_s, reason)
@@ -270,8 +294,13 @@ class MemberCore:
                 return self._repeat()
             case m.Refused(code, reason, remedy):
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
+            case m.Reach(address):
+                self.reach = address
+                return [Note("reach", {"address": address})]
+            case m.Expect(peers):
+                return self._expect(peers)
             case m.Admitted(probe):
-                return [Probe(probe)]
+                return [*self._expect(probe), Probe(probe)]
             case m.Freeze(term, generation, reason):
                 return self._freeze(term, generation, reason)
             case m.Roster(term, generation):
@@ -339,14 +368,67 @@ class MemberCore:
             self.synced = view.applied < 0 and not roster[seat.rank].joining
         fields = {"generation": view.generation, "rank": seat.rank, "of": len(roster), "reason": view.reason}
         effects.append(Note("view", fields))
-        for rank in sorted(self._needed()):
-            # One side dials, so that two members never open two connections at once.
-            if rank < seat.rank and roster[rank].peer not in self._up:
-                effects.append(Dial(roster[rank].peer, roster[rank].address))
+        known = {member.peer for member in roster}
+        # Who was announced shortly before may still be measuring.
+        self._expected = {
+            peer: since
+            for peer, since in self._expected.items()
+            if peer not in known and since >= view.generation - 1
+        }
+        self._offenders.clear()
+        self._formed_s = now_s
+        effects += [HangUp(peer) for peer in sorted(self._up - self.acquaintances)]
+        effects += self._dials(seat)
         early, self._early_requests = self._early_requests, {}
         for peer, request in early.items():
             effects += self._heard(peer, request, now_s)
         return effects + self._ask_state() + self._maybe_ready()
+
+    def _dials(self, seat: Seat) -> list[Effect]:
+        """What is told to dial whom: the members needed, and the relays on the way to them."""
+        needed = {seat.roster[rank].peer for rank in self._needed()}
+        ways = {member.peer: member.address for member in seat.roster}
+        relays = {relay for peer in needed if (relay := relay_of(ways[peer])) is not None}
+        wanted = (needed | relays) - self._up - {self.coordinator}
+        return [Dial(peer, ways[peer]) for peer in sorted(wanted) if ways.get(peer)]
+
+    def _expect(self, peers: Sequence[tuple[m.PeerId, str]]) -> list[Effect]:
+        """Workers outside of the generation that measure their links, or whose links we measure."""
+        for peer, _ in peers:
+            self._expected.pop(peer, None)
+            self._expected[peer] = self.generation
+        for peer in list(self._expected)[:-MAX_EXPECTED]:
+            del self._expected[peer]
+        return [Dial(peer, address) for peer, address in peers if address and peer not in self._up]
+
+    def _no_route(self, seat: Seat, missing: Sequence[m.PeerId]) -> list[Effect]:
+        """Whoever was told how to connect, and could not, says so: there may be another way."""
+        self._formed_s = math.inf
+        ways = {member.peer: member.address for member in seat.roster}
+        tried = tuple(peer for peer in missing if ways[peer])
+        if not tried:
+            return []
+        names = ", ".join(f"{peer.hex()[:8]} at {ways[peer]}" for peer in tried)
+        return [
+            Note("no_route", {"peers": names}),
+            Post(self.coordinator, m.NoRoute(seat.term, seat.generation, tried)),
+        ]
+
+    def _offence(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:
+        """Drop the peer until the next generation, and let the coordinator judge."""
+        if peer == self.coordinator:
+            return [Note("offence", {"peer": "the coordinator", "reason": reason})]
+        text = f"peer {peer.hex()[:8]} broke the protocol: {reason}"
+        self._up.discard(peer)
+        if peer in self._offenders:
+            return [HangUp(peer)]
+        self._offenders.add(peer)
+        effects: list[Effect] = [Note("offence", {"peer": peer.hex()[:8], "reason": reason}), HangUp(peer)]
+        if self.seat is not None and self.seat.rank_of(peer) is not None:
+            self._edges_down_since_s = now_s
+            effects.append(Post(self.coordinator, m.Accuse(peer, reason[:MAX_REASON])))
+            effects += self._running(lambda mine: mine.edge_down(text, now_s), now_s)
+        return effects
 
     def _execute_verdict(self, view: m.View) -> list[Effect]:
         """Bring this member to `view.applied` and `view.history`, or mark it as lacking the state."""

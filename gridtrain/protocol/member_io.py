@@ -76,6 +76,14 @@ class Broke:
 
 
 @dataclass(frozen=True, slots=True)
+class Offence:
+    """What `peer` sent breaks the protocol, so that it cannot be an honest member."""
+
+    peer: m.PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Restored:
     """The trainer has loaded the state that a donor gave in this generation."""
 
@@ -116,7 +124,19 @@ class Probed:
 
 
 Event = (
-    Heard | EdgeUp | EdgeDown | Enter | Submit | Sealed | Broke | Restored | Pulse | AskMean | Depart | Probed
+    Heard
+    | EdgeUp
+    | EdgeDown
+    | Enter
+    | Submit
+    | Sealed
+    | Broke
+    | Offence
+    | Restored
+    | Pulse
+    | AskMean
+    | Depart
+    | Probed
 )
 
 
@@ -179,6 +199,13 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
+class HangUp:
+    """This peer is no member any more, or has broken the protocol."""
+
+    peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Measure round trips to these peers and answer with `Probed`."""
 
@@ -214,4 +241,18 @@ class Note:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Effect = Post | Ship | Fill | Seal | Resolve | MeanKnown | Dial | Probe | GiveState | TakeBlock | Stop | Note
+Effect = (
+    Post
+    | Ship
+    | Fill
+    | Seal
+    | Resolve
+    | MeanKnown
+    | Dial
+    | HangUp
+    | Probe
+    | GiveState
+    | TakeBlock
+    | Stop
+    | Note
+)

@@ -26,9 +26,12 @@ from gridtrain.errors import ConfigError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import (
+    CallBack,
+    CalledBack,
     Dismiss,
     Effect,
     Event,
+    Expelled,
     Heard,
     Journal,
     Lost,
@@ -36,12 +39,14 @@ from gridtrain.protocol.membership_io import (
     Offended,
     RunPhase,
     Send,
+    Strike,
     Up,
 )
 from gridtrain.protocol.planner import order_ring
 from gridtrain.protocol.recovery import Recovered, generation_entry
 from gridtrain.protocol.roll import Worker, differences, latencies, shares
 from gridtrain.protocol.round import HISTORY_START
+from gridtrain.protocol.routes import Place, Routes, candidates, relay_of
 from gridtrain.protocol.verdict import Outcome, judge
 
 ROSTER_PAGE = 128
@@ -62,6 +67,7 @@ class Membership:
     """See the module's text.
 
     Args:
+        me: the coordinator's key.
         run: the run's name; joins for another are refused.
         term: how often the coordinator has started, already journalled.
         min_workers: a run starts only with so many.
@@ -73,6 +79,7 @@ class Membership:
     def __init__(
         self,
         *,
+        me: m.PeerId,
         run: str,
         term: int,
         deadlines: Deadlines,
@@ -89,6 +96,9 @@ class Membership:
         self._software = software
         self._min_workers = min_workers
         self._workers: dict[m.PeerId, Worker] = {}
+        self._hosts: dict[m.PeerId, str] = {}  # where the connections that stand come from
+        self._routes = Routes(me)
+        self._relays: tuple[m.PeerId, ...] = ()  # of the generation
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
         self._making = _Making.NONE
@@ -137,18 +147,24 @@ class Membership:
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         match event:
-            case Up(peer):
+            case Up(peer, host):
+                self._hosts[peer] = host
                 worker = self._workers.get(peer)
                 if worker is not None:
                     worker.lost_s, worker.heard_s = None, now_s
                 effects: list[Effect] = []
             case Lost(peer, _):
+                self._hosts.pop(peer, None)
                 worker = self._workers.get(peer)
                 if worker is not None:
                     worker.lost_s = now_s
                 effects = []
             case Offended(peer, reason):
-                effects = self._remove(peer, f"broke the protocol: {reason}", now_s, dismiss=True)
+                effects = [Strike(peer, reason)]
+            case CalledBack(peer, address):
+                effects = self._called_back(peer, address, now_s)
+            case Expelled(peer):
+                effects = self._expelled(event, now_s)
             case Heard(peer, message):
                 if peer in self._workers:
                     self._workers[peer].heard_s = now_s
@@ -225,7 +241,7 @@ class Membership:
                 return [Send(peer, m.BeatReply(self.term, sequence))]
             case m.Report():
                 if not ledger.balances(message.ledger):
-                    return self._remove(peer, "reported a ledger that does not add up", now_s, dismiss=True)
+                    return [Strike(peer, "reported a ledger that does not add up")]
                 if self._making is _Making.FREEZING and message.generation == self.generation:
                     self._reports[peer] = message
             case m.Ready(term, generation, history):
@@ -233,6 +249,12 @@ class Membership:
                     self._ready[peer] = history
             case m.Stalled():
                 return self._stalled(worker, message, now_s)
+            case m.NoRoute():
+                return self._no_route(worker, message)
+            case m.Accuse(accused, reason):
+                members = {member.peer for member in self._roster}
+                if peer in members and accused in members and peer != accused:
+                    return [Strike(accused, reason, accuser=peer)]
             case m.Leave(reason):
                 return self._remove(peer, f"left: {reason}", now_s, dismiss=True)
             case m.Finished(applied):
@@ -240,8 +262,7 @@ class Membership:
                 self._reached = max(self._reached, applied + 1)
                 return [Note("info", "worker_finished", {"name": worker.name, "step": applied})]
             case _:
-                reason = f"sent {type(message).__name__}, which only others may send"
-                return self._remove(peer, reason, now_s, dismiss=True)
+                return [Strike(peer, f"sent {type(message).__name__}, which only others may send")]
         return []
 
     def _join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
@@ -264,13 +285,75 @@ class Membership:
         worker.address, worker.lost_s = join.address, None
         state = Send(peer, m.RunState(str(self.phase), self.reason))
         note = Note("info", "joined", {"name": join.name, "peer": peer.hex()[:12], "address": join.address})
-        return [note, Send(peer, m.Welcome(self.term, self.run, self._software)), state, *self._repeat(peer)]
+        welcome = Send(peer, m.Welcome(self.term, self.run, self._software))
+        return [note, welcome, state, *self._locate(worker, join.relay), *self._repeat(peer)]
+
+    def _locate(self, worker: Worker, relays: bool) -> list[Effect]:
+        """Call back, to learn whether others can reach the worker; nothing if it is where it was."""
+        here = Place(worker.address, self._hosts.get(worker.peer, ""), "", relays)
+        known = self._routes.place(worker.peer)
+        if known is not None and replace(known, proven="") == here:
+            worker.placed = True
+            return []
+        self._routes.learn(worker.peer, here)
+        worker.placed = False
+        return [CallBack(worker.peer, candidates(here))]
+
+    def _called_back(self, peer: m.PeerId, address: str, now_s: float) -> list[Effect]:
+        worker, place = self._workers.get(peer), self._routes.place(peer)
+        if worker is None or place is None or worker.placed:
+            return []
+        if address and address not in candidates(place):
+            return []  # it has joined again since, from elsewhere: another answer follows
+        self._routes.learn(peer, replace(place, proven=address))
+        worker.placed = True
+        fields = {"name": worker.name, "reachable": bool(address), "address": address or place.claimed}
+        effects: list[Effect] = [Note("info", "called_back", fields), Send(peer, m.Reach(address))]
+        return effects + (self._introduce(worker, now_s) if worker.setup is not None else [])
+
+    def _introduce(self, worker: Worker, now_s: float) -> list[Effect]:
+        """The newcomer measures its links to those that are there; they are told to expect it."""
+        others = [w.peer for w in self._workers.values() if w.admitted and w is not worker][:MAX_PROBES]
+        relays = self._routes.willing(others)
+        effects: list[Effect] = []
+        for other in others:
+            way = self._routes.address(other, worker.peer, relays)
+            relay = relay_of(way)
+            through = [(relay, self._routes.address(other, relay, relays))] if relay in others else []
+            effects.append(Send(other, m.Expect(((worker.peer, way), *through))))
+        worker.probe_until_s = now_s + self._deadlines.probe_s
+        probe = tuple((other, self._routes.address(worker.peer, other, relays)) for other in others)
+        return [*effects, Send(worker.peer, m.Admitted(probe))]
+
+    def _no_route(self, worker: Worker, message: m.NoRoute) -> list[Effect]:
+        """Members that cannot connect: the next generation takes another way between them."""
+        current = (message.term, message.generation) == (self.term, self.generation)
+        members = {member.peer for member in self._roster}
+        if not current or self._making is _Making.FREEZING or worker.peer not in members:
+            return []
+        tried = []
+        for other in members & set(message.peers) - {worker.peer}:
+            way = self._routes.block(worker.peer, other, self._relays)
+            name = self._workers[other].name if other in self._workers else other.hex()[:8]
+            tried.append(f"{name} at {way}" if way else f"{name}, which should have come")
+        if not tried:
+            return []
+        self._change = self._change or f"{worker.name} cannot reach {', '.join(sorted(tried))}"
+        if self._making is _Making.FORMING:
+            self._making, self._making_until_s = _Making.NONE, math.inf
+        return [Note("warning", "no_route", {"name": worker.name, "tried": sorted(tried)})]
+
+    def _expelled(self, event: Expelled, now_s: float) -> list[Effect]:
+        if event.peer not in self._workers:
+            return [Dismiss(event.peer)]
+        refused = Send(event.peer, m.Refused(event.code, event.reason, event.remedy))
+        return [refused, *self._remove(event.peer, event.reason, now_s, dismiss=True, told=True)]
 
     def _repeat(self, peer: m.PeerId) -> list[Effect]:
         """What a member may have missed while its connection was broken; it ignores what it knows."""
         if self._view is None or peer not in {member.peer for member in self._roster}:
             return []
-        view = [Send(peer, message) for message in self._view_messages()]
+        view = [Send(peer, message) for message in self._view_messages(peer)]
         match self._making:
             case _Making.FREEZING:
                 return [*view, Send(peer, m.Freeze(self.term, self.generation, self._change))]
@@ -313,9 +396,7 @@ class Membership:
             reason = f"batch_size is {setup.batch_size}; it must be >= 1"
             return self._refuse(worker.peer, "batch-size", reason, "give grid.batches a batch_size")
         worker.setup = setup
-        others = tuple((w.peer, w.address) for w in self._workers.values() if w.admitted and w is not worker)
-        worker.probe_until_s = now_s + self._deadlines.probe_s
-        return [*effects, Send(worker.peer, m.Admitted(others[:MAX_PROBES]))]
+        return effects + (self._introduce(worker, now_s) if worker.placed else [])
 
     def _stalled(self, worker: Worker, stalled: m.Stalled, now_s: float) -> list[Effect]:
         """A round hangs: the rest start anew, without suspects that showed no sign of life.
@@ -347,7 +428,9 @@ class Membership:
         self._change = self._change or f"{worker.name} reports a stall: {reason}"
         return effects
 
-    def _remove(self, peer: m.PeerId, reason: str, now_s: float, *, dismiss: bool = False) -> list[Effect]:
+    def _remove(
+        self, peer: m.PeerId, reason: str, now_s: float, *, dismiss: bool = False, told: bool = False
+    ) -> list[Effect]:
         """Off the roll.  Who is not dismissed may come back: its next message is answered by Rejoin."""
         worker = self._workers.pop(peer, None)
         if worker is None:
@@ -355,7 +438,9 @@ class Membership:
         left = reason.startswith("left") or self.phase is RunPhase.FINISHED
         level, event = ("info", "left") if left else ("warning", "lost")
         effects: list[Effect] = [Note(level, event, {"name": worker.name, "reason": reason})]
-        if dismiss and not left:
+        if dismiss:
+            self._routes.forget(peer)
+        if dismiss and not left and not told:
             effects.append(Send(peer, m.Refused("dismissed", reason, "restart this worker to join again")))
         self._miss(peer, f"{worker.name} {reason}", dismiss)
         return [*effects, Dismiss(peer)] if dismiss else effects
@@ -417,6 +502,8 @@ class Membership:
         awaited = absent if self._regathering else absent & set(self._workers)
         if awaited and now_s < self._making_until_s:
             return []
+        if any(not self._workers[peer].placed for peer in self._reports if peer in self._workers):
+            return []  # `CalledBack` always comes, and without it there is no way to plan
         nobody = not any(report.synced for report in self._reports.values())
         newcomers = any(w.admitted and w.peer not in absent for w in self._workers.values())
         if self._regathering and nobody and awaited and self._started and not newcomers:
@@ -458,6 +545,7 @@ class Membership:
         peers = sorted(taking_part, key=self._seniority)
         plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
+        self._relays = self._routes.willing(plan.order)
         self.generation += 1
         ordered = [self._workers[peer] for peer in plan.order]
         total = self._reference.global_batch_size if self._reference is not None else None
@@ -494,12 +582,17 @@ class Membership:
                 "plan": plan.reason,
             },
         )
-        view = [Send(member.peer, message) for member in self._roster for message in self._view_messages()]
+        view = [Send(x.peer, message) for x in self._roster for message in self._view_messages(x.peer)]
         return [Journal("generation", generation_entry(self._view, self._roster)), note, *view]
 
-    def _view_messages(self) -> list[m.Message]:
+    def _view_messages(self, viewer: m.PeerId) -> list[m.Message]:
+        """The Roster with each member's address as `viewer` is to use it, and the View."""
         assert self._view is not None
-        pages = [self._roster[i : i + ROSTER_PAGE] for i in range(0, len(self._roster), ROSTER_PAGE)]
+        told = tuple(
+            replace(x, address=self._routes.address(viewer, x.peer, self._relays) if x.peer != viewer else "")
+            for x in self._roster
+        )
+        pages = [told[i : i + ROSTER_PAGE] for i in range(0, len(told), ROSTER_PAGE)]
         rosters = [
             m.Roster(self.term, self.generation, page, len(pages), members)
             for page, members in enumerate(pages)

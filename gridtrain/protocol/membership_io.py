@@ -32,7 +32,10 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Up:
+    """`host`: where the connection comes from."""
+
     peer: m.PeerId
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,31 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Offended:
-    """The peer sent something that is no message."""
+    """The peer broke the protocol."""
 
     peer: m.PeerId
     reason: str
 
 
-Event = Heard | Up | Lost | Offended
+@dataclass(frozen=True, slots=True)
+class CalledBack:
+    """Answer to `CallBack`: the address that got through; empty: none did."""
+
+    peer: m.PeerId
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expelled:
+    """The operator, or its third strike, has put this worker out for good."""
+
+    peer: m.PeerId
+    code: str
+    reason: str
+    remedy: str
+
+
+Event = Heard | Up | Lost | Offended | CalledBack | Expelled
 
 
 # -- effects -----------------------------------------------------------------------------------
@@ -77,6 +98,26 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True)
+class CallBack:
+    """Find out which of these addresses reaches the worker; `CalledBack` answers, always."""
+
+    peer: m.PeerId
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """The worker broke the protocol: a strike against it, to be counted over its whole stay.
+
+    `accuser`: the member that says so; None: the coordinator saw it.
+    """
+
+    peer: m.PeerId
+    reason: str
+    accuser: m.PeerId | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """One log line."""
 
@@ -85,4 +126,4 @@ class Note:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Effect = Send | Journal | Dismiss | Note
+Effect = Send | Journal | Dismiss | CallBack | Strike | Note

@@ -196,11 +196,15 @@ class Pardon:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """I want to take part in `run`; peers reach me at `address`."""
+    """I want to take part in `run`; peers may reach me at `address`.
+
+    `relay`: I am willing to pass on what other members send one another.
+    """
 
     run: str
     name: str
     address: str
+    relay: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class Worker:
 
     Attributes:
         admitted: its set-up fits, and its links are known or the time for measuring them is over.
+        placed: it is known how others reach it (`protocol.routes`); until then it is not admitted.
         lost_s: when its connection broke; None: it has one.
         progress, moved_s: the latest of its beats that showed progress, and when.
     """
@@ -31,6 +32,7 @@ class Worker:
     joined_s: float
     heard_s: float
     setup: m.Setup | None = None
+    placed: bool = False
     admitted: bool = False
     probe_until_s: float = math.inf
     lost_s: float | None = None

@@ -27,6 +27,7 @@ from gridtrain.protocol.attempts import Seat
 from gridtrain.protocol.member import MemberCore
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.recovery import recover
+from gridtrain.protocol.routes import RELAY, relay_of
 from gridtrain.sim.network import Link, Network
 
 COORDINATOR = b"c" * 32
@@ -161,8 +162,10 @@ class SimWorker:
                 return self.core.handle(io.Sealed(digest + bytes([skip])), world.now_s)
             case io.Resolve(round_id, committed, skip, _):
                 self._resolve(round_id, committed, skip)
-            case io.Dial(peer, _):
-                world.connect(self.peer, peer)
+            case io.Dial(peer, address):
+                world.dial(self.peer, peer, address)
+            case io.HangUp(peer):
+                world.break_edge(self.peer, peer, None)
             case io.Probe():
                 return self.core.handle(io.Probed(()), world.now_s)
             case io.GiveState(peer, term, generation):
@@ -247,6 +250,7 @@ class World:
         make_trainer: called for each worker that joins.
         edges: see `member_io.Enter`.
         setup: what all workers bring.
+        behind_nat: the part of the workers that nobody can dial.
     """
 
     def __init__(
@@ -259,8 +263,13 @@ class World:
         min_workers: int,
         delay_s: tuple[float, float] = (0.0005, 0.02),
         compute_s: tuple[float, float] = (0.001, 0.05),
+        behind_nat: float = 0.0,
     ) -> None:
         self.random = Random(seed)
+        self._nat = Random(seed)  # by itself, so that a history without NAT stays what it was
+        self._behind_nat = behind_nat
+        self._hidden: set[m.PeerId] = set()
+        self._relayed: dict[frozenset[m.PeerId], m.PeerId] = {}
         self.deadlines = Deadlines(first_step_s=4.0, patience_floor_s=1.0, silence_s=2.0, report_s=1.0)
         self.network: Network[m.PeerId, Any] = Network(seed, Link(delay_s=delay_s, in_order=True))
         self.edges = edges
@@ -296,6 +305,8 @@ class World:
 
     def join(self) -> SimWorker:
         peer = self.random.randbytes(32)
+        if self._nat.random() < self._behind_nat:
+            self._hidden.add(peer)
         worker = SimWorker(self, peer, self._make_trainer(), self._setup)
         self.workers[peer] = worker
         self.log.joins += 1
@@ -314,9 +325,7 @@ class World:
         self.log.crashes += 1
         # Sorted: the order of a set differs from process to process, and a seed is to be a history.
         for pair in sorted((p for p in self._connections if peer in p), key=sorted):
-            self._connections.discard(pair)
-            (other,) = pair - {peer}
-            self.network.send(peer, other, _Link(False))
+            self._disconnect(pair)
         self.network.crash(peer)
 
     def leave(self, peer: m.PeerId) -> None:
@@ -329,6 +338,7 @@ class World:
         """The first time, or again with what its journal holds; living workers connect again."""
         self._term += 1
         self.coordinator = Membership(
+            me=COORDINATOR,
             run="sim",
             term=self._term,
             deadlines=self.deadlines,
@@ -348,20 +358,18 @@ class World:
         self.coordinator_up = False
         self.log.restarts += 1
         for pair in sorted((p for p in self._connections if COORDINATOR in p), key=sorted):
-            self._connections.discard(pair)
-            (peer,) = pair - {COORDINATOR}
-            self.network.send(COORDINATOR, peer, _Link(False))
+            self._disconnect(pair)
         self.at(self.now_s + down_s, self.start_coordinator)
 
-    def break_edge(self, a: m.PeerId, b: m.PeerId, back_after_s: float) -> None:
-        """The connection breaks, what was in flight is lost, and it comes back later."""
+    def break_edge(self, a: m.PeerId, b: m.PeerId, back_after_s: float | None) -> None:
+        """The connection breaks, what was in flight is lost, and it comes back later (None: never)."""
         pair = frozenset((a, b))
         if pair not in self._connections:
             return
-        self._connections.discard(pair)
-        self.network.send(a, b, _Link(False))
-        self.network.send(b, a, _Link(False))
-        self.at(self.now_s + back_after_s, lambda: self.connect(a, b))
+        relay = self._relayed.get(pair)
+        self._disconnect(pair)
+        if back_after_s is not None:
+            self.at(self.now_s + back_after_s, lambda: self.connect(a, b, relay))
 
     def run(self, until_s: float, *, max_events: int = 400_000) -> None:
         """Until the run is finished, everybody is gone, or `until_s` of virtual time have passed."""
@@ -376,7 +384,31 @@ class World:
     def connected(self, a: m.PeerId, b: m.PeerId) -> bool:
         return frozenset((a, b)) in self._connections
 
-    def connect(self, dialler: m.PeerId, peer: m.PeerId) -> None:
+    def dial(self, dialler: m.PeerId, peer: m.PeerId, address: str) -> None:
+        """As told in a Roster: directly, or through a relay, as soon as both are connected with it."""
+        relay = relay_of(address)
+        if relay is None:
+            if peer not in self._hidden:
+                self.connect(dialler, peer)
+        elif self.connected(dialler, relay) and self.connected(peer, relay):
+            self.connect(dialler, peer, relay)
+        elif self.workers[dialler].alive and peer in self.workers[dialler].core.acquaintances:
+            self.at(self.now_s + 0.1, lambda: self.dial(dialler, peer, address))
+
+    def _disconnect(self, pair: frozenset[m.PeerId]) -> None:
+        """Both ends hear of it; so do those whose relayed connection needed this one."""
+        self._connections.discard(pair)
+        self._relayed.pop(pair, None)
+        a, b = sorted(pair)
+        self.network.send(a, b, _Link(False))
+        self.network.send(b, a, _Link(False))
+        through = [p for p, relay in self._relayed.items() if relay in pair and pair - {relay} <= p]
+        for other in sorted(through, key=sorted):
+            relay, (dialler, peer) = self._relayed[other], sorted(other)
+            self._disconnect(other)
+            self.at(self.now_s + 0.1, lambda d=dialler, p=peer, r=relay: self.dial(d, p, RELAY + r.hex()))
+
+    def connect(self, dialler: m.PeerId, peer: m.PeerId, relay: m.PeerId | None = None) -> None:
         pair = frozenset((dialler, peer))
         living = all(
             (p == COORDINATOR and self.coordinator_up) or (p in self.workers and self.workers[p].alive)
@@ -385,6 +417,8 @@ class World:
         if pair in self._connections or not living:
             return
         self._connections.add(pair)
+        if relay is not None:
+            self._relayed[pair] = relay
         self.network.send(dialler, peer, _Link(True))
         self.network.send(peer, dialler, _Link(True))
 
@@ -394,6 +428,16 @@ class World:
 
     def later(self, delay_s: float, node: m.PeerId, action: Callable[[], None]) -> None:
         self.network.call_at(self.now_s + delay_s, action, node=node)
+
+    def later_at_coordinator(self, delay_s: float, event: cio.Event) -> None:
+        """Unless the coordinator crashes before."""
+        asked = self.coordinator
+
+        def tell() -> None:
+            if self.coordinator_up and self.coordinator is asked:
+                self._coordinate(asked.handle(event, self.now_s))
+
+        self.at(self.now_s + delay_s, tell)
 
     def restore_s(self) -> float:
         return self.random.choice((0.0, 0.01, 0.5, 3.0))
@@ -428,7 +472,7 @@ class World:
             return
         match message:
             case _Link(True):
-                event: cio.Event = cio.Up(src)
+                event: cio.Event = cio.Up(src, src.hex() if src in self._hidden else "open")
             case _Link(False):
                 event = cio.Lost(src, "connection broke")
             case _:
@@ -445,5 +489,13 @@ class World:
                 case cio.Journal(kind, body):
                     self._journal.append((kind, json.loads(json.dumps(body))))  # as a disk gives it back
                     self.log.generations += kind == "generation"
+                case cio.CallBack(peer, addresses):
+                    proven = "" if peer in self._hidden else addresses[0]
+                    delay_s = self.deadlines.reach_s if not proven else 0.01
+                    self.later_at_coordinator(delay_s, cio.CalledBack(peer, proven))
+                case cio.Strike(peer, reason):
+                    self._coordinate(
+                        self.coordinator.handle(cio.Expelled(peer, "offence", reason, ""), self.now_s)
+                    )
                 case _:
                     pass

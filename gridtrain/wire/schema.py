@@ -100,7 +100,7 @@ MESSAGES: dict[int, Record] = {
     7: Record(m.Expel, peer=PEER, ban=FLAG, reason=REASON),
     8: Record(m.Pardon, peer=PEER),
     # worker -> coordinator
-    10: Record(m.Join, run=NAME, name=NAME, address=ADDRESS),
+    10: Record(m.Join, run=NAME, name=NAME, address=ADDRESS, relay=FLAG),
     11: Record(
         m.Setup,
         facts=Many(Group(NAME, TEXT), 64),

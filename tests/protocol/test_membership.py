@@ -5,8 +5,18 @@ from __future__ import annotations
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.membership_io import Dismiss, Effect, Heard, Journal, RunPhase, Send
+from gridtrain.protocol.membership_io import (
+    CalledBack,
+    Dismiss,
+    Effect,
+    Event,
+    Heard,
+    Journal,
+    RunPhase,
+    Send,
+)
 
+ME = b"0" * 32
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
@@ -16,19 +26,26 @@ class Run:
 
     def __init__(self, *peers: m.PeerId) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0)
-        self.core = Membership(run="r", term=1, deadlines=limits, software="", min_workers=len(peers))
+        self.core = Membership(me=ME, run="r", term=1, deadlines=limits, software="", min_workers=len(peers))
         self.now_s = 0.0
         self.effects: list[Effect] = []
         for peer in peers:
-            self.say(peer, m.Join("r", peer[:1].decode(), "memory://" + peer[:1].decode()))
-            self.say(peer, SETUP)
-            self.say(peer, m.Links(()))
+            self.join(peer)
         self.start(*peers)
 
-    def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
+    def join(self, peer: m.PeerId, *, reachable: bool = True) -> list[Effect]:
+        address = "memory://" + peer[:1].decode()
+        effects = self.say(peer, m.Join("r", peer[:1].decode(), address))
+        effects += self.hear(CalledBack(peer, address if reachable else ""))
+        return effects + self.say(peer, SETUP) + self.say(peer, m.Links(()))
+
+    def hear(self, event: Event) -> list[Effect]:
         self.now_s += 1.0
-        self.effects = self.core.handle(Heard(peer, message), self.now_s)
+        self.effects = self.core.handle(event, self.now_s)
         return self.effects
+
+    def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
+        return self.hear(Heard(peer, message))
 
     def start(self, *peers: m.PeerId) -> None:
         assert self.core._view is not None
@@ -51,8 +68,7 @@ class Run:
 
 def test_the_journal_comes_before_what_it_decides() -> None:
     run = Run(A)
-    effects = run.say(B, m.Join("r", "b", "memory://b"))
-    effects += run.say(B, SETUP) + run.say(B, m.Links(()))
+    run.join(B)
     run.report(A)
     kinds = [type(effect) for effect in run.effects]
     assert kinds.index(Journal) < kinds.index(Send)

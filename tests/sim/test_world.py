@@ -112,7 +112,10 @@ class ToyTrainer:
 def build(seed: int, kind: str, workers: int) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
     setup = m.Setup((("kind", kind),), m.LedgerSpec(SAMPLES, 1, epochs=2), 3, None)
-    world = World(seed, lambda: ToyTrainer(kind, book), EDGES[kind], setup, min_workers=1)
+    behind_nat = Random(seed).choice((0.0, 0.0, 0.5, 1.0))
+    world = World(
+        seed, lambda: ToyTrainer(kind, book), EDGES[kind], setup, min_workers=1, behind_nat=behind_nat
+    )
     for _ in range(workers):
         world.join()
     return world, book

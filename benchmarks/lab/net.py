@@ -1,0 +1,315 @@
+"""Hosts, home routers and the internet between them, as namespaces of this machine.
+
+Decides names, addresses and cables.  Never touches the machine's own network; nothing outlives the `with`.
+
+    with Net() as net:                             namespace of the internet: a bridge, 10.77.0.0/24
+        hub = net.host("hub")                          |-- hub   eth0 10.77.0.2
+        home = net.router("home")                      |-- home  wan 10.77.0.3, lan 192.168.1.1, NAT
+        anna = home.host("anna")                       |     |-- anna  eth0 192.168.1.2
+        bert = home.host("bert")                       |     `-- bert  eth0 192.168.1.3
+        home.shape(up="20Mbit", down="100Mbit")
+        hub.run(["python", "-m", "http.server"], folder)
+
+Two labs at once have the same addresses and never meet: their internets are different namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from lab import nat, ns, shape
+from lab.ns import LabError
+
+INTERNET = "10.77.0"
+BRIDGE = "br0"
+MOST_HOSTS = 250  # of one bridge: the last byte of a /24
+STOP_GRACE_S = 5.0
+_ports = itertools.count(1)
+_labs = itertools.count(1)
+
+T = TypeVar("T")
+
+
+class Process(subprocess.Popen[bytes]):
+    """A process on a host.  `stdout_path`, `stderr_path`: the files that it writes to."""
+
+    stdout_path: Path
+    stderr_path: Path
+
+    def signal_group(self, number: int) -> None:
+        """It and its children, unless they have begun a session of their own."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+
+class Host:
+    """A machine with one cable.  `address`: its own; `interface`: the cable's end here.
+
+    The other end is `_port` in the namespace `_switch`, a port of the bridge there.
+    """
+
+    interface = "eth0"
+
+    def __init__(self, net: Net, name: str, address: str, switch: str, gateway: str = "") -> None:
+        self.net, self.name, self.address = net, name, address
+        self.namespace = net._add(name)
+        self._switch, self._port = switch, f"port{next(_ports)}"
+        cable = f"name {self.interface} type veth peer name {self._port} netns {switch}"
+        ns.ip_batch(self.namespace, [f"link add {cable}"])
+        ns.ip_batch(switch, [f"link set {self._port} master {_bridge_of(switch, net)} up"])
+        lines = [f"addr add {address}/24 dev {self.interface}", f"link set {self.interface} up"]
+        ns.ip_batch(self.namespace, lines + ([f"route add default via {gateway}"] if gateway else []))
+
+    def shape(self, *, up: str = "", down: str = "") -> None:
+        """Give the cable a rate in each direction, such as "20Mbit"; empty: leave it as it is.
+
+        Raises `LabError`, `ValueError`.
+        """
+        if up:
+            shape.limit(self.namespace, self.interface, up)
+        if down:
+            shape.limit(self._switch, self._port, down)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        log: str = "",
+        hostname: str = "",
+    ) -> Process:
+        """Start a process here: output in `folder/LOG.out` and `folder/LOG.err`, ended with the lab.
+
+        Args:
+            env: its whole environment; None: ours.
+            log: name of the two files; default: the host's.
+            hostname: what the process and its children see as the machine's name; default: the host's.
+
+        Raises `LabError` if the program cannot be started.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        out, err = (folder / f"{log or self.name}.{kind}" for kind in ("out", "err"))
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', hostname or self.name]
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            try:
+                process = Process(
+                    ["ip", "netns", "exec", self.namespace, *named, *argv],
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=None if env is None else dict(env),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise LabError(f"{argv[0]} cannot be started on {self.name}: {error.strerror}") from None
+        process.stdout_path, process.stderr_path = out, err
+        self.net._processes.append(process)
+        return process
+
+    def inside(self, action: Callable[[], T]) -> T:
+        """Call `action` in a thread on this host; its sockets stay here.  Raises what it raises."""
+        return ns.inside(self.namespace, action)
+
+    def listen(self, port: int = 0) -> socket.socket:
+        """A TCP socket that waits on this host, on all its addresses."""
+        return self.inside(lambda: socket.create_server(("", port)))
+
+    def dial(self, address: str, port: int, timeout_s: float = 5.0) -> socket.socket:
+        """A TCP connection from this host.  Raises `OSError`: refused, unreachable or timed out."""
+        return self.inside(lambda: socket.create_connection((address, port), timeout_s))
+
+
+class Router(Host):
+    """A home router: its cable to the internet is `wan`, its own bridge is `lan`.
+
+    `address` is the one under which the internet sees everybody behind it.
+    """
+
+    interface = nat.WAN
+
+    def __init__(self, net: Net, name: str, address: str, subnet: str, translate: bool) -> None:
+        super().__init__(net, name, address, net.internet)
+        self.subnet = subnet
+        self._numbers = itertools.count(2)
+        gateway = [f"addr add {subnet}.1/24 dev {nat.LAN}", f"link set {nat.LAN} up"]
+        ns.ip_batch(self.namespace, [f"link add {nat.LAN} type bridge", *gateway])
+        if translate:
+            nat.masquerade(self.namespace, net.firewall)
+        else:
+            nat.forward(self.namespace)
+
+    def host(self, name: str) -> Host:
+        """A machine behind this router.  Raises `LabError`."""
+        number = _next_number(self._numbers, f"behind router {self.name}")
+        return Host(self.net, name, f"{self.subnet}.{number}", self.namespace, f"{self.subnet}.1")
+
+
+class Net:
+    """See the module's text.  `firewall`: "nft" or "iptables"; empty: what is there.
+
+    SIGTERM ends the `with` like an exception, if nobody else has asked for the signal; what a SIGKILL
+    leaves behind is removed when the next lab begins.
+    """
+
+    def __init__(self, firewall: str = "") -> None:
+        self.firewall = firewall
+        self.internet = ""
+        self.hosts: dict[str, Host] = {}
+        self._tag = f"{ns.owner_tag()}-{next(_labs)}"
+        self._namespaces: list[str] = []
+        self._processes: list[Process] = []
+        self._numbers = itertools.count(2)
+        self._subnets = itertools.count(1)
+        self._signals = contextlib.ExitStack()
+
+    def __enter__(self) -> Net:
+        self._signals.enter_context(_sigterm_as_exception())
+        try:
+            ns.sweep()
+            self.internet = self._add("internet")
+            ns.ip_batch(self.internet, [f"link add {BRIDGE} type bridge", f"link set {BRIDGE} up"])
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def host(self, name: str) -> Host:
+        """A machine with a public address.  Raises `LabError`."""
+        return self._keep(Host(self, name, self._next_address(), self.internet))
+
+    def router(self, name: str, *, translate: bool = True, subnet: str = "") -> Router:
+        """A home router.  Raises `LabError`.
+
+        Args:
+            translate: NAT; without, it forwards both ways (and others need a route to the subnet).
+            subnet: the first three bytes of its LAN's addresses; default: 192.168.1, 192.168.2, ...
+                Real homes mostly share one.
+        """
+        subnet = subnet or f"192.168.{_next_number(self._subnets, 'as subnets')}"
+        router = Router(self, name, self._next_address(), subnet, translate)
+        self._keep(router)
+        return router
+
+    def close(self) -> None:
+        """End all processes and remove all namespaces; a second call does nothing.
+
+        Raises `LabError` if something cannot be removed.
+        """
+        with self._signals, _undisturbed():
+            self._stop_processes()
+            ns.remove(self._namespaces)
+            self._namespaces.clear()
+
+    def _keep(self, host: Host) -> Host:
+        self.hosts[host.name] = host
+        return host
+
+    def _add(self, name: str) -> str:
+        namespace = f"{self._tag}-{name}"
+        if namespace in self._namespaces:
+            raise LabError(f"there is a host {name!r} already")
+        self._namespaces.append(namespace)  # before it exists, so that nothing can come in between
+        ns.add(namespace)
+        return namespace
+
+    def _next_address(self) -> str:
+        return f"{INTERNET}.{_next_number(self._numbers, 'on the internet')}"
+
+    def _stop_processes(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.signal_group(signal.SIGTERM)
+        until_s = time.monotonic() + STOP_GRACE_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.signal_group(signal.SIGKILL)
+                process.wait()
+        self._processes.clear()  # children that outlived their parent end with the namespace
+
+
+def _bridge_of(switch: str, net: Net) -> str:
+    return BRIDGE if switch == net.internet else nat.LAN
+
+
+def _next_number(numbers: Iterator[int], where: str) -> int:
+    number = next(numbers)
+    if number > MOST_HOSTS:
+        raise LabError(f"more than {MOST_HOSTS} {where}")
+    return number
+
+
+@contextlib.contextmanager
+def _sigterm_as_exception() -> Iterator[None]:
+    """So that `with` blocks are left in order.  Only the main thread may ask for signals."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C or SIGTERM must not cut the clean-up short: they wait until it is done, which is soon."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before: dict[int, Any] = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+# -- can there be a lab here? --------------------------------------------------------------------
+
+
+@functools.cache
+def why_not() -> str:
+    """Why there can be no lab on this machine; empty: there can.  Tries it, in a fifth of a second."""
+    if not sys.platform.startswith("linux"):
+        return f"network namespaces are Linux's; this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "not root: network namespaces need it"
+    for program in ("ip", "tc", "unshare"):
+        if shutil.which(program) is None:
+            return f"there is no command {program!r} (on Debian or Ubuntu: apt install iproute2 util-linux)"
+    try:
+        with Net() as net:
+            net.router("try").host("it").shape(up="1Mbit", down="1Mbit")
+    except LabError as error:
+        return str(error)
+    return ""

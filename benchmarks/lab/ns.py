@@ -1,0 +1,199 @@
+"""Network namespaces by name: made, entered, removed; also those that a killed owner left behind.
+
+Decides names and who owns them.  Never touches a namespace that this module did not name.
+
+    gtlab-1234.56789-1-anna
+          |    |     | +--- host
+          |    |     +----- the owner's lab number
+          |    +----------- when the owner started, in the kernel's ticks: a pid is used again, this is not
+          +---------------- the owner's pid
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+FOLDER = Path("/run/netns")
+PREFIX = "gtlab-"
+COMMAND_TIMEOUT_S = 20.0
+KILLED_S = 5.0
+CLONE_NEWNET = 0x40000000
+_NAME = re.compile(PREFIX + r"(\d+)\.(\d+)-\d+-.*")
+
+T = TypeVar("T")
+
+
+class LabError(Exception):
+    """The lab cannot be built or used here; the text says which command failed and how."""
+
+
+def command(*argv: str, stdin: str = "") -> str:
+    """Run a short command to its end; returns its stdout.  Raises `LabError`."""
+    try:
+        done = subprocess.run(
+            argv, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        raise LabError(f"there is no command {argv[0]!r}") from None
+    except subprocess.TimeoutExpired:
+        raise LabError(f"{' '.join(argv)}: not done after {COMMAND_TIMEOUT_S:g} s") from None
+    if done.returncode:
+        raise LabError(f"{' '.join(argv)}: exit code {done.returncode}: {done.stderr.strip() or stdin}")
+    return done.stdout
+
+
+def ip_batch(namespace: str, lines: Iterable[str]) -> None:
+    """`ip` commands inside a namespace, all in one process.  Raises `LabError`."""
+    command("ip", "-n", namespace, "-batch", "-", stdin="\n".join(lines) + "\n")
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def owner_tag() -> str:
+    """What the names of this process's namespaces begin with."""
+    return f"{PREFIX}{os.getpid()}.{_started_ticks(os.getpid())}"
+
+
+def _started_ticks(pid: int) -> int:
+    """When the process started; 0: there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])  # the process's name may hold spaces and brackets
+
+
+def existing() -> set[str]:
+    """All named namespaces of this machine, ours and others'."""
+    return {path.name for path in FOLDER.iterdir()} if FOLDER.is_dir() else set()
+
+
+def sweep() -> list[str]:
+    """Remove namespaces, and what runs in them, whose owner is dead.  Returns their names."""
+    left = []
+    for name in sorted(existing()):
+        if (found := _NAME.fullmatch(name)) and _started_ticks(int(found[1])) != int(found[2]):
+            left.append(name)
+    remove(left)
+    return left
+
+
+# -- made, entered, removed ----------------------------------------------------------------------
+
+
+def add(name: str) -> None:
+    """A new namespace with `lo` up, IPv6 off, and no firewall between the ports of a bridge.
+
+    Raises `LabError`.
+    """
+    command("ip", "netns", "add", name)
+    ip_batch(name, ["link set lo up"])
+    write_sysctls(
+        name,
+        {
+            "net/ipv6/conf/all/disable_ipv6": "1",  # else each interface waits a second for its address
+            "net/ipv6/conf/default/disable_ipv6": "1",
+            "net/bridge/bridge-nf-call-iptables": "0",  # else a router's FORWARD rules part its own LAN
+        },
+    )
+
+
+def write_sysctls(namespace: str, values: dict[str, str]) -> None:
+    """Those that this kernel has; /proc/sys/net shows the namespace of the thread that looks."""
+
+    def write() -> None:
+        for name, value in values.items():
+            with contextlib.suppress(FileNotFoundError):
+                Path("/proc/sys", name).write_text(value)
+
+    try:
+        inside(namespace, write)
+    except OSError as error:
+        raise LabError(f"a setting of namespace {namespace}: {error}") from None
+
+
+def inside(namespace: str, action: Callable[[], T]) -> T:
+    """Call `action` in a thread that lives in the namespace; sockets that it makes stay there for good.
+
+    Raises what `action` raises, and `LabError` if the namespace cannot be entered.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _enter(namespace)
+            results.append(action())
+        except BaseException as error:  # handed to the caller, whatever it is
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"inside-{namespace}", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _enter(namespace: str) -> None:
+    """For the calling thread alone (`os.setns` is there from Python 3.12 on)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        handle = os.open(FOLDER / namespace, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise LabError(f"namespace {namespace} cannot be entered: {error.strerror}") from None
+    try:
+        if libc.setns(handle, CLONE_NEWNET):
+            raise LabError(f"namespace {namespace} cannot be entered: {os.strerror(ctypes.get_errno())}")
+    finally:
+        os.close(handle)
+
+
+def remove(names: Sequence[str]) -> None:
+    """Kill what still runs in these namespaces, then remove them; those that are gone already are fine."""
+    for name in names:
+        _kill_inside(name)
+    for name in names:
+        with contextlib.suppress(LabError):
+            command("ip", "netns", "del", name)
+    if still := sorted(set(names) & existing()):
+        raise LabError(f"these namespaces cannot be removed: {', '.join(still)}")
+
+
+def _kill_inside(name: str) -> None:
+    """A namespace lives on, without a name, as long as a process in it does."""
+    until_s = time.monotonic() + KILLED_S
+    while pids := _pids_inside(name):
+        if time.monotonic() > until_s:
+            raise LabError(f"processes {pids} in namespace {name} survive SIGKILL for {KILLED_S:g} s")
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _pids_inside(name: str) -> list[int]:
+    """Never ourselves: a thread of ours may be in there, our process is not."""
+    try:
+        listed = command("ip", "netns", "pids", name).split()
+    except LabError:
+        return []
+    return [pid for pid in map(int, listed) if pid != os.getpid() and not _is_zombie(pid)]
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

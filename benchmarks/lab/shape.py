@@ -1,0 +1,63 @@
+"""A line's rate: a token bucket at the sending end of each direction of a virtual cable.
+
+Decides the bucket for a rate, and whether the interface may send frames larger than its MTU.
+
+    host eth0 --tbf up--> ======= cable ======= <--tbf down-- the bridge's port
+
+A bucket of 32 KiB must not meet 64 KiB "frames", which segmentation offload makes on virtual cables: they
+would be dropped.  So offloads go off up to 200 Mbit/s; above, where they are needed, the bucket grows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import socket
+import struct
+from ctypes import addressof, create_string_buffer
+
+from lab.ns import LabError, command, inside
+
+SLOW_BPS = 25_000_000
+"""Bytes per second up to which offloads are switched off: 200 Mbit/s."""
+
+LATENCY_MS = 50
+"""The longest that a frame waits in the bucket; what comes on top is dropped, and TCP slows down."""
+
+_UNITS_BIT = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_SIOCETHTOOL = 0x8946
+_OFFLOADS = {"tso": 0x1F, "gso": 0x24, "gro": 0x2C}  # ETHTOOL_STSO, ETHTOOL_SGSO, ETHTOOL_SGRO
+
+
+def rate_Bps(text: str) -> float:
+    """"20Mbit" is 2.5e6 bytes per second.  Raises `ValueError`."""
+    found = re.fullmatch(r"([0-9.]+) ?(kbit|mbit|gbit)", text.strip().lower())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"{text!r} is not a rate such as 20Mbit (kbit, Mbit, Gbit)")
+    return float(found[1]) * _UNITS_BIT[found[2]] / 8
+
+
+def limit(namespace: str, interface: str, rate: str) -> None:
+    """What leaves the interface from now on obeys the rate; a limit that was there is replaced.
+
+    Raises `LabError`, `ValueError`.
+    """
+    speed_Bps = rate_Bps(rate)
+    slow = speed_Bps <= SLOW_BPS
+    bucket = ["rate", f"{round(speed_Bps * 8)}bit", "burst", "32kb" if slow else "256kb"]
+    tbf = ["dev", interface, "root", "tbf", *bucket, "latency", f"{LATENCY_MS}ms"]
+    command("tc", "-n", namespace, "qdisc", "replace", *tbf)
+    if slow:
+        inside(namespace, lambda: _offloads_off(interface))
+
+
+def _offloads_off(interface: str) -> None:
+    """What `ethtool -K INTERFACE tso off gso off gro off` does, for machines without it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+        for name, number in _OFFLOADS.items():
+            value = create_string_buffer(struct.pack("=II", number, 0), 8)
+            request = struct.pack("16sP16x", interface.encode(), addressof(value))
+            try:
+                fcntl.ioctl(handle, _SIOCETHTOOL, request)
+            except OSError as error:
+                raise LabError(f"{name} of {interface} cannot be switched off: {error.strerror}") from None

@@ -1,0 +1,141 @@
+"""How each worker reaches each other one: directly, from the other side, or through a relay.
+
+Decides for each pair, from what the coordinator has seen, who dials which address.  Never dials, and
+never believes a worker's word alone: an address is given to others only if the coordinator got
+through to it, or to neighbours behind the same router.
+
+    a reaches b at           who dials                      the Roster's address of b, as told to a
+    b's proven address       a (both can: the larger key)   tcp://...
+    nothing, but b reaches a b                              (empty: it will come)
+    neither                  both, to a third               relay:<its key>
+
+Where a pair could not connect as it was told (`NoRoute`) that way is not tried again, and the next
+one is taken: the proven address, then the one inside a common network, then relays, at last the
+coordinator itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from gridtrain.protocol.messages import PeerId
+
+RELAY = "relay:"
+_KEY = re.compile(r"[0-9a-f]{64}")
+MAX_BLOCKED = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker is.
+
+    Attributes:
+        claimed: the address that it listens at, by its own word.
+        host: where its connection to the coordinator comes from.
+        proven: an address at which the coordinator got through to it; empty: none, it is behind NAT.
+        relays: it is willing to pass on what others send one another.
+    """
+
+    claimed: str
+    host: str
+    proven: str
+    relays: bool = True
+
+
+def candidates(place: Place) -> tuple[str, ...]:
+    """Addresses to call a worker back at: the one it claims, and the same port of where it came from."""
+    host, _, port = place.claimed.removeprefix("tcp://").rpartition(":")
+    if not place.claimed.startswith("tcp://") or not place.host or host.strip("[]") == place.host:
+        return (place.claimed,) if place.claimed else ()
+    seen = f"[{place.host}]" if ":" in place.host else place.host
+    return (place.claimed, f"tcp://{seen}:{port}")
+
+
+def relay_of(way: str) -> PeerId | None:
+    """The key of the relay in a member's address; None: it is a direct way."""
+    key = way.removeprefix(RELAY)
+    return bytes.fromhex(key) if key != way and _KEY.fullmatch(key) else None
+
+
+class Routes:
+    """The places of all workers, and which ways were tried in vain.
+
+    Args:
+        coordinator: its key; the relay of last resort.
+    """
+
+    def __init__(self, coordinator: PeerId) -> None:
+        self._coordinator = coordinator
+        self._places: dict[PeerId, Place] = {}
+        self._blocked: set[tuple[PeerId, PeerId, str]] = set()
+
+    def place(self, peer: PeerId) -> Place | None:
+        return self._places.get(peer)
+
+    def learn(self, peer: PeerId, place: Place) -> None:
+        """The worker is there now; what was tried in vain with another place is forgotten."""
+        if self._places.get(peer) != place:
+            self.forget(peer)
+            self._places[peer] = place
+
+    def forget(self, peer: PeerId) -> None:
+        self._places.pop(peer, None)
+        self._blocked = {way for way in self._blocked if peer not in way[:2]}
+
+    def block(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> str:
+        """`viewer` could not connect to `other` as it was told; returns the way that is given up."""
+        way = self.address(viewer, other, relays)
+        if way and len(self._blocked) < MAX_BLOCKED:
+            self._blocked.add((viewer, other, way))
+            if way.startswith(RELAY):
+                self._blocked.add((other, viewer, way))
+        return way
+
+    def address(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> str:
+        """What `viewer` is told about `other`; empty: wait for it.  Both sides' answers fit together.
+
+        Args:
+            relays: members to choose from, in the order of ranks.
+        """
+        forward, backward = self._direct(viewer, other), self._direct(other, viewer)
+        if forward and backward:
+            better = (forward.proven, viewer) > (backward.proven, other)
+            return forward.address if better else ""
+        if forward:
+            return forward.address
+        return "" if backward else RELAY + self._relay(viewer, other, relays).hex()
+
+    def willing(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
+        """Those of `peers` that can serve as relays."""
+        return tuple(p for p in peers if (place := self._places.get(p)) and place.proven and place.relays)
+
+    def _direct(self, viewer: PeerId, other: PeerId) -> _Way | None:
+        """The best address at which `viewer` can dial `other`."""
+        here, there = self._places.get(viewer), self._places.get(other)
+        if there is None:
+            return None
+        ways = [_Way(there.proven, True)] if there.proven else []
+        if here is not None and here.host == there.host and there.claimed != there.proven:
+            ways.append(_Way(there.claimed, False))  # behind the same router, or on the same machine
+        return next((way for way in ways if (viewer, other, way.address) not in self._blocked), None)
+
+    def _relay(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> PeerId:
+        """A member that both can dial, the pairs spread over all of them; else the coordinator."""
+        pair = b"".join(sorted((viewer, other)))
+        first = int.from_bytes(blake2b(pair, digest_size=4).digest(), "big")
+        for i in range(len(relays)):
+            relay = relays[(first + i) % len(relays)]
+            if relay in (viewer, other) or (viewer, other, RELAY + relay.hex()) in self._blocked:
+                continue
+            if self._direct(viewer, relay) and self._direct(other, relay):
+                return relay
+        return self._coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    address: str
+    proven: bool

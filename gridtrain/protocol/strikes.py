@@ -1,0 +1,116 @@
+"""Who broke the protocol towards whom: the strikes, and whom to believe.
+
+Decides when a member has had enough strikes, and when an accuser is itself the fault.  Never removes
+anybody (`protocol.door`), and never looks at what the accusation says.
+
+    accuser   accused                             what follows
+    (us)      anna                                always counts: the coordinator has seen it itself
+    bert      anna, anna, anna                    all count: anna is out
+    bert      anna, carl   and nobody else does   bert is the common end of both: suspected
+    dora      anna                                bert is not alone with anna any more: believed again
+
+While an accuser is suspected, what it said moves nobody, and what it says is not written down.  If nobody
+else has confirmed one of its stories within `GRACE_S`, it is out, and all that it said is withdrawn.
+
+What this promises: one liar, whatever it says, costs the group at most one other member, and that one is
+let in again when the liar is found out.  A member whose broken memory or middle box ruins what it receives
+is found too.  What it does not promise: which of two was at fault, when it is one word against one
+(three accusations are then enough); a group in which the honest cannot confirm each other because the
+liars work together, or because only one honest member is there to be attacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from gridtrain.protocol.messages import PeerId
+
+STRIKES = 3
+GRACE_S = 5.0
+"""Two members that attack everybody at once are accused by everybody within this."""
+
+MAX_ACCUSED = 10_000
+MAX_REASON = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """accuser None: the coordinator saw it itself."""
+
+    accuser: PeerId | None
+    reason: str
+
+
+def is_struck_out(strikes: int) -> bool:
+    return strikes >= STRIKES
+
+
+def is_common_end(alone_with: Collection[PeerId]) -> bool:
+    """An accuser that nobody confirms about two different members is what these stories share."""
+    return len(alone_with) >= 2
+
+
+class StrikeBook:
+    """See the module's text.  Bounded: `MAX_ACCUSED` members (the longest known is forgotten), and
+    `STRIKES` strikes from each accuser."""
+
+    def __init__(self) -> None:
+        self._strikes: dict[PeerId, list[Strike]] = {}
+        self._suspects: dict[PeerId, float] = {}  # and until when they may be confirmed
+
+    def add(self, accused: PeerId, strike: Strike) -> bool:
+        """False: it is not written down, and changes nothing."""
+        strikes = self._strikes.get(accused, [])
+        same = sum(known.accuser == strike.accuser for known in strikes)
+        if accused == strike.accuser or same >= STRIKES or strike.accuser in self._suspects:
+            return False
+        if not strikes and len(self._strikes) >= MAX_ACCUSED:
+            del self._strikes[next(iter(self._strikes))]
+        self._strikes[accused] = [*strikes, strike]
+        return True
+
+    def judge(self, now_s: float) -> list[PeerId]:
+        """Look at the suspects again; those whose time is up."""
+        accusers = {strike.accuser for strikes in self._strikes.values() for strike in strikes}
+        still = [a for a in accusers if a is not None and is_common_end(self.alone_with(a))]
+        self._suspects = {a: self._suspects.get(a, now_s + GRACE_S) for a in sorted(still)}
+        return [accuser for accuser, until_s in self._suspects.items() if now_s >= until_s]
+
+    def alone_with(self, accuser: PeerId) -> list[PeerId]:
+        """Whom this accuser, and nobody else, has accused."""
+        return [
+            accused
+            for accused, strikes in self._strikes.items()
+            if {strike.accuser for strike in strikes} == {accuser}
+        ]
+
+    def suspected(self, accuser: PeerId | None) -> bool:
+        return accuser in self._suspects
+
+    def struck_out(self) -> list[PeerId]:
+        """All who have had enough, by the word of those who are not suspected."""
+        return [accused for accused in self._strikes if is_struck_out(self.count(accused))]
+
+    def count(self, accused: PeerId) -> int:
+        """Strikes that count."""
+        return sum(not self.suspected(strike.accuser) for strike in self._strikes.get(accused, ()))
+
+    def of(self, accused: PeerId) -> Sequence[Strike]:
+        return self._strikes.get(accused, ())
+
+    def accused(self) -> list[PeerId]:
+        return list(self._strikes)
+
+    def withdraw(self, accuser: PeerId) -> None:
+        """All that it said."""
+        self._suspects.pop(accuser, None)
+        for accused, strikes in list(self._strikes.items()):
+            kept = [strike for strike in strikes if strike.accuser != accuser]
+            if kept:
+                self._strikes[accused] = kept
+            else:
+                del self._strikes[accused]
+
+    def forgive(self, accused: PeerId) -> None:
+        self._strikes.pop(accused, None)
