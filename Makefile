@@ -13,7 +13,7 @@ TESTS ?= tests
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweep lint types format check clean
+.PHONY: help setup demo test sweep lab lint types format check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +31,9 @@ test: $(READY) ## the whole test suite; TESTS=tests/wire for a part of it
 
 sweep: $(READY) ## the randomised tests over SEEDS=10000 seeds; GRIDTRAIN_SEED=123 make sweep replays one
 	GRIDTRAIN_SEEDS=$(SEEDS) $(BIN)/pytest -m sweep --timeout=0 $(TESTS)
+
+lab: $(READY) ## step times behind NAT and through relays, in network namespaces (needs root); LAB="--help"
+	@cd benchmarks && ../$(BIN)/python -m lab.volunteers $(LAB)
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check

@@ -15,4 +15,4 @@ EXPOSE 7700
 
 # The exec form: SIGTERM reaches the daemon, which closes its journal.
 ENTRYPOINT ["gridtrain"]
-CMD ["coordinator", "--listen", "tcp://0.0.0.0:7700", "--journal", "/state/journal.sqlite"]
+CMD ["coordinator", "--listen", "tcp://0.0.0.0:7700", "--state", "/state"]

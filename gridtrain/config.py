@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from gridtrain.errors import ConfigError
 
@@ -130,10 +130,17 @@ class Deadlines:
 class JoinConfig:
     """What `gridtrain.join` needs; by default from the environment that the agent sets.
 
-    `listen` "": any free port of the interface that leads to the coordinator.
+    Attributes:
+        coordinator_key: its public key in hexadecimal.
+        identity: the file with this worker's key pair.
+        listen: "" is any free port of the interface that leads to the coordinator.
+        relay: "no": do not pass on what other members send one another.
+        unencrypted: "yes": talk in the clear, as the coordinator was told to as well.
     """
 
     coordinator: str
+    coordinator_key: str
+    identity: str = ""
     run: str = "default"
     name: str = ""
     listen: str = ""
@@ -141,6 +148,8 @@ class JoinConfig:
     upload_limit: str = ""
     download_limit: str = ""
     export_dir: str = ""
+    relay: str = "yes"
+    unencrypted: str = ""
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     @classmethod
@@ -152,18 +161,18 @@ class JoinConfig:
         Raises `ConfigError` if no coordinator is named.
         """
         source = os.environ if environ is None else environ
-        names = ("coordinator", "run", "name", "listen", "advertise", "upload_limit", "download_limit")
+        names = tuple(known.name for known in fields(cls) if known.name != "deadlines")
         values: dict[str, str] = {}
-        for name in (*names, "export_dir"):
+        for name in names:
             value = overrides.get(name)
             if value is None:
                 value = source.get(ENV_PREFIX + name.upper())
             if value:
                 values[name] = value
-        if "coordinator" not in values:
+        if not {"coordinator", "coordinator_key", "identity"} <= values.keys():
             raise ConfigError(
-                "no coordinator is named",
-                remedy="start the script with `gridtrain worker tcp://HOST:7700 -- python train.py`, "
-                "or set GRIDTRAIN_COORDINATOR=tcp://HOST:7700",
+                "this script does not know which run to join",
+                remedy="start it with `gridtrain worker INVITATION -- python train.py`, "
+                'or pass the invitation: gridtrain.join("gridtrain1:...")',
             )
         return cls(**values)  # type: ignore[arg-type]

@@ -48,7 +48,8 @@ def command(*argv: str, stdin: str = "") -> str:
     except subprocess.TimeoutExpired:
         raise LabError(f"{' '.join(argv)}: not done after {COMMAND_TIMEOUT_S:g} s") from None
     if done.returncode:
-        raise LabError(f"{' '.join(argv)}: exit code {done.returncode}: {done.stderr.strip() or stdin}")
+        said = f" (it was given: {stdin.strip()})" if stdin else ""
+        raise LabError(f"{' '.join(argv)}: exit code {done.returncode}: {done.stderr.strip()}{said}")
     return done.stdout
 
 
@@ -189,11 +190,12 @@ def _pids_inside(name: str) -> list[int]:
         listed = command("ip", "netns", "pids", name).split()
     except LabError:
         return []
-    return [pid for pid in map(int, listed) if pid != os.getpid() and not _is_zombie(pid)]
+    return [pid for pid in map(int, listed) if pid != os.getpid() and alive(pid)]
 
 
-def _is_zombie(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Whether the process still runs; one that only waits for its parent to notice does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
-        return True
+        return False

@@ -30,7 +30,7 @@ _OFFLOADS = {"tso": 0x1F, "gso": 0x24, "gro": 0x2C}  # ETHTOOL_STSO, ETHTOOL_SGS
 
 
 def rate_Bps(text: str) -> float:
-    """"20Mbit" is 2.5e6 bytes per second.  Raises `ValueError`."""
+    """ "20Mbit" is 2.5e6 bytes per second.  Raises `ValueError`."""
     found = re.fullmatch(r"([0-9.]+) ?(kbit|mbit|gbit)", text.strip().lower())
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"{text!r} is not a rate such as 20Mbit (kbit, Mbit, Gbit)")

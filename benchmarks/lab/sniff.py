@@ -14,23 +14,25 @@ A capture says what it missed: `dropped` frames that the kernel had no room for,
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from lab.net import BRIDGE, Net
-from lab.ns import LabError
+from lab.ns import LabError, inside
 
-DEFAULT_LIMIT_BYTES = 1 << 30
+DEFAULT_LIMIT_BYTES = 256 << 20
+"""Of the file; a search holds all of it in memory."""
+
 KERNEL_BUFFER_BYTES = 64 << 20
 LONGEST_FRAME_BYTES = 1 << 17  # with segmentation offload a "frame" has up to 64 KiB and its headers
-SETTLE_S = 5.0
+DRAIN_S = 5.0
 _BATCH_FRAMES = 256
 
 _ETH_ALL, _ETH_IPV4, _TCP = 0x0003, 0x0800, 6
@@ -75,8 +77,6 @@ class Sniffer:
         return not self.dropped and not self.over_limit
 
     def __enter__(self) -> Sniffer:
-        from lab.ns import inside
-
         try:
             packets = inside(self._net.internet, _packet_socket)
         except OSError as error:
@@ -113,32 +113,36 @@ class Sniffer:
             with packets, self._path.open("wb", buffering=1 << 20) as file:
                 file.write(_PCAP_HEADER)
                 buffer = bytearray(LONGEST_FRAME_BYTES)
-                while True:
-                    ready, _, _ = select.select([packets, self._wake_out], [], [])
-                    while self._read_some(packets, buffer, file):
-                        pass
-                    if self._wake_out in ready:
-                        break
+                while not self._stopping(packets):
+                    self._read_some(packets, buffer, file)
+                until_s = time.monotonic() + DRAIN_S  # somebody may be sending still
+                while self._read_some(packets, buffer, file) and time.monotonic() < until_s:
+                    pass
                 _, self.dropped = struct.unpack("=II", packets.getsockopt(_SOL_PACKET, _STATISTICS, 8))
         except BaseException as error:  # raised where the `with` ends
             self._error = error
 
-    def _read_some(self, packets: socket.socket, buffer: bytearray, file: object) -> bool:
-        """Up to a batch; False: there are no more at the moment."""
+    def _stopping(self, packets: socket.socket) -> bool:
+        """Waits for a frame (False) or for the end (True)."""
+        ready, _, _ = select.select([packets, self._wake_out], [], [])
+        return self._wake_out in ready
+
+    def _read_some(self, packets: socket.socket, buffer: bytearray, file: IO[bytes]) -> bool:
+        """Up to a batch; False: there are no more at the moment.  Once full, nothing more is kept."""
         for _ in range(_BATCH_FRAMES):
             try:
                 nbytes = packets.recv_into(buffer, 0, socket.MSG_DONTWAIT | socket.MSG_TRUNC)
             except BlockingIOError:
                 return False
             self.frames += 1
-            kept = min(nbytes, len(buffer))
-            if self.nbytes + kept + _PCAP_FRAME.size > self._limit_bytes:
+            size = _PCAP_FRAME.size + nbytes
+            if self.over_limit or self.nbytes + size > self._limit_bytes or nbytes > len(buffer):
                 self.over_limit += 1
                 continue
-            self.nbytes += kept + _PCAP_FRAME.size
+            self.nbytes += size
             seconds, fraction = divmod(time.time(), 1)
-            file.write(_PCAP_FRAME.pack(int(seconds), int(fraction * 1e6), kept, nbytes))  # type: ignore[attr-defined]
-            file.write(memoryview(buffer)[:kept])  # type: ignore[attr-defined]
+            file.write(_PCAP_FRAME.pack(int(seconds), int(fraction * 1e6), nbytes, nbytes))
+            file.write(memoryview(buffer)[:nbytes])
         return True
 
 
@@ -150,3 +154,113 @@ def _packet_socket() -> socket.socket:
     packets.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, struct.pack("=iHH8x", number, _PROMISCUOUS, 0))
     packets.bind((BRIDGE, _ETH_ALL))
     return packets
+
+
+# -- from frames to streams ----------------------------------------------------------------------
+
+
+def frames_of(path: Path) -> Iterator[bytes]:
+    """The frames in a capture file of ours."""
+    with path.open("rb") as file:
+        file.seek(len(_PCAP_HEADER))
+        while header := file.read(_PCAP_FRAME.size):
+            yield file.read(_PCAP_FRAME.unpack(header)[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The TCP payload of one frame.  `flow`: "10.77.0.2:7700 > 10.77.0.3:41000"."""
+
+    flow: str
+    sequence: int
+    begins: bool
+    payload: bytes
+
+
+def segment_of(frame: bytes) -> Segment | None:
+    """None: the frame is not a whole TCP segment over IPv4."""
+    if len(frame) < 34 or struct.unpack_from(">H", frame, 12)[0] != _ETH_IPV4:
+        return None
+    ip = frame[14:]
+    header_bytes, total_bytes, fragment = (ip[0] & 15) * 4, *struct.unpack_from(">H2xH", ip, 2)
+    if ip[9] != _TCP or fragment & 0x3FFF or len(ip) < header_bytes + 20:
+        return None
+    tcp = ip[header_bytes : total_bytes or None]  # behind it: padding of short frames; 0: longer than 64 KiB
+    source_port, target_port, sequence = struct.unpack_from(">HHI", tcp)
+    source, target = socket.inet_ntoa(ip[12:16]), socket.inet_ntoa(ip[16:20])
+    begins = bool(tcp[13] & _SYN)
+    flow = f"{source}:{source_port} > {target}:{target_port}"
+    return Segment(flow, (sequence + begins) % 2**32, begins, tcp[(tcp[12] >> 4) * 4 :])
+
+
+@dataclass(slots=True)
+class Stream:
+    """One direction of one connection; segments may come in any order, more than once, and with gaps."""
+
+    name: str
+    first: int
+    _last: int = 0
+    _parts: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def add(self, sequence: int, payload: bytes) -> None:
+        # The 32 bits wrap around: of all offsets that fit, it is the one nearest to the segment before.
+        step = (sequence - self.first - self._last + 2**31) % 2**32 - 2**31
+        self._last += step
+        if payload:
+            self._parts.append((self._last, payload))
+
+    def pieces(self) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of what is without a gap."""
+        start, text = 0, bytearray()
+        for offset, payload in sorted(self._parts, key=lambda part: part[0]):
+            end = start + len(text)
+            if offset > end or not text:
+                if text:
+                    yield start, bytes(text)
+                start, text = offset, bytearray(payload)
+            else:
+                text += payload[end - offset :]
+        if text:
+            yield start, bytes(text)
+
+
+@dataclass(slots=True)
+class Conversations:
+    """All that a capture says, put in order."""
+
+    streams: list[Stream] = field(default_factory=list)
+    others: list[tuple[int, bytes]] = field(default_factory=list)
+    _texts: list[tuple[str, int, bytes]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, frames: Iterable[bytes]) -> Conversations:
+        all_of_it, open_streams = cls(), dict[str, Stream]()
+        for number, frame in enumerate(frames):
+            segment = segment_of(frame)
+            if segment is None:
+                all_of_it.others.append((number, frame))
+                continue
+            stream = open_streams.get(segment.flow)
+            again = stream is not None and segment.begins and stream.first != segment.sequence
+            if stream is None or again:  # a new connection may use the same two ports
+                stream = open_streams[segment.flow] = Stream(segment.flow, segment.sequence)
+                all_of_it.streams.append(stream)
+            stream.add(segment.sequence, segment.payload)
+        return all_of_it
+
+    def find(self, pattern: bytes) -> list[Where]:
+        if not self._texts:  # put in order once, for all questions
+            self._texts = [(stream.name, *piece) for stream in self.streams for piece in stream.pieces()]
+            self._texts += [(f"frame {number}", 0, frame) for number, frame in self.others]
+        return [
+            Where(name, start + offset)
+            for name, start, text in self._texts
+            for offset in _offsets(text, pattern)
+        ]
+
+
+def _offsets(text: bytes, pattern: bytes) -> Iterator[int]:
+    at = text.find(pattern)
+    while at >= 0:
+        yield at
+        at = text.find(pattern, at + 1)

@@ -1,6 +1,6 @@
 """`python -m gridtrain_coordinator`: the coordinator without a command line, for containers.
 
-    GRIDTRAIN_RUN  GRIDTRAIN_LISTEN  GRIDTRAIN_ADVERTISE  GRIDTRAIN_JOURNAL  GRIDTRAIN_MIN_WORKERS
+    GRIDTRAIN_RUN  GRIDTRAIN_LISTEN  GRIDTRAIN_ADVERTISE  GRIDTRAIN_STATE  GRIDTRAIN_MIN_WORKERS
 
 The same choices as options: `gridtrain coordinator --help`.
 """
@@ -28,14 +28,14 @@ def _settings() -> Settings:
     def chosen(name: str, default: str) -> str:
         return os.environ.get(ENV_PREFIX + name) or default
 
-    defaults, journal, min_workers = Settings(), chosen("JOURNAL", ""), chosen("MIN_WORKERS", "1")
+    defaults, state, min_workers = Settings(), chosen("STATE", ""), chosen("MIN_WORKERS", "1")
     if not min_workers.isdigit():
         raise ConfigError(f"GRIDTRAIN_MIN_WORKERS is {min_workers!r}", remedy="write a number >= 1")
     return Settings(
         run=chosen("RUN", defaults.run),
         listen=chosen("LISTEN", defaults.listen),
         advertise=chosen("ADVERTISE", defaults.advertise),
-        journal=Path(journal) if journal else None,
+        state=Path(state) if state else None,
         min_workers=int(min_workers),
     )
 

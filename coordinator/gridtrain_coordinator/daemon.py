@@ -5,15 +5,17 @@ torch.  What the core wants journalled is on the disk before anything that follo
 
                   poll                    handle, tick                   in order
     Transport ------------> Coordinator --------------> Membership ---------------------+
-        ^                        ^                                                      |
-        |                        +---- Lost, if a send failed                           v
-        +------- Send, Dismiss ------------------------------ Store <-- Journal, all of a turn at once
+        ^                        |  ^                                                   |
+        |      guests, orders,   |  +---- Lost, if a send failed                        |
+        |            strikes     +----------------------> Reception (the door) ---------+
+        |                                                                               v
+        +------- Send, Dismiss, CallBack -------------------- Store <-- Journal, all of a turn at once
 """
 
 from __future__ import annotations
 
 import os
-import re
+import shlex
 import signal
 import socket
 import time
@@ -27,18 +29,36 @@ from gridtrain._version import __version__
 from gridtrain.config import DEFAULT_PORT, Deadlines
 from gridtrain.errors import ConfigError, JournalError, TransportError
 from gridtrain.protocol import membership_io as io
+from gridtrain.protocol.door import Door, Standing
+from gridtrain.protocol.door import recover as recover_the_door
+from gridtrain.protocol.invitation import RUN_NAME
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.messages import PeerId, StatusReply, StatusRequest
 from gridtrain.protocol.recovery import recover
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, TransportEvent, Violation
+from gridtrain.transport.base import (
+    Denied,
+    PeerDown,
+    PeerUp,
+    Reached,
+    Received,
+    Transport,
+    TransportEvent,
+    Violation,
+)
+from gridtrain.transport.contact import ContactFile
+from gridtrain.transport.curve import private_folder
+from gridtrain.transport.stack import over
+from gridtrain_coordinator.keys import operator_identity
 from gridtrain_coordinator.log import Log, log_to, silent
+from gridtrain_coordinator.reception import Reception, gate_of
 from gridtrain_coordinator.store import Store
-from gridtrain_coordinator.views import Speedometer, status_payload
+from gridtrain_coordinator.views import Speedometer, status_payload, withhold_places
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_WAIT_S = 0.25
 """The longest single wait, so that a stop is noticed within it."""
 
+JOURNAL = "journal.sqlite"
 FAREWELL_S = 5.0
 """After the end of the run, workers get so long to hear of it and to leave."""
 
@@ -66,9 +86,10 @@ class Coordinator:
     May be constructed in one thread and run in another.
 
     Args:
-        transport: any `Transport`, listening already.
+        transport: any `Transport`, listening already, with the door as its gate.
         store: the journal; `Store.open(":memory:")` for a group that lives in one process.
         membership: the core; its term must come from `store.next_term()`.
+        reception: the door, over the same core.
         log: gets one call for each event.
         exit_when_finished: `run` returns when the run is finished and its workers have left.
         address: where workers find it, for `gridtrain status`.
@@ -80,7 +101,9 @@ class Coordinator:
         transport: Transport,
         store: Store,
         membership: Core,
+        reception: Reception,
         *,
+        reach_s: float = Deadlines().reach_s,
         log: Log = silent,
         exit_when_finished: bool = False,
         address: str = "",
@@ -89,6 +112,8 @@ class Coordinator:
         self._transport = transport
         self._store = store
         self._core = membership
+        self._reception = reception
+        self._reach_s = reach_s
         self._log = log
         self._exit_when_finished = exit_when_finished
         self._clock = clock
@@ -102,15 +127,17 @@ class Coordinator:
         cls,
         transport: Transport,
         store: Store,
+        door: Door,
         *,
         run: str = "default",
+        operator: PeerId | None = None,
         min_workers: int = 1,
         deadlines: Deadlines | None = None,
         log: Log = silent,
         exit_when_finished: bool = False,
         address: str = "",
     ) -> Coordinator:
-        """A coordinator with the real core, in the journal's next term.
+        """A coordinator with the real core, in the journal's next term; `door` is the transport's gate.
 
         Raises `JournalError` if the journal is that of another run, or cannot be understood.
         """
@@ -119,30 +146,39 @@ class Coordinator:
         if runs - {run}:
             raise JournalError(
                 f'the journal is that of the run "{runs.pop()}", not "{run}"',
-                remedy="name another file with --journal, or the other run with --run",
+                remedy="name another folder with --state, or the other run with --run",
             )
         try:
             recovered = recover(entries)
         except (KeyError, TypeError, ValueError) as error:
             raise JournalError(
                 f"the journal holds an entry that no coordinator wrote: {error!r}",
-                remedy="restore it from a backup, or name a new file with --journal",
+                remedy="restore it from a backup, or begin a new run with another --state",
             ) from None
+        deadlines = deadlines or Deadlines()
         membership = Membership(
+            me=transport.me,
             run=run,
             term=store.next_term(),
             min_workers=min_workers,
-            deadlines=deadlines or Deadlines(),
+            deadlines=deadlines,
             software=SOFTWARE,
             recovered=recovered,
         )
         if recovered.finished:
             raise JournalError(
                 f'the run "{run}" of this journal is finished',
-                remedy="begin a new one: name another run with --run, or another file with --journal",
+                remedy="begin a new one: name another run with --run, or another folder with --state",
             )
         return cls(
-            transport, store, membership, log=log, exit_when_finished=exit_when_finished, address=address
+            transport,
+            store,
+            membership,
+            Reception(door, membership, operator, time.time),
+            reach_s=deadlines.reach_s,
+            log=log,
+            exit_when_finished=exit_when_finished,
+            address=address,
         )
 
     def run(self, stop: Stop) -> None:
@@ -174,19 +210,29 @@ class Coordinator:
 
     def _take(self, event: TransportEvent, now_s: float) -> Sequence[io.Effect]:
         match event:
-            case Received(peer, StatusRequest()):
-                return [io.Send(peer, StatusReply(self._status(now_s)))]
+            case Received(peer, StatusRequest()) if not self._reception.is_guest(peer):
+                return [io.Send(peer, StatusReply(self._status(peer, now_s)))]
             case Received(peer, message):
-                return self._core.handle(io.Heard(peer, message), now_s)
-            case PeerUp(peer):
-                return self._core.handle(io.Up(peer), now_s)
+                answered = self._reception.hear(peer, message, now_s)
+                return answered if answered is not None else self._core.handle(io.Heard(peer, message), now_s)
+            case PeerUp(peer, _, host):
+                return [] if self._reception.came(event) else self._core.handle(io.Up(peer, host), now_s)
             case PeerDown(peer, reason):
-                return self._core.handle(io.Lost(peer, reason), now_s)
+                return [] if self._reception.went(peer) else self._core.handle(io.Lost(peer, reason), now_s)
+            case Reached(peer, address):
+                return self._core.handle(io.CalledBack(peer, address), now_s)
             case Violation(peer, reason):
-                name = peer.hex()[:12] if peer is not None else "not greeted"
-                note = io.Note("warning", "violation", {"peer": name, "reason": reason})
-                offended = io.Offended(peer, reason) if peer is not None else None
-                return [note, *(self._core.handle(offended, now_s) if offended else [])]
+                return self._violation(peer, reason, now_s)
+            case Denied(peer, address):
+                return [io.Note("info", "denied", {"peer": peer.hex()[:12], "address": address})]
+
+    def _violation(self, peer: PeerId | None, reason: str, now_s: float) -> Sequence[io.Effect]:
+        guest = peer is not None and self._reception.went(peer)
+        name = "not greeted" if peer is None else "a guest" if guest else peer.hex()[:12]
+        note = io.Note("warning", "violation", {"peer": name, "reason": reason})
+        if peer is None or guest:
+            return [note, *([io.Dismiss(peer)] if peer is not None else [])]
+        return [note, *self._core.handle(io.Offended(peer, reason), now_s)]
 
     def _perform(self, effects: Sequence[io.Effect], now_s: float) -> None:
         """Carry out effects in order; the journal's first, all in one transaction.
@@ -197,6 +243,7 @@ class Coordinator:
         """
         failed: set[PeerId] = set()
         while effects:
+            effects = [further for effect in effects for further in self._judged(effect, now_s)]
             entries = [(effect.kind, effect.body) for effect in effects if isinstance(effect, io.Journal)]
             if entries:
                 self._store.append_all(entries)
@@ -211,15 +258,28 @@ class Coordinator:
                             losses.append(io.Lost(peer, error.reason))
                     case io.Dismiss(peer):
                         self._transport.hang_up(peer)
+                    case io.CallBack(peer, addresses):
+                        self._transport.reach(peer, addresses, self._reach_s)
                     case io.Note(level, event, fields):
                         self._log(level, event, fields)
             effects = [effect for loss in losses for effect in self._core.handle(loss, now_s)]
 
+    def _judged(self, effect: io.Effect, now_s: float) -> Sequence[io.Effect]:
+        """A strike becomes what the door makes of it; a member that it removes gives no further ones."""
+        return self._reception.strike(effect, now_s) if isinstance(effect, io.Strike) else [effect]
+
     # -- what is seen from outside -------------------------------------------------------------
 
-    def _status(self, now_s: float) -> bytes:
+    def _status(self, asker: PeerId, now_s: float) -> bytes:
+        snapshot = self._core.snapshot(now_s)
+        for member in snapshot["members"]:
+            member["strikes"] = self._reception.strikes(bytes.fromhex(member["peer"]))
+        if self._reception.is_operator(asker):
+            snapshot["door"] = self._reception.picture()
+        else:
+            withhold_places(snapshot)
         return status_payload(
-            self._core.snapshot(now_s),
+            snapshot,
             self._speed,
             software=SOFTWARE,
             address=self._address,
@@ -228,7 +288,8 @@ class Coordinator:
         )
 
     def _look_around(self, now_s: float) -> None:
-        """Once a second: sample the counters, notice the end of the run."""
+        """Once a second: sample the counters, let the door look at its suspects, notice the end of the run."""
+        self._perform(self._reception.tick(now_s), now_s)
         snapshot = self._core.snapshot(now_s)
         self._speed.observe(snapshot, now_s)
         if not snapshot["finished"]:
@@ -253,18 +314,21 @@ class Settings:
     Attributes:
         listen: "tcp://host:port"; port 0: any free one.
         advertise: the address that workers are told to use; empty: the one listened at.
-        journal: the journal's path; None: `default_journal(run)`.
+        state: the folder of the journal and the keys; None: `default_state(run)`.
+        unencrypted: talk in the clear: on this machine only, or anywhere if `benchmark` says so.
     """
 
     run: str = "default"
     listen: str = f"tcp://127.0.0.1:{DEFAULT_PORT}"
     advertise: str = ""
-    journal: Path | None = None
+    state: Path | None = None
+    unencrypted: bool = False
+    benchmark: bool = False
     min_workers: int = 1
     exit_when_finished: bool = False
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.run):
+        if not RUN_NAME.fullmatch(self.run):
             raise ConfigError(
                 f"{self.run!r} cannot be a run's name",
                 remedy="use 1 to 64 letters, digits, '.', '_' or '-', the first a letter or a digit",
@@ -275,18 +339,10 @@ class Settings:
             )
 
 
-def default_journal(run: str) -> Path:
-    """Where the journal of `run` lies if nobody says; the directory is made."""
+def default_state(run: str) -> Path:
+    """Where the journal and the keys of `run` lie if nobody says."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    folder = Path(state) / "gridtrain" / run
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the journal's directory {folder} cannot be made: {error.strerror}",
-            remedy="name a file with --journal",
-        ) from None
-    return folder / "journal.sqlite"
+    return Path(state) / "gridtrain" / run
 
 
 class StopOnSignal:
@@ -313,30 +369,84 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     from gridtrain.transport.zeromq import ZeroMQTransport  # a group in one process needs no ZeroMQ
 
     stop = StopOnSignal()
-    journal = settings.journal or default_journal(settings.run)
-    store = Store.open(journal)
-    transport = ZeroMQTransport(store.identity(), SOFTWARE, advertise_host=_outward_host())
+    folder = settings.state or default_state(settings.run)
+    _make(folder)
+    store = Store.open(folder / JOURNAL)
+    transport: Transport | None = None
     try:
+        identity, operator = store.identity(), operator_identity(folder / JOURNAL)
+        door = recover_door(store, settings.run, operator.public, identity.public)
+        sockets = ZeroMQTransport(
+            identity,
+            SOFTWARE,
+            gate=gate_of(door, time.time),
+            encrypted=not settings.unencrypted,
+            plain_anywhere=settings.benchmark,
+            advertise_host=_outward_host(),
+        )
+        transport = over(
+            sockets, identity, may_relay=door_lets_relay(door, operator.public), software=SOFTWARE
+        )
         # First the port, then the term: a start that fails leaves no trace.
         bound = transport.listen(settings.listen)
-        address = settings.advertise or bound
+        contact = ContactFile(
+            settings.advertise or bound, bound, identity.public, settings.run, not settings.unencrypted
+        )
         coordinator = Coordinator.of_run(
             transport,
             store,
+            door,
             run=settings.run,
+            operator=operator.public,
             min_workers=settings.min_workers,
             log=log_to(err),
             exit_when_finished=settings.exit_when_finished,
-            address=address,
+            address=contact.address,
         )
     except BaseException:
-        transport.close()
+        if transport is not None:
+            transport.close()
         store.close()
         raise
-    out.write(_greeting(settings, address, journal))
-    out.flush()
-    coordinator.run(stop)
+    contact.write(folder)
+    try:
+        out.write(_greeting(settings, contact, folder))
+        out.flush()
+        coordinator.run(stop)
+    finally:
+        contact.remove(folder)
     return 128 + stop.signal_number if stop.signal_number else 0
+
+
+def recover_door(store: Store, run: str, operator: PeerId, coordinator: PeerId) -> Door:
+    """Who may come in, as the journal left it.  Raises `JournalError`."""
+    try:
+        entries = [(entry.kind, entry.body) for entry in store.entries()]
+        return recover_the_door(entries, run=run, operator=operator, coordinator=coordinator)
+    except (KeyError, TypeError, ValueError) as error:
+        raise JournalError(
+            f"the journal holds an entry that no coordinator wrote: {error!r}",
+            remedy="restore it from a backup, or begin a new run with another --state",
+        ) from None
+
+
+def door_lets_relay(door: Door, operator: PeerId) -> Callable[[PeerId, PeerId], bool]:
+    """The relay of last resort serves members of the run, and nobody else."""
+
+    def may_relay(origin: PeerId, to: PeerId) -> bool:
+        members = (door.standing(key, time.time()) is Standing.PEER for key in (origin, to))
+        return operator not in (origin, to) and all(members)
+
+    return may_relay
+
+
+def _make(folder: Path) -> None:
+    try:
+        private_folder(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} cannot be made: {error.strerror}", remedy="name another one with --state"
+        ) from None
 
 
 def _outward_host() -> str:
@@ -349,10 +459,16 @@ def _outward_host() -> str:
             return "127.0.0.1"
 
 
-def _greeting(settings: Settings, address: str, journal: Path) -> str:
-    run = "" if settings.run == "default" else f" --run {settings.run}"
-    return (
-        f'run "{settings.run}" is coordinated at {address}, journal {journal}\n'
-        f"  on each worker:  gridtrain worker {address}{run} -- python train.py\n"
-        f"  to watch it:     gridtrain status {address} --watch\n"
-    )
+def _greeting(settings: Settings, contact: ContactFile, folder: Path) -> str:
+    where = f" --state {shlex.quote(str(settings.state))}" if settings.state is not None else ""
+    where += "" if settings.run == "default" or where else f" --run {settings.run}"
+    clear = "" if contact.encrypted else " --unencrypted"
+    lines = [
+        f'run "{settings.run}" is coordinated at {contact.address}, state in {folder}',
+        f"  to invite a worker:  gridtrain invite{where}",
+        f"  on the worker:       gridtrain worker INVITATION{clear} -- python train.py",
+        f"  to watch it:         gridtrain status{where} --watch",
+    ]
+    if not contact.encrypted:
+        lines.insert(1, "  NOT ENCRYPTED: everybody on the way can read and alter what is sent")
+    return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ mode with synchronous=FULL: when `append` returns, the entry survives SIGKILL an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -24,20 +25,22 @@ from typing import Any
 
 from gridtrain.errors import JournalError
 from gridtrain.protocol.messages import PeerId
+from gridtrain.transport.curve import Identity
+from gridtrain_coordinator.keys import coordinator_identity
 
 MEMORY = ":memory:"
 APPLICATION_ID = 0x67726964  # "grid", so that another program's database is not taken for a journal
 BUSY_S = 1.0
 
 _REMEDIES = {  # SQLite's result code -> (what happened, the next thing to do)
-    "SQLITE_NOTADB": ("is not a journal: not an SQLite database", "name another file with --journal"),
-    "SQLITE_CORRUPT": ("is damaged", "restore it from a backup, or name a new file with --journal"),
-    "SQLITE_BUSY": ("is in use", "stop the other coordinator, or name another file with --journal"),
-    "SQLITE_LOCKED": ("is in use", "stop the other coordinator, or name another file with --journal"),
+    "SQLITE_NOTADB": ("is not a journal: not an SQLite database", "name another folder with --state"),
+    "SQLITE_CORRUPT": ("is damaged", "restore it from a backup, or name a new folder with --state"),
+    "SQLITE_BUSY": ("is in use", "stop the other coordinator, or name another folder with --state"),
+    "SQLITE_LOCKED": ("is in use", "stop the other coordinator, or name another folder with --state"),
     "SQLITE_FULL": ("cannot grow: the disk is full", "make room, then start the coordinator again"),
     "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
-    "SQLITE_CANTOPEN": ("cannot be opened", "check who may write there, or name another file with --journal"),
-    "SQLITE_READONLY": ("may not be written", "change its permissions, or name another file with --journal"),
+    "SQLITE_CANTOPEN": ("cannot be opened", "check who may write there, or name another folder with --state"),
+    "SQLITE_READONLY": ("may not be written", "change its permissions, or name another folder with --state"),
     "SQLITE_CONSTRAINT": (
         "refused a change of what it holds",
         "this is a bug in gridtrain: please report it",
@@ -61,6 +64,7 @@ class Store:
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
         self._connection = connection
         self._path = path
+        self._generated: Identity | None = None
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Store:
@@ -76,6 +80,9 @@ class Store:
             raise JournalError(
                 f"the journal's directory {folder} does not exist", remedy=f"mkdir -p {folder}"
             )
+        if name != MEMORY:
+            with contextlib.suppress(OSError):  # it is there already; or SQLite says what is wrong
+                os.close(os.open(name, os.O_CREAT | os.O_EXCL, 0o600))  # members' addresses are in it
         with _explained(name):
             connection = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         store = cls(connection, name)
@@ -90,11 +97,29 @@ class Store:
     def close(self) -> None:
         self._connection.close()
 
-    def identity(self) -> PeerId:
-        """The coordinator's key, made when it is asked for the first time."""
+    def identity(self) -> Identity:
+        """The coordinator's key pair: `coordinator.key` beside the journal, made at the first start.
+
+        Of ":memory:" a new one for each store.
+
+        Raises:
+            JournalError: this journal is that of another key.
+            ConfigError: the key file cannot be used.
+        """
+        if self._path == MEMORY:
+            self._generated = self._generated or Identity.generate()
+            return self._generated
+        return coordinator_identity(Path(self._path), self.key(), self._adopt)
+
+    def key(self) -> PeerId | None:
+        """The coordinator's public key, as the journal holds it; None: it was not asked for yet."""
+        with _explained(self._path):
+            row = self._connection.execute("SELECT key FROM coordinator").fetchone()
+        return bytes(row[0]) if row is not None else None
+
+    def _adopt(self, key: PeerId) -> None:
         with self._transaction():
-            self._connection.execute("INSERT OR IGNORE INTO identity VALUES (1, ?)", (os.urandom(32),))
-            return bytes(self._connection.execute("SELECT peer FROM identity").fetchone()[0])
+            self._connection.execute("INSERT INTO coordinator VALUES (1, ?)", (key,))
 
     def next_term(self) -> int:
         """One more than the highest term journalled so far, durable before it is returned."""
@@ -133,7 +158,7 @@ class Store:
         if tables and application != APPLICATION_ID:
             raise JournalError(
                 f"{self._path} is not a journal: it is another program's database",
-                remedy="name another file with --journal",
+                remedy="name another folder with --state",
             )
         scripts = _migrations()
         if version > len(scripts):
@@ -190,5 +215,5 @@ def _explained(path: str) -> Iterator[None]:
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
         known = next((text for prefix, text in _REMEDIES.items() if code.startswith(prefix)), None)
-        what, remedy = known or ("cannot be used", "name another file with --journal")
+        what, remedy = known or ("cannot be used", "name another folder with --state")
         raise JournalError(f"the journal {path} {what} ({error})", remedy=remedy) from error

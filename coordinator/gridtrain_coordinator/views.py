@@ -61,6 +61,15 @@ def _slope(from_s: float, from_value: float, to_s: float, to_value: float) -> fl
     return (to_value - from_value) / (to_s - from_s) if to_s > from_s and to_value >= from_value else None
 
 
+def withhold_places(snapshot: dict[str, Any]) -> None:
+    """Where the members are is the operator's business, and nobody else's."""
+    for member in snapshot["members"]:
+        member["address"] = ""
+    for event in snapshot["events"]:
+        event.pop("address", None)
+        event.pop("tried", None)
+
+
 def status_payload(
     snapshot: dict[str, Any],
     speed: Speedometer,

@@ -24,9 +24,10 @@ from gridtrain.config import DEFAULT_PORT
 )
 @click.option("--run", default="default", show_default=True, metavar="NAME", help="The run's name.")
 @click.option(
-    "--journal",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The journal's file.  [default: ~/.local/state/gridtrain/RUN/journal.sqlite]",
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Journal and keys of the run.  [default: ~/.local/state/gridtrain/RUN]",
 )
 @click.option(
     "--min-workers",
@@ -36,14 +37,27 @@ from gridtrain.config import DEFAULT_PORT
     help="Start only with so many workers.",
 )
 @click.option(
+    "--unencrypted",
+    is_flag=True,
+    help="Talk in the clear, for benchmarks; on this machine only, unless --benchmark is given too.",
+)
+@click.option("--benchmark", is_flag=True, hidden=True)
+@click.option(
     "--exit-when-finished", is_flag=True, help="Exit once the run is finished and its workers have left."
 )
 def coordinator(
-    listen: str, advertise: str, run: str, journal: Path | None, min_workers: int, exit_when_finished: bool
+    listen: str,
+    advertise: str,
+    run: str,
+    state: Path | None,
+    min_workers: int,
+    unencrypted: bool,
+    benchmark: bool,
+    exit_when_finished: bool,
 ) -> None:
     """Coordinate a run: admit workers, assign ranks, keep the journal.
 
-    Prints the address for the workers; then one log line for each event, as JSON if the log is not
+    Prints how to invite workers; then one log line for each event, as JSON if the log is not
     a terminal.  Sees no gradient and needs no torch.
     """
     from gridtrain.runtime.client import coordinator_address
@@ -53,7 +67,9 @@ def coordinator(
         run=run,
         listen=listen,
         advertise=coordinator_address(advertise) if advertise else "",
-        journal=journal,
+        state=state,
+        unencrypted=unencrypted,
+        benchmark=benchmark,
         min_workers=min_workers,
         exit_when_finished=exit_when_finished,
     )

@@ -21,6 +21,11 @@ COMMANDS = {
     "coordinator": "Start a run's coordinator; workers join it.",
     "worker": "Join a run and train in it: supervise a training script.",
     "status": "Show a run's members, steps and rates.",
+    "invite": "Let volunteers into a run: print an invitation.",
+    "members": "List a run's members, open invitations and bans.",
+    "kick": "Remove a member; it needs a new invitation.",
+    "ban": "Remove a member and refuse its key.",
+    "unban": "Lift a ban.",
     "demo": "Train a small model with four workers on this machine.",
 }
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.config import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+
+    from gridtrain.runtime.client import CoordinatorClient
+    from gridtrain.runtime.operator import Operator
 
 ANSWER_S = 4.0
 REFRESH_S = 1.0
@@ -34,24 +38,57 @@ SECONDS = ("computing_s", "selecting_s", "communicating_s", "waiting_s")
 
 
 @click.command(epilog=EXIT_CODES)
-@click.argument("address", envvar="GRIDTRAIN_COORDINATOR", default=f"tcp://127.0.0.1:{DEFAULT_PORT}")
+@click.argument("invitation", required=False)
+@click.option("--run", default="default", show_default=True, metavar="NAME", help="The run's name.")
+@click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="The coordinator's --state, if it has one.",
+)
 @click.option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C or the end of the run.")
 @click.option("--json", "as_json", is_flag=True, help="Print what the coordinator said, as one JSON object.")
-def status(address: str, watch: bool, as_json: bool) -> None:
-    """Show the members, generation, step and rates of the run coordinated at ADDRESS.
+def status(invitation: str | None, run: str, state: Path | None, watch: bool, as_json: bool) -> None:
+    """Show the members, generation, step and rates of a run.
 
-    ADDRESS is tcp://host:port, host:port or host; without it $GRIDTRAIN_COORDINATOR or this machine.
+    \b
+      gridtrain status                       the run that is coordinated on this machine
+      gridtrain status gridtrain1:AbC...     any other; asks with one of this machine's keys
     """
-    from gridtrain.runtime.client import StatusClient, fetch_status
-
-    if not watch:
-        picture = fetch_status(address, ANSWER_S)
-        click.echo(json.dumps(picture)) if as_json else _print(picture)
-    elif as_json:
+    if watch and as_json:
         raise click.UsageError("--watch draws a table; use --json without it")
-    else:
-        with StatusClient(address) as client:
-            _watch(client.ask)
+    with _client(invitation, run, state) as client:
+        if watch:
+            _watch(client.status)
+        else:
+            picture = client.status(ANSWER_S)
+            click.echo(json.dumps(picture)) if as_json else _print(picture)
+
+
+@contextmanager
+def _client(invitation: str | None, run: str, state: Path | None) -> Iterator[CoordinatorClient | Operator]:
+    """A connection as the operator of this machine's coordinator, or as somebody who was invited."""
+    from gridtrain.protocol.invitation import parse
+    from gridtrain.runtime.client import CoordinatorClient
+    from gridtrain.runtime.entry import enter
+    from gridtrain.runtime.operator import Contact, Operator
+    from gridtrain.transport.curve import Identity
+
+    if invitation is None:
+        with Operator(Contact.find(run, state)) as operator:
+            yield operator
+        return
+    invited = parse(invitation)
+    with (
+        enter(invited, ANSWER_S, unencrypted=not invited.encrypted) as entry,
+        CoordinatorClient(
+            entry.coordinator,
+            entry.coordinator_key,
+            Identity.read(entry.identity),
+            encrypted=entry.encrypted,
+        ) as client,
+    ):
+        yield client
 
 
 def _print(picture: Mapping[str, Any]) -> None:

@@ -7,12 +7,14 @@ import sys
 import click
 
 from gridtrain.cli.main import EXIT_CODES
+from gridtrain.errors import ConfigError
+
+MAX_READ = 4096
 
 
 @click.command(epilog=EXIT_CODES)
-@click.argument("address")
+@click.argument("invitation")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
-@click.option("--run", envvar="GRIDTRAIN_RUN", default="default", show_default=True, help="The run's name.")
 @click.option(
     "--name", envvar="GRIDTRAIN_NAME", default="", help="This worker's name.  [default: a random one]"
 )
@@ -44,6 +46,13 @@ from gridtrain.cli.main import EXIT_CODES
     help="Where the final model goes.",
 )
 @click.option(
+    "--relay/--no-relay",
+    default=True,
+    show_default=True,
+    help="Pass on, sealed, what members that cannot reach each other send one another.",
+)
+@click.option("--unencrypted", is_flag=True, help="Join a run that talks in the clear; for benchmarks.")
+@click.option(
     "--restarts",
     type=click.IntRange(min=0),
     default=0,
@@ -52,39 +61,59 @@ from gridtrain.cli.main import EXIT_CODES
 )
 @click.option("--prefix", is_flag=True, help="Begin each line of the script's output with the worker's name.")
 def worker(
-    address: str,
+    invitation: str,
     command: tuple[str, ...],
-    run: str,
     name: str,
     upload_limit: str,
     download_limit: str,
     listen: str,
     advertise: str,
     export_dir: str,
+    relay: bool,
+    unencrypted: bool,
     restarts: int,
     prefix: bool,
 ) -> None:
-    """Join the run coordinated at ADDRESS: start COMMAND and supervise it.
+    """Join the run that INVITATION is for: start COMMAND and supervise it.
 
     \b
-      gridtrain worker tcp://192.168.1.20:7700 --upload-limit 20Mbit -- python train.py
+      gridtrain worker gridtrain1:AbC... --upload-limit 20Mbit -- python train.py
 
-    ADDRESS is tcp://host:port, host:port or host.  Ctrl-C or SIGTERM lets the script leave the run
-    gracefully; a second one kills it.
+    INVITATION is what the run's owner got from `gridtrain invite`; @FILE reads it from a file, - from
+    the standard input.  The first time it lets this machine's key in, which is kept in a file; later the
+    same invitation finds the same run, used up or not.  Ctrl-C or SIGTERM lets the script leave the
+    run gracefully; a second one kills it.
     """
+    from gridtrain.protocol.invitation import parse
     from gridtrain_worker.agent import Job, supervise
 
     job = Job(
         command=command,
-        coordinator=address,
-        run=run,
+        invitation=parse(_read(invitation)),
         name=name,
         listen=listen,
         advertise=advertise,
         upload_limit=upload_limit,
         download_limit=download_limit,
         export_dir=export_dir,
+        relay=relay,
+        unencrypted=unencrypted,
         restarts=restarts,
         prefix=prefix,
     )
     sys.exit(supervise(job, lambda line: click.echo(f"gridtrain worker: {line}", err=True)))
+
+
+def _read(text: str) -> str:
+    """The invitation itself, from where `text` says."""
+    if text == "-":
+        return sys.stdin.read(MAX_READ)
+    if not text.startswith("@"):
+        return text
+    try:
+        with open(text[1:], encoding="utf-8") as file:
+            return file.read(MAX_READ)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the invitation cannot be read from {text[1:]}: {error}", remedy="check the name after the @"
+        ) from None

@@ -4,7 +4,8 @@ Decides which processes run and when a run has failed.  Never touches a gradient
 
     for each exchange:
       gridtrain coordinator --min-workers P           one log file each
-      gridtrain worker ADDRESS -- train.py  x P       all behind the cap
+      gridtrain invite --uses P
+      gridtrain worker INVITATION -- train.py  x P    all behind the cap
       follow steps.jsonl until every worker ended     a worker fails -> the tail of its log, all stopped
 """
 
@@ -13,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +28,8 @@ from gridtrain.config import ENV_PREFIX
 from gridtrain.demo.metrics import STEPS_FILE, Follower, StepRecord, mean_sent
 from gridtrain.demo.recipe import DENSITY, MEASURE_EVERY, label_of
 from gridtrain.demo.report import Curve, Measurement
-from gridtrain.errors import GridtrainError
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.runtime.operator import Contact, Operator
 
 POLL_S = 0.2
 GRACE_S = (6.0, 3.0)
@@ -39,7 +41,9 @@ SILENCE_S = 90.0
 START_S = 120.0
 """Importing torch in all workers at once, on a slow machine."""
 
+INVITED_S = 3600.0
 LOG_TAIL_LINES = 15
+CLI = (sys.executable, "-c", "from gridtrain.cli import main; main()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,38 +96,41 @@ def run_all(plan: Plan, view: View) -> list[Curve]:
         _empty(folder)
         label = label_of(exchange, plan.density)
         view.begin(label, steps)
-        coordinator, *workers = commands(plan, exchange, steps, folder)
+        workers = partial(worker_commands, plan, exchange, steps, folder)
         try:
-            supervise(coordinator, workers, folder, view.update)
+            supervise(coordinator_command(plan, folder), workers, folder, view.update)
         finally:
             view.end()
         curves.append(curve_of(exchange, label, folder))
     return curves
 
 
-def commands(plan: Plan, exchange: str, steps: int, folder: Path) -> list[Command]:
-    """The coordinator's command, then the workers'."""
-    port = _free_port()
-    address = f"tcp://127.0.0.1:{port}"
-    cli = (sys.executable, "-c", "from gridtrain.cli import main; main()")
-    coordinator = [*cli, "coordinator", "--listen", address, "--min-workers", str(plan.workers)]
-    coordinator += ["--journal", str(folder / "journal.sqlite")]
+def coordinator_command(plan: Plan, folder: Path) -> Command:
+    argv = (*CLI, "coordinator", "--listen", "tcp://127.0.0.1:0", "--state", str(folder.resolve()))
+    return Command("coordinator", (*argv, "--min-workers", str(plan.workers)))
+
+
+def worker_commands(plan: Plan, exchange: str, steps: int, folder: Path) -> list[Command] | None:
+    """With an invitation from the coordinator whose state is in `folder`; None: it does not listen yet."""
+    try:
+        contact = Contact.find(state=folder.resolve())
+    except ConfigError:
+        return None
+    with Operator(contact) as operator:
+        invitation = operator.invite(plan.workers, expires_s=INVITED_S).text()
     train = [sys.executable, "-m", "gridtrain.demo.train", "--exchange", exchange, "--steps", str(steps)]
     train += ["--density", str(plan.density), "--model", plan.model, "--seed", str(plan.seed)]
     train += ["--measure-every", str(plan.measure_every), "--metrics", str(folder)]
-    worker = (*cli, "worker", address, "--upload-limit", plan.cap, "--download-limit", plan.cap)
+    worker = (*CLI, "worker", invitation, "--upload-limit", plan.cap, "--download-limit", plan.cap)
     return [
-        Command("coordinator", tuple(coordinator)),
-        *(
-            Command(f"worker-{i}", (*worker, "--name", f"worker-{i}", "--", *train))
-            for i in range(1, plan.workers + 1)
-        ),
+        Command(f"worker-{i}", (*worker, "--name", f"worker-{i}", "--", *train))
+        for i in range(1, plan.workers + 1)
     ]
 
 
 def supervise(
     coordinator: Command,
-    workers: Sequence[Command],
+    workers: Callable[[], Sequence[Command] | None],
     folder: Path,
     on_record: Callable[[StepRecord], None],
     *,
@@ -132,14 +139,20 @@ def supervise(
 ) -> None:
     """Run until every worker has ended with exit code 0; no process outlives this call.
 
+    Args:
+        workers: asked until it gives the workers' commands, as soon as the coordinator listens.
+
     Raises:
         GridtrainError: a process failed, or no step was made for too long.
     """
-    with started([coordinator, *workers], folder) as processes:
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(started([coordinator], folder))
         follower = Follower(folder / STEPS_FILE)
         heard_s, patience_s = time.monotonic(), start_s
         while True:
-            ended = all(process.poll() is not None for process in processes[1:])
+            if len(processes) == 1 and (commands := workers()) is not None:
+                processes = processes + stack.enter_context(started(commands, folder))
+            ended = len(processes) > 1 and all(process.poll() is not None for process in processes[1:])
             for record in follower.new_records():
                 on_record(record)
                 heard_s, patience_s = time.monotonic(), silence_s
@@ -149,7 +162,7 @@ def supervise(
                 return
             if time.monotonic() - heard_s > patience_s:
                 raise GridtrainError(
-                    f"no step for {patience_s:.0f} s\n{processes[0].tail()}\n{processes[1].tail()}",
+                    "\n".join([f"no step for {patience_s:.0f} s", *(p.tail() for p in processes[:2])]),
                     remedy=f"the complete logs are in {folder}",
                 )
             time.sleep(POLL_S)
@@ -208,7 +221,9 @@ def _environment(folder: Path) -> dict[str, str]:
     """Ours, without settings of another run; one thread per worker, the final model among the results."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return inherited | threads | {"PYTHONUNBUFFERED": "1", f"{ENV_PREFIX}EXPORT_DIR": str(folder.resolve())}
+    here = str(folder.resolve())  # keys too: a demo leaves nothing elsewhere
+    ours = {"PYTHONUNBUFFERED": "1", f"{ENV_PREFIX}EXPORT_DIR": here, "XDG_STATE_HOME": here}
+    return inherited | threads | ours
 
 
 def _end(running: Sequence[Running]) -> None:
@@ -246,17 +261,17 @@ def _signal_group(process: Running, number: signal.Signals) -> None:
         os.killpg(process.popen.pid, number)
 
 
-def _free_port() -> int:
-    """A port that is free now.  Taken in the meantime: the coordinator says so and the run fails cleanly."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _empty(folder: Path) -> None:
     """Remove what an earlier demo left: only files that the demo itself makes."""
-    for pattern in (STEPS_FILE, "sent-*.json", "*.log", "journal.sqlite*", "final.safetensors"):
+    for pattern in (
+        STEPS_FILE,
+        "sent-*.json",
+        "*.log",
+        "journal.sqlite*",
+        "coordinator.*",
+        "operator.key",
+        "final.safetensors",
+    ):
         for path in folder.glob(pattern):
             path.unlink()
 

@@ -15,10 +15,9 @@ import atexit
 import inspect
 import logging
 import os
-import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from torch import nn
 
 from gridtrain._version import __version__
-from gridtrain.config import Dense, Exchange, GTopK, JoinConfig, TopK
+from gridtrain.config import Deadlines, Dense, Exchange, GTopK, JoinConfig, TopK
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.optim import sampler, state_sync
 from gridtrain.optim.figures import Figures, check_names
@@ -35,13 +34,18 @@ from gridtrain.optim.flat import model_digest
 from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.protocol import allgather, gtopk, ledger, ring
+from gridtrain.protocol.invitation import parse
 from gridtrain.protocol.messages import LedgerSpec, Setup, Span
+from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.client import coordinator_address
+from gridtrain.runtime.entry import enter
 from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
 from gridtrain.runtime.naming import listen_address, random_name, state_directory
-from gridtrain.transport.base import Transport
+from gridtrain.transport.credits import CreditTransport
+from gridtrain.transport.curve import Identity
 from gridtrain.transport.limits import parse_rate
+from gridtrain.transport.stack import over
 from gridtrain.transport.zeromq import ZeroMQTransport
 
 log = logging.getLogger("gridtrain")
@@ -54,61 +58,80 @@ _NEIGHBOURS: dict[type, Edges] = {
 
 
 def join(
-    coordinator: str | None = None,
+    invitation: str | None = None,
     *,
-    run: str | None = None,
     name: str | None = None,
     listen: str | None = None,
     advertise: str | None = None,
     upload_limit: str | None = None,
     download_limit: str | None = None,
     export_dir: str | None = None,
+    relay: bool | None = None,
+    unencrypted: bool | None = None,
 ) -> Grid:
     """Join a run.  Whatever is not given comes from `GRIDTRAIN_*`, which `gridtrain worker` sets.
 
     Args:
-        coordinator: "tcp://host:port"; also "host:port" or "host".
-        run: name of the run; the coordinator refuses another.
+        invitation: "gridtrain1:...", as the run's owner made it; not needed under `gridtrain worker`.
         name: what others see of this worker; a random one by default.
         listen: where peers connect to, "tcp://interface:port"; port 0 takes a free one.  By default a
             free port of the interface that leads to the coordinator.
         advertise: the address that peers are told, where it differs from `listen`.
-        upload_limit, download_limit: such as "20Mbit"; always obeyed.
+        upload_limit, download_limit: such as "20Mbit"; always obeyed, also for what is relayed.
         export_dir: where the first worker puts the final model; the state directory by default.
+        relay: pass on what members that cannot reach each other send one another (sealed, so that
+            nothing of it can be read here).  True by default.
+        unencrypted: talk in the clear, with a coordinator that does so too; for benchmarks.
 
     Raises:
-        ConfigError: an argument or variable is malformed, or no coordinator is named.
+        ConfigError: an argument or variable is malformed, or there is no invitation.
         CoordinatorUnreachable: nobody answered in time.
         JoinRefused: the coordinator does not want this worker; the text says why.
     """
-    config = JoinConfig.from_environment(
-        coordinator=coordinator,
-        run=run,
-        name=name or os.environ.get("GRIDTRAIN_NAME") or random_name(),
-        listen=listen,
-        advertise=advertise,
-        upload_limit=upload_limit,
-        download_limit=download_limit,
-        export_dir=export_dir,
-    )
-    config = replace(config, coordinator=coordinator_address(config.coordinator))
-    check_names(config)
-    speak_plainly()
-    transport = ZeroMQTransport(
-        secrets.token_bytes(32),
-        f"gridtrain {__version__}",
-        upload_Bps=parse_rate(config.upload_limit) if config.upload_limit else None,
-        download_Bps=parse_rate(config.download_limit) if config.download_limit else None,
-    )
-    return Grid(transport, config)
+    given: dict[str, str | None] = {
+        "name": name or os.environ.get("GRIDTRAIN_NAME") or random_name(),
+        "listen": listen,
+        "advertise": advertise,
+        "upload_limit": upload_limit,
+        "download_limit": download_limit,
+        "export_dir": export_dir,
+        "relay": None if relay is None else "yes" if relay else "no",
+        "unencrypted": "yes" if unencrypted else None,
+    }
+    with ExitStack() as held:
+        if invitation is not None:
+            in_the_clear = given["unencrypted"] == "yes"
+            entry = held.enter_context(
+                enter(parse(invitation), Deadlines().connect_s, unencrypted=in_the_clear)
+            )
+            given |= entry.variables()
+        config = JoinConfig.from_environment(None, **given)
+        config = replace(config, coordinator=coordinator_address(config.coordinator))
+        check_names(config)
+        speak_plainly()
+        identity, encrypted = Identity.read(Path(config.identity)), config.unencrypted != "yes"
+        acquaintances = Acquaintances(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
+        sockets = ZeroMQTransport(
+            identity,
+            f"gridtrain {__version__}",
+            gate=acquaintances,
+            encrypted=encrypted,
+            upload_Bps=parse_rate(config.upload_limit) if config.upload_limit else None,
+            download_Bps=parse_rate(config.download_limit) if config.download_limit else None,
+        )
+        transport = over(sockets, identity, may_relay=acquaintances.may_relay)
+        grid = Grid(transport, config, acquaintances)
+        grid.held = held.pop_all()  # the identity is this worker's until its grid is closed
+        return grid
 
 
 class Grid:
     """This worker's hold on the run.  Used from the thread that trains."""
 
-    def __init__(self, transport: Transport, config: JoinConfig) -> None:
+    def __init__(self, transport: CreditTransport, config: JoinConfig, acquaintances: Acquaintances) -> None:
         self._config = replace(config, listen=config.listen or listen_address(config.coordinator))
-        self._session = GroupSession(transport, self._config)
+        self.held = ExitStack()  # what is released when the grid is closed
+        self._session = GroupSession(transport, self._config, acquaintances)
         try:
             self._session.start()
         except BaseException:
@@ -276,6 +299,7 @@ class Grid:
         """Leave the run; idempotent, and done by itself when the script ends."""
         atexit.unregister(self.close)
         self._session.close("its run is finished" if self._done else reason)
+        self.held.close()
 
     def __enter__(self) -> Grid:
         return self

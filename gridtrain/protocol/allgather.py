@@ -15,8 +15,15 @@ All origins do so at once, so each rank sends and receives P - 1 payloads, one f
 
 from __future__ import annotations
 
-from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.collective import Arrived, CollectiveEffect, Complete, SendTo, StoreOf
+from gridtrain.protocol.collective import (
+    Arrived,
+    CollectiveEffect,
+    Complete,
+    SendTo,
+    Source,
+    StoreOf,
+    check_due,
+)
 from gridtrain.protocol.messages import Phase, Place
 
 
@@ -49,16 +56,12 @@ class AllGather:
 
     def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
         origin = event.place.segment
-        due = self._missing.get(origin)
-        if (event.from_rank, event.place) != due:
-            raise RemoteProtocolError(
-                f"all-gather, rank {self._rank} of {self._world_size}: rank {event.from_rank} sent "
-                f"{event.place}; due was {due or 'nothing more of this origin'}",
-                remedy="drop that peer; a repeated or impossible place means a faulty or hostile one",
-            )
+        says = f"all-gather, rank {self._rank} of {self._world_size}"
+        check_due(says, event, self._missing.get(origin), "nothing more of this origin")
         del self._missing[origin]
         self._any_skip |= event.skip
-        effects = [StoreOf(origin, event.payload), *self._pass_on(origin, event.skip)]
+        source = Source(event.from_rank, 1, self._world_size, roundings=1)
+        effects = [StoreOf(origin, event.payload, source), *self._pass_on(origin, event.skip)]
         return effects if self._missing else effects + self._completed()
 
     def waiting_for(self) -> frozenset[int]:

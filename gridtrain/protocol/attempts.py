@@ -6,13 +6,16 @@ Never decides when a generation begins or ends, and never opens a payload.
     Submit --> Round + collectives --Data, Vote, Decision--> COMMIT: `Committed`, the next step
                      ^                                       ABORT: the next attempt, same gradient
                      +---- held: what came early ----+       two in a row: the root wants a FREEZE
+
+What a member sends is taken, held or dropped where an honest one may have sent it, and otherwise raises
+`RemoteProtocolError`, as PROTOCOL.md section 6 tells them apart.  So does whatever fits no collective.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol import messages as m
@@ -32,10 +35,22 @@ from gridtrain.protocol.round import (
     RoundEffect,
     RoundEvent,
     VoteCame,
+    check_decision,
+    check_vote,
 )
 
-MAX_HELD_MESSAGES = 8192
 ABORTS_BEFORE_FREEZE = 2
+
+MAX_HELD_MESSAGES = 8192
+"""Early messages that are held for one peer."""
+
+MAX_HELD_BYTES = (32 + 64 + 1) << 20
+"""Their frames: an honest sender's window of credit, one largest message beyond it, and what is no bulk."""
+
+MAX_STEPS_AHEAD = 1
+"""Step s + 1 begins when s is committed, which takes everybody's vote: nobody is further ahead."""
+
+_REMEDY = "drop that peer; an honest one of the same version never sends this"
 
 OfRound = m.Data | m.Vote | m.Decision
 
@@ -74,7 +89,23 @@ class Committed:
     reason: str
 
 
-AttemptEffect = Effect | Committed
+@dataclass(frozen=True, slots=True)
+class Offended:
+    """What `peer` sent early shows to be wrong now that the round is open: treat it as `Offence`."""
+
+    peer: m.PeerId
+    reason: str
+
+
+AttemptEffect = Effect | Committed | Offended
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one peer sent early, in order, with the bytes of each message."""
+
+    messages: list[tuple[OfRound, int]] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class Attempts:
@@ -103,7 +134,7 @@ class Attempts:
         self._attempt = 0
         self._aborts = 0
         self._collectives: dict[m.Channel, Collective] = {}
-        self._held: list[tuple[m.PeerId, OfRound]] = []
+        self._held: dict[m.PeerId, _Held] = {}
         self._last_committed: m.RoundId | None = None
         self._progress_of: dict[m.PeerId, int] = {}
         self._torn = False
@@ -125,6 +156,10 @@ class Attempts:
         """The round that this member voted YES for and that is not decided."""
         return self.round if self.round is not None and self.round.prepared else None
 
+    def held_bytes(self, peer: m.PeerId) -> int:
+        """Bytes of this peer's early messages that are held here: it gets no credit for them yet."""
+        return self._held[peer].nbytes if peer in self._held else 0
+
     # -- what happens ----------------------------------------------------------------------------
 
     def submit(
@@ -139,7 +174,7 @@ class Attempts:
             raise LocalProtocolError(f"round {round_id} submitted while {self.round.id} is open")
         self.round = Round(round_id, self.rank, self.seat.world_size, patience_s, now_s)
         self._collectives, self.skip = dict(collectives), False
-        held, self._held = self._held, []
+        held, self._held = self._held, {}
         effects: list[AttemptEffect] = []
         if self._torn:
             self._torn = False
@@ -148,28 +183,37 @@ class Attempts:
             for channel, collective in self._collectives.items():
                 effects += self._translate(channel, collective.start(now_s))
             effects += self._if_complete()
-        for peer, message in held:
-            try:
-                effects += self.receive(peer, message, now_s)
-            except RemoteProtocolError as error:
-                text = f"rank {self._rank_of[peer]} broke the protocol: {error.reason}"
-                effects += [Note("offence", {"reason": text}), *self.advance(Failed(text), now_s)]
+        for peer, early in held.items():
+            effects += self._replay(peer, early, now_s)
         return effects
 
-    def receive(self, peer: m.PeerId, message: OfRound, now_s: float) -> list[AttemptEffect]:
-        """Older ids are dropped, later ones held, bounded (commit rule 1)."""
-        here = self.round.id if self.round is not None else self.next_round
-        there = message.round
-        if (there.term, there.generation) != (here.term, here.generation) or there < here:
+    def receive(self, peer: m.PeerId, message: OfRound, nbytes: int, now_s: float) -> list[AttemptEffect]:
+        """Older ids are dropped, later ones held, bounded for each peer (commit rule 1).
+
+        Args:
+            peer: a member of this generation.
+            nbytes: all frames of the message; counted while it is held.
+
+        Raises:
+            RemoteProtocolError: `peer` cannot be an honest member.
+        """
+        here, there, rank = self._here, message.round, self._rank_of[peer]
+        if _is_foreign(there, here):
+            return []
+        _check_role(message, rank, self.rank)
+        _check_reach(there, here, rank)
+        if _is_over(there, here):
             return self._late(peer, message)
         if there == here and self.round is not None:
             return self._deliver(peer, message, now_s)
-        if len(self._held) >= MAX_HELD_MESSAGES:
-            raise RemoteProtocolError(f"more than {MAX_HELD_MESSAGES} early messages; the last is of {there}")
-        self._held.append((peer, message))
-        if there.step == here.step + 1 and self.prepared is not None:
+        self._hold(peer, message, nbytes)
+        if there.step == here.step + 1 and self.prepared is not None and _proves_commit(rank):
             return self.advance(LaterStepSeen(), now_s)
         return []
+
+    def forget(self, peer: m.PeerId) -> None:
+        """It has broken the protocol: what is held of it is of no use."""
+        self._held.pop(peer, None)
 
     def advance(self, event: RoundEvent, now_s: float) -> list[AttemptEffect]:
         """Something happened to the open round; nothing if none is open."""
@@ -196,12 +240,41 @@ class Attempts:
         return self.advance(Failed(reason), now_s)
 
     def progressed(self, peer: m.PeerId, message: m.Progress, now_s: float) -> None:
-        stirred = message.progress > self._progress_of.get(peer, 0)
-        self._progress_of[peer] = message.progress
-        if self.round is not None and message.round.step == self.round.id.step:
-            self.round.handle(Moved(self._rank_of[peer], stirred), now_s)
+        """A sign of life.  Raises `RemoteProtocolError` for one of a step that nobody can be at."""
+        here, there, rank = self._here, message.round, self._rank_of[peer]
+        if _is_foreign(there, here):
+            return
+        # Its attempt may be one that is never begun: the next one, after the last abort.
+        _check_reach(replace(there, attempt=0), here, rank)
+        before = self._progress_of.get(peer, 0)
+        self._progress_of[peer] = max(before, message.progress)
+        if self.round is not None and there.step == here.step:
+            self.round.handle(Moved(rank, message.progress > before), now_s)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    @property
+    def _here(self) -> m.RoundId:
+        return self.round.id if self.round is not None else self.next_round
+
+    def _hold(self, peer: m.PeerId, message: OfRound, nbytes: int) -> None:
+        held = self._held.setdefault(peer, _Held())
+        _check_room(self._rank_of[peer], len(held.messages) + 1, held.nbytes + nbytes)
+        held.messages.append((message, nbytes))
+        held.nbytes += nbytes
+
+    def _replay(self, peer: m.PeerId, early: _Held, now_s: float) -> list[AttemptEffect]:
+        """What was held finds its round, or is held on."""
+        effects: list[AttemptEffect] = []
+        for message, nbytes in early.messages:
+            try:
+                effects += self.receive(peer, message, nbytes, now_s)
+            except RemoteProtocolError as error:
+                self.forget(peer)
+                text = f"rank {self._rank_of[peer]} broke the protocol: {error.reason}"
+                effects += [Offended(peer, error.reason), *self.advance(Failed(text), now_s)]
+                break
+        return effects
 
     def _late(self, peer: m.PeerId, message: OfRound) -> list[AttemptEffect]:
         """The root repeats its verdict to a voter whose connection broke; the rest is dropped."""
@@ -228,7 +301,9 @@ class Attempts:
                 collective = self._collectives.get(channel)
                 if collective is None:
                     raise RemoteProtocolError(
-                        f"rank {rank} sent data for {channel}; the round has no such one"
+                        f"rank {rank} sent data for {channel}; round {self.round.id} has "
+                        f"{len(self._collectives)} channels, and no such one",
+                        remedy=_REMEDY,
                     )
                 arrived = collective.handle(Arrived(rank, place, skip, payload), now_s)
                 return self._translate(channel, arrived) + self._if_complete()
@@ -243,7 +318,8 @@ class Attempts:
                 case Complete(skip):
                     self.skip = self.skip or skip
                 case _:
-                    out.append(Fill(channel, effect))
+                    sender = self.seat.roster[effect.source.rank].peer
+                    out.append(Fill(channel, effect, sender))
         return out
 
     def _if_complete(self) -> list[AttemptEffect]:
@@ -279,3 +355,46 @@ class Attempts:
         self.suspects = tuple(self.seat.roster[rank].peer for rank in decided.suspects)
         note = {"step": ended.id.step, "attempt": ended.id.attempt, "reason": decided.reason}
         return [Note("aborted", note), Resolve(ended.id, False, False, decided.reason)]
+
+
+def _check_role(message: OfRound, from_rank: int, rank: int) -> None:
+    """A member votes at the root, the root decides; at once, not only when the round is open."""
+    match message:
+        case m.Vote():
+            check_vote(from_rank, rank)
+        case m.Decision():
+            check_decision(from_rank, rank)
+
+
+def _check_reach(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
+    """A round that nobody can be at cannot be meant honestly, and would be held for ever."""
+    if there.step > here.step + MAX_STEPS_AHEAD or there.attempt >= ABORTS_BEFORE_FREEZE:
+        raise RemoteProtocolError(
+            f"rank {from_rank} is at step {there.step}, attempt {there.attempt}; nobody can be past step "
+            f"{here.step + MAX_STEPS_AHEAD} while this member is at {here.step}, nor past attempt "
+            f"{ABORTS_BEFORE_FREEZE - 1}",
+            remedy=_REMEDY,
+        )
+
+
+def _check_room(from_rank: int, messages: int, nbytes: int) -> None:
+    if messages > MAX_HELD_MESSAGES or nbytes > MAX_HELD_BYTES:
+        raise RemoteProtocolError(
+            f"rank {from_rank} has sent {messages} early messages of {nbytes} bytes; at most "
+            f"{MAX_HELD_MESSAGES} and {MAX_HELD_BYTES} are held for one member",
+            remedy=_REMEDY,
+        )
+
+
+def _is_foreign(there: m.RoundId, here: m.RoundId) -> bool:
+    return (there.term, there.generation) != (here.term, here.generation)
+
+
+def _is_over(there: m.RoundId, here: m.RoundId) -> bool:
+    return there < here
+
+
+def _proves_commit(from_rank: int) -> bool:
+    """Commit rule 3: whoever is at the next step knows this one's verdict.  The root decided it, others
+    have it from the root: from them it is hearsay, and could make one member apply alone."""
+    return from_rank == ROOT

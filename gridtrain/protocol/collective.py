@@ -8,6 +8,10 @@ by `SendTo` sends the merged payload; nothing has to be fed back into the core.
          Arrived                      effects, in order
     wire --------> Collective.handle ------------------> loop: workspace.apply(effect)
                                                                transport.send(workspace.payload(place))
+
+What changes a workspace comes with its `Source`: whoever sent the payload answers for it, also where
+it only passed it on, because a payload is checked before it is merged, stored or sent on.  If
+`apply` refuses it, the effects that follow in the same round are void: nothing of it travels further.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol.messages import Place
 
 
@@ -29,6 +34,23 @@ class Arrived:
 
 
 # -- effects -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Who sent a payload, and what it is if everybody before was honest, the sender last.
+
+    Attributes:
+        rank: the sender's, which need not be the origin's.
+        members: whose parts have been summed into it, at most.
+        world_size: all members of the round.
+        roundings: how often a value in it was rounded on its way, at most.
+    """
+
+    rank: int
+    members: int
+    world_size: int
+    roundings: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +69,7 @@ class AddSlice:
     segment: int
     slice: int
     payload: Any
+    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +79,7 @@ class StoreSlice:
     segment: int
     slice: int
     payload: Any
+    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +88,7 @@ class StoreOf:
 
     rank: int
     payload: Any
+    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +99,7 @@ class MergeIn:
     payload: Any
     owner_modulus: int
     owner_residue: int
+    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +107,7 @@ class Adopt:
     """Butterfly, unfold: mine = payload, bit for bit."""
 
     payload: Any
+    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +137,26 @@ class Collective(Protocol):
     def waiting_for(self) -> frozenset[int]:
         """Ranks from which something is still missing for the next move."""
         ...
+
+
+def check_due(core: str, event: Arrived, due: tuple[int, Place] | None, otherwise: str = "nothing") -> None:
+    """Whether this payload is the one that is due: of this place, and from the rank whose turn it is.
+
+    Args:
+        core: who asks, for the text: "ring, rank 1 of 4".
+        due: (sender's rank, place); None: no such place is waited for (any more).
+        otherwise: what to say for None.
+
+    Raises:
+        RemoteProtocolError: it is not: an impossible place, the same one twice, or another's turn.
+    """
+    if not _is_due(event, due):
+        expected = otherwise if due is None else f"{due[1]} from rank {due[0]}"
+        raise RemoteProtocolError(
+            f"{core}: rank {event.from_rank} sent {event.place}; due was {expected}",
+            remedy="drop that peer; a repeated or impossible place means a faulty or hostile one",
+        )
+
+
+def _is_due(event: Arrived, due: tuple[int, Place] | None) -> bool:
+    return (event.from_rank, event.place) == due

@@ -24,8 +24,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.collective import Adopt, Arrived, CollectiveEffect, Complete, MergeIn, SendTo
+from gridtrain.protocol.collective import (
+    Adopt,
+    Arrived,
+    CollectiveEffect,
+    Complete,
+    MergeIn,
+    SendTo,
+    Source,
+    check_due,
+)
 from gridtrain.protocol.messages import Phase, Place
 
 
@@ -34,6 +42,7 @@ class Hop:
     """One line of a rank's schedule: send mine to `partner`, or wait for theirs, or both.
 
     `owner_modulus`: ranks that compute the same merge from what comes (0: it is not merged).
+    `members`, `roundings`: see `collective.Source`, of what comes.
     """
 
     place: Place
@@ -41,24 +50,41 @@ class Hop:
     sends: bool
     receives: bool
     owner_modulus: int = 0
+    members: int = 0
+    roundings: int = 0
 
 
 def schedule(rank: int, world_size: int) -> list[Hop]:
     """All hops of `rank` in order: the butterfly as data."""
     base = 1 << (world_size.bit_length() - 1)  # Q
     fold, unfold = Place(Phase.FOLD), Place(Phase.UNFOLD)
+    hops = base.bit_length() - 1
     if rank >= base:
         down = rank - base
-        return [Hop(fold, down, sends=True, receives=False), Hop(unfold, down, sends=False, receives=True)]
-    swaps = [
-        Hop(Place(Phase.SWAP, hop), rank ^ (1 << hop), sends=True, receives=True, owner_modulus=2 << hop)
-        for hop in range(base.bit_length() - 1)
-    ]
+        result = Hop(unfold, down, False, True, members=world_size, roundings=hops + 2)
+        return [Hop(fold, down, sends=True, receives=False), result]
+    swaps = [_swap(rank, world_size, hop) for hop in range(hops)]
     up = rank + base
     if up >= world_size:
         return swaps
-    folded = Hop(fold, up, sends=False, receives=True, owner_modulus=1)
+    folded = Hop(fold, up, sends=False, receives=True, owner_modulus=1, members=1, roundings=1)
     return [folded, *swaps, Hop(unfold, up, sends=True, receives=False)]
+
+
+def _swap(rank: int, world_size: int, hop: int) -> Hop:
+    distance, base = 1 << hop, 1 << (world_size.bit_length() - 1)
+    partner = rank ^ distance
+    first = partner - partner % distance  # of the aligned block whose sum the partner holds
+    folded = max(0, min(first + distance, world_size - base) - first)
+    return Hop(
+        Place(Phase.SWAP, hop),
+        partner,
+        sends=True,
+        receives=True,
+        owner_modulus=2 * distance,
+        members=distance + folded,
+        roundings=hop + 2,  # by the sender's own encoding, the fold, and each swap before
+    )
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
@@ -80,7 +106,7 @@ class Butterfly:
         self._world_size = world_size
         self._skip = skip
         self._hops = schedule(rank, world_size)  # the first one is the current one
-        self._awaited = {hop.place: hop.partner for hop in self._hops if hop.receives}
+        self._awaited = {hop.place: (hop.partner, hop.place) for hop in self._hops if hop.receives}
         self._arrived: dict[Place, Arrived] = {}
         self._started = False
         self.complete = False
@@ -90,13 +116,8 @@ class Butterfly:
         return self._enter() + self._advance()
 
     def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
-        partner = self._awaited.get(event.place)
-        if event.from_rank != partner:
-            raise RemoteProtocolError(
-                f"butterfly, rank {self._rank} of {self._world_size}: rank {event.from_rank} sent "
-                f"{event.place}; due there was {'nothing' if partner is None else f'rank {partner}'}",
-                remedy="drop that peer; a repeated or impossible place means a faulty or hostile one",
-            )
+        says = f"butterfly, rank {self._rank} of {self._world_size}"
+        check_due(says, event, self._awaited.get(event.place), "nothing (more) of this place")
         del self._awaited[event.place]
         self._arrived[event.place] = event
         return self._advance() if self._started else []
@@ -125,6 +146,7 @@ class Butterfly:
         return [SendTo(hop.partner, hop.place, self._skip)] if hop.sends else []
 
     def _take(self, hop: Hop, event: Arrived) -> CollectiveEffect:
+        source = Source(event.from_rank, hop.members, self._world_size, hop.roundings)
         if hop.owner_modulus:
-            return MergeIn(event.payload, hop.owner_modulus, self._rank % hop.owner_modulus)
-        return Adopt(event.payload)
+            return MergeIn(event.payload, hop.owner_modulus, self._rank % hop.owner_modulus, source)
+        return Adopt(event.payload, source)

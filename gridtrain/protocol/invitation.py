@@ -60,10 +60,9 @@ class Invitation:
     encrypted: bool = True
 
     def __post_init__(self) -> None:
-        if len(self.coordinator) != KEY_BYTES or len(self.token) != KEY_BYTES:
-            raise ConfigError(
-                f"an invitation's keys have {KEY_BYTES} bytes, not {len(self.coordinator)} and {len(self.token)}"
-            )
+        for key in (self.coordinator, self.token):
+            if len(key) != KEY_BYTES:
+                raise ConfigError(f"an invitation's keys have {KEY_BYTES} bytes, not {len(key)}")
         if not RUN_NAME.fullmatch(self.run):
             raise ConfigError(
                 f"{self.run!r} cannot be a run's name",

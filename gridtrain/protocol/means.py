@@ -6,12 +6,15 @@ Decides when an average is known.  Members ask the root; it tells everybody once
 
 Within a step the first call on one worker meets the first call on the others, and so on.  Where the
 generation ends in between, an average is given up: whoever waits for it goes on with its own number.
+The root keeps the latest `MAX_OPEN` numbers of each member, so that none can crowd out another's.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 
+from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import Seat
 from gridtrain.protocol.member_io import Effect, MeanKnown, Post
@@ -19,6 +22,7 @@ from gridtrain.protocol.round import ROOT
 
 Key = tuple[int, int]
 MAX_OPEN = 64
+"""Numbers that are kept of one member: it has one call open at a time, and may repeat a few."""
 
 
 class Means:
@@ -28,6 +32,7 @@ class Means:
         self._seat = seat
         self._asked: dict[Key, dict[int, float]] = {}
         self._known: dict[Key, float] = {}
+        self._keys_of: dict[int, list[Key]] = {}  # by rank, the latest last
         self.waiting: Key | None = None
 
     def ask(self, key: Key, value: float) -> list[Effect]:
@@ -43,36 +48,82 @@ class Means:
         key, self.waiting = self.waiting, None
         return [] if key is None else [MeanKnown(None)]
 
-    def asked(self, peer: m.PeerId, ask: m.MeanAsk) -> list[Effect]:
-        """At the root: a member's number.  Of a worker that repeats a step, an answer that is known."""
-        rank = self._seat.rank_of(peer)
-        if rank is None or not self._current(ask):
+    def heard(self, peer: m.PeerId, message: m.MeanAsk | m.MeanTell) -> list[Effect]:
+        """A peer's number, or the root's answer; dropped if `peer` or the generation is another.
+
+        Raises:
+            RemoteProtocolError: only the root is asked, and only the root tells.
+        """
+        rank, seat = self._seat.rank_of(peer), self._seat
+        if rank is None or (message.term, message.generation) != (seat.term, seat.generation):
             return []
-        return self._collect((ask.step, ask.index), rank, ask.value)
+        _check_role(message, rank, seat.rank)
+        key = (message.step, message.index)
+        match message:
+            case m.MeanAsk(value=value):
+                return self._collect(key, rank, value)
+            case m.MeanTell(value=value):
+                return self._told(key, value)
+
+    def asked(self, peer: m.PeerId, ask: m.MeanAsk) -> list[Effect]:
+        return self.heard(peer, ask)
 
     def told(self, tell: m.MeanTell) -> list[Effect]:
-        if not self._current(tell) or self.waiting != (tell.step, tell.index):
+        return self.heard(self._seat.roster[ROOT].peer, tell)
+
+    def _told(self, key: Key, value: float) -> list[Effect]:
+        if self.waiting != key:
             return []
         self.waiting = None
-        return [MeanKnown(tell.value)]
-
-    def _current(self, message: m.MeanAsk | m.MeanTell) -> bool:
-        return (message.term, message.generation) == (self._seat.term, self._seat.generation)
+        return [MeanKnown(value)]
 
     def _collect(self, key: Key, rank: int, value: float) -> list[Effect]:
-        asked = self._asked.setdefault(key, {})
-        asked[rank] = value
-        if key not in self._known and len(asked) == self._seat.world_size:
-            self._known[key] = math.fsum(asked[r] for r in range(len(asked))) / len(asked)
-        for old in sorted(self._asked)[:-MAX_OPEN]:
-            self._asked.pop(old)
-            self._known.pop(old, None)
+        """Of a worker that repeats a step, the answer that is known."""
+        self._asked.setdefault(key, {})[rank] = value
+        self._keep_latest(key, rank)
+        asked = self._asked[key]
+        complete = len(asked) == self._seat.world_size
+        if key not in self._known and complete:
+            self._known[key] = _mean([asked[r] for r in range(len(asked))])
         if key not in self._known:
             return []
-        tell_ranks = sorted(asked) if len(asked) == self._seat.world_size else [rank]
+        tell_ranks = sorted(asked) if complete else [rank]
         return [effect for r in tell_ranks for effect in self._tell(key, r)]
+
+    def _keep_latest(self, key: Key, rank: int) -> None:
+        """Forget this rank's oldest number: what is due to others stays."""
+        keys = self._keys_of.setdefault(rank, [])
+        if key in keys:
+            keys.remove(key)
+        keys.append(key)
+        while len(keys) > MAX_OPEN:
+            oldest = keys.pop(0)
+            del self._asked[oldest][rank]
+            if not self._asked[oldest]:
+                del self._asked[oldest]
+                self._known.pop(oldest, None)
 
     def _tell(self, key: Key, rank: int) -> list[Effect]:
         seat, value = self._seat, self._known[key]
-        tell = m.MeanTell(seat.term, seat.generation, *key, value)
-        return self.told(tell) if rank == ROOT else [Post(seat.roster[rank].peer, tell)]
+        if rank == ROOT:
+            return self._told(key, value)
+        return [Post(seat.roster[rank].peer, m.MeanTell(seat.term, seat.generation, *key, value))]
+
+
+def _check_role(message: m.MeanAsk | m.MeanTell, from_rank: int, rank: int) -> None:
+    wrong = from_rank != ROOT if isinstance(message, m.MeanTell) else rank != ROOT
+    if wrong:
+        raise RemoteProtocolError(
+            f"rank {from_rank} sent {type(message).__name__} to rank {rank}; "
+            f"averages are made by rank {ROOT}",
+            remedy="drop that peer; an honest one of the same version never sends this",
+        )
+
+
+def _mean(values: list[float]) -> float:
+    """Of finite numbers, which may be as large as a float can be: finite whatever they are."""
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:
+        largest = sys.float_info.max
+        return max(-largest, min(largest, 2.0 * math.fsum(v / (2 * len(values)) for v in values)))

@@ -23,7 +23,7 @@ from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Seat
+from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Offended, Seat
 from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import (
     AskMean,
@@ -148,7 +148,7 @@ class MemberCore:
     @property
     def paused(self) -> str:
         """Why nothing can go on until the coordinator is back (rule 10); empty: training can."""
-        if self.coordinator in self._up:
+        if self.coordinator in self._up or not self.term:
             return ""
         if self.stage is not Stage.RUNNING:
             return "the next generation needs the coordinator"
@@ -158,6 +158,10 @@ class MemberCore:
         return (
             "a step cannot be committed, and only the coordinator can freeze it" if self._stall_told else ""
         )
+
+    def held_bytes(self, peer: m.PeerId) -> int:
+        """What of the peer's messages is held for a round to come."""
+        return self._attempts.held_bytes(peer) if self._attempts is not None else 0
 
     def assignment(self) -> dict[m.PeerId, tuple[m.Span, ...]]:
         """Who holds which positions of the open step: a pure function of replicated state."""
@@ -193,8 +197,8 @@ class MemberCore:
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Raises `RemoteProtocolError` when a peer's message breaks the protocol."""
         match event:
-            case Heard(peer, message):
-                return self._heard(peer, message, now_s)
+            case Heard(peer, message, nbytes):
+                return self._heard(peer, message, nbytes, now_s)
             case EdgeUp(peer):
                 return self._edge_up(peer, now_s)
             case EdgeDown(peer, reason):
@@ -245,7 +249,7 @@ class MemberCore:
             return self._stalled((mine.seat.roster[ROOT].peer,), self.patience_s, reason)
         return self._settled(mine.tick(now_s), now_s)
 
-    def _heard(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
+    def _heard(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[Effect]:
         if peer == self.coordinator:
             return self._from_coordinator(message, now_s)
         if isinstance(message, m.StateRequest) and message.generation > self.generation:
@@ -259,7 +263,7 @@ class MemberCore:
                 # FORMING: held, since a peer may hear START first.  FROZEN: neither vote nor apply (rule 5).
                 if self.stage is Stage.FROZEN:
                     return []
-                return self._settled(mine.receive(peer, message, now_s), now_s)
+                return self._settled(mine.receive(peer, message, nbytes, now_s), now_s)
             case m.Progress():
                 mine.progressed(peer, message, now_s)
                 return []
@@ -381,7 +385,7 @@ class MemberCore:
         effects += self._dials(seat)
         early, self._early_requests = self._early_requests, {}
         for peer, request in early.items():
-            effects += self._heard(peer, request, now_s)
+            effects += self._heard(peer, request, 0, now_s)
         return effects + self._ask_state() + self._maybe_ready()
 
     def _dials(self, seat: Seat) -> list[Effect]:
@@ -423,6 +427,8 @@ class MemberCore:
         if peer in self._offenders:
             return [HangUp(peer)]
         self._offenders.add(peer)
+        if self._attempts is not None:
+            self._attempts.forget(peer)
         effects: list[Effect] = [Note("offence", {"peer": peer.hex()[:8], "reason": reason}), HangUp(peer)]
         if self.seat is not None and self.seat.rank_of(peer) is not None:
             self._edges_down_since_s = now_s
@@ -546,10 +552,16 @@ class MemberCore:
         return self._settled(do(self._attempts), now_s)
 
     def _settled(self, effects: list[AttemptEffect], now_s: float) -> list[Effect]:
-        """Apply what was committed; pass everything else on."""
+        """Apply what was committed, drop who offended; pass everything else on."""
         out: list[Effect] = []
         for effect in effects:
-            out += self._commit(effect, now_s) if isinstance(effect, Committed) else [effect]
+            match effect:
+                case Committed():
+                    out += self._commit(effect, now_s)
+                case Offended(peer, reason):
+                    out += self._offence(peer, reason, now_s)
+                case _:
+                    out.append(effect)
         return out
 
     def _commit(self, committed: Committed, now_s: float) -> list[Effect]:

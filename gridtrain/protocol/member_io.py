@@ -27,8 +27,11 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Heard:
+    """`nbytes`: its size on the wire; what is held of a peer's is bounded by it."""
+
     peer: m.PeerId
     message: m.Message
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +165,11 @@ class Ship:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Apply to the workspace of `channel`."""
+    """Apply to the workspace of `channel`; if it refuses, `Offence(peer, ...)`: it sent the payload."""
 
     channel: m.Channel
     effect: WorkspaceEffect
+    peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,8 +208,11 @@ class Membership:
             "finished": self.phase is RunPhase.FINISHED,
             "facts": dict(self._reference.facts) if self._reference else {},
             "plan_reason": self._plan_reason,
-            "members": [w.line(rank_of.get(w.peer), self._roster, now_s) for w in self._workers.values()],
-            "events": list(self._events),
+            "members": [
+                {**w.line(rank_of.get(w.peer), self._roster, now_s), "reach": self._routes.reach(w.peer)}
+                for w in self._workers.values()
+            ],
+            "events": [dict(event) for event in self._events],
         }
 
     def _noted(self, effects: list[Effect], now_s: float) -> list[Effect]:
@@ -331,17 +334,15 @@ class Membership:
         members = {member.peer for member in self._roster}
         if not current or self._making is _Making.FREEZING or worker.peer not in members:
             return []
-        tried = []
-        for other in members & set(message.peers) - {worker.peer}:
-            way = self._routes.block(worker.peer, other, self._relays)
-            name = self._workers[other].name if other in self._workers else other.hex()[:8]
-            tried.append(f"{name} at {way}" if way else f"{name}, which should have come")
-        if not tried:
+        others = sorted(members & set(message.peers) - {worker.peer})
+        if not others:
             return []
-        self._change = self._change or f"{worker.name} cannot reach {', '.join(sorted(tried))}"
+        tried = [self._routes.block(worker.peer, other, self._relays) for other in others]
+        names = ", ".join(self._workers[p].name if p in self._workers else p.hex()[:8] for p in others)
+        self._change = self._change or f"{worker.name} cannot reach {names} as planned"
         if self._making is _Making.FORMING:
             self._making, self._making_until_s = _Making.NONE, math.inf
-        return [Note("warning", "no_route", {"name": worker.name, "tried": sorted(tried)})]
+        return [Note("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})]
 
     def _expelled(self, event: Expelled, now_s: float) -> list[Effect]:
         if event.peer not in self._workers:

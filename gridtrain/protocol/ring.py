@@ -16,8 +16,16 @@ the verdict, which GATHER carries on unchanged.
 
 from __future__ import annotations
 
-from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.collective import AddSlice, Arrived, CollectiveEffect, Complete, SendTo, StoreSlice
+from gridtrain.protocol.collective import (
+    AddSlice,
+    Arrived,
+    CollectiveEffect,
+    Complete,
+    SendTo,
+    Source,
+    StoreSlice,
+    check_due,
+)
 from gridtrain.protocol.messages import Phase, Place
 
 
@@ -69,7 +77,8 @@ class Ring:
         match place.phase:
             case Phase.REDUCE:
                 skip = self._skip or event.skip
-                effects.append(AddSlice(place.segment, place.slice, event.payload))
+                source = self._source(event, place.hop + 1)
+                effects.append(AddSlice(place.segment, place.slice, event.payload, source))
                 if place.hop < last_hop:
                     onward = Place(Phase.REDUCE, place.hop + 1, place.segment, place.slice)
                     self._due[place.segment, place.slice] = self._gather_due(place.segment, place.slice)
@@ -79,7 +88,8 @@ class Ring:
                 effects.append(self._to_right(onward, skip))
             case _:  # GATHER: `_check` lets nothing else through
                 skip = event.skip
-                effects.append(StoreSlice(place.segment, place.slice, event.payload))
+                source = self._source(event, self._world_size)
+                effects.append(StoreSlice(place.segment, place.slice, event.payload, source))
                 if place.hop < last_hop:
                     onward = Place(Phase.GATHER, place.hop + 1, place.segment, place.slice)
                     effects.append(self._to_right(onward, skip))
@@ -97,14 +107,13 @@ class Ring:
         return Place(Phase.GATHER, (self._rank - segment) % self._world_size, segment, slice_)
 
     def _check(self, event: Arrived) -> None:
-        due = self._due.get((event.place.segment, event.place.slice))
-        left = (self._rank - 1) % self._world_size
-        if event.from_rank != left or event.place != due:
-            raise RemoteProtocolError(
-                f"ring, rank {self._rank} of {self._world_size}: rank {event.from_rank} sent {event.place}; "
-                f"due from rank {left} was {due or 'nothing more of this slice'}",
-                remedy="drop that peer; a repeated or impossible place means a faulty or hostile one",
-            )
+        place = self._due.get((event.place.segment, event.place.slice))
+        due = None if place is None else ((self._rank - 1) % self._world_size, place)
+        says = f"ring, rank {self._rank} of {self._world_size}"
+        check_due(says, event, due, "nothing more of this slice")
+
+    def _source(self, event: Arrived, members: int) -> Source:
+        return Source(event.from_rank, members, self._world_size, roundings=members)
 
     def _to_right(self, place: Place, skip: bool) -> SendTo:
         return SendTo((self._rank + 1) % self._world_size, place, skip)

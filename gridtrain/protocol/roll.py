@@ -60,7 +60,7 @@ class Worker:
         return {
             "rank": rank,
             "name": self.name,
-            "peer": self.peer.hex()[:12],
+            "peer": self.peer.hex(),
             "state": "suspect" if self.lost_s is not None else state,
             "address": self.address,
             "share": roster[rank].share if rank is not None else 0,

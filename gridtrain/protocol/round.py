@@ -27,6 +27,7 @@ from gridtrain.protocol.messages import RoundId, Verdict
 
 ROOT = 0
 HISTORY_START = bytes(32)
+_REMEDY = "drop that peer; an honest one of the same version never sends this"
 
 
 def extend_history(history: bytes, digest: bytes) -> bytes:
@@ -204,14 +205,15 @@ class Round:
         return [CastVote(vote.yes, vote.digest, vote.reason)]
 
     def _count(self, vote: VoteCame, now_s: float) -> list[RoundEffect]:
-        if self.rank != ROOT:
-            raise RemoteProtocolError(f"rank {vote.rank} voted at rank {self.rank}; the root is rank {ROOT}")
+        check_vote(vote.rank, self.rank)
         self._moved_s[vote.rank] = self._stirred_s = now_s
         if self.verdict is not None:
             return []  # decided once; the caller repeats the decision to late voters
         earlier = self._votes.get(vote.rank)
-        if earlier is not None and (earlier.yes, earlier.digest) != (vote.yes, vote.digest):
-            raise RemoteProtocolError(f"rank {vote.rank} voted twice, and differently, in round {self.id}")
+        if earlier is not None and not _is_same_vote(earlier, vote):
+            raise RemoteProtocolError(
+                f"rank {vote.rank} voted twice, and differently, in round {self.id}", remedy=_REMEDY
+            )
         self._votes[vote.rank] = vote
         if not vote.yes:
             return self._decide(Verdict.ABORT, f"rank {vote.rank} voted NO: {vote.reason}")
@@ -235,16 +237,44 @@ class Round:
         return [Announce(verdict, reason), Decided(verdict, reason, suspects, silent_s)]
 
     def _obey(self, rank: int, verdict: Verdict, reason: str) -> list[RoundEffect]:
-        if self.rank == ROOT or rank != ROOT:
-            raise RemoteProtocolError(
-                f"rank {rank} sent a decision to rank {self.rank}; only rank {ROOT} decides"
-            )
+        check_decision(rank, self.rank)
         if self.verdict is not None:
             return []
         if verdict is Verdict.COMMIT and self.voted is not True:
-            raise RemoteProtocolError(f"COMMIT of round {self.id} without the YES of rank {self.rank}")
+            raise RemoteProtocolError(
+                f"rank {rank} sent COMMIT of round {self.id} without the YES of rank {self.rank}",
+                remedy=_REMEDY,
+            )
         self.verdict = verdict
         return [Decided(verdict, reason)]
+
+
+def check_vote(from_rank: int, rank: int) -> None:
+    """Raises `RemoteProtocolError` for a vote at a member that is not the root."""
+    if not _counts_votes(rank):
+        raise RemoteProtocolError(
+            f"rank {from_rank} voted at rank {rank}; the root is rank {ROOT}", remedy=_REMEDY
+        )
+
+
+def check_decision(from_rank: int, rank: int) -> None:
+    """Raises `RemoteProtocolError` for a decision that is not the root's, or that is sent to the root."""
+    if not _decides(from_rank, rank):
+        raise RemoteProtocolError(
+            f"rank {from_rank} sent a decision to rank {rank}; only rank {ROOT} decides", remedy=_REMEDY
+        )
+
+
+def _counts_votes(rank: int) -> bool:
+    return rank == ROOT
+
+
+def _decides(from_rank: int, rank: int) -> bool:
+    return from_rank == ROOT and rank != ROOT
+
+
+def _is_same_vote(earlier: VoteCame, vote: VoteCame) -> bool:
+    return (earlier.yes, earlier.digest) == (vote.yes, vote.digest)
 
 
 def _listed(ranks: Sequence[int]) -> str:

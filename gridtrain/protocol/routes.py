@@ -75,6 +75,11 @@ class Routes:
     def place(self, peer: PeerId) -> Place | None:
         return self._places.get(peer)
 
+    def reach(self, peer: PeerId) -> str:
+        """For people: can others dial it?"""
+        place = self._places.get(peer)
+        return "?" if place is None else "direct" if place.proven else "behind NAT"
+
     def learn(self, peer: PeerId, place: Place) -> None:
         """The worker is there now; what was tried in vain with another place is forgotten."""
         if self._places.get(peer) != place:

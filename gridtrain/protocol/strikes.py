@@ -31,7 +31,6 @@ GRACE_S = 5.0
 """Two members that attack everybody at once are accused by everybody within this."""
 
 MAX_ACCUSED = 10_000
-MAX_REASON = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +71,20 @@ class StrikeBook:
 
     def judge(self, now_s: float) -> list[PeerId]:
         """Look at the suspects again; those whose time is up."""
-        accusers = {strike.accuser for strikes in self._strikes.values() for strike in strikes}
-        still = [a for a in accusers if a is not None and is_common_end(self.alone_with(a))]
-        self._suspects = {a: self._suspects.get(a, now_s + GRACE_S) for a in sorted(still)}
+        alone: dict[PeerId, list[PeerId]] = {}
+        for accused, strikes in self._strikes.items():
+            accusers = {strike.accuser for strike in strikes}
+            if len(accusers) == 1 and (accuser := accusers.pop()) is not None:
+                alone.setdefault(accuser, []).append(accused)
+        common = sorted(accuser for accuser, alone_with in alone.items() if is_common_end(alone_with))
+        self._suspects = {accuser: self._suspects.get(accuser, now_s + GRACE_S) for accuser in common}
         return [accuser for accuser, until_s in self._suspects.items() if now_s >= until_s]
 
-    def alone_with(self, accuser: PeerId) -> list[PeerId]:
-        """Whom this accuser, and nobody else, has accused."""
+    def accused_by(self, accuser: PeerId) -> list[PeerId]:
         return [
             accused
             for accused, strikes in self._strikes.items()
-            if {strike.accuser for strike in strikes} == {accuser}
+            if any(strike.accuser == accuser for strike in strikes)
         ]
 
     def suspected(self, accuser: PeerId | None) -> bool:

@@ -17,10 +17,11 @@ from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
+from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.driver import Driver, Picture
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
-from gridtrain.transport.base import Transport
+from gridtrain.transport.credits import CreditTransport
 
 Capture = Callable[[], Sequence[bytes | memoryview]]
 Restore = Callable[[Sequence[bytes]], None]
@@ -43,9 +44,9 @@ class GroupSession:
     `RunPaused` when the run cannot go on, or whatever else ended the loop's thread.
     """
 
-    def __init__(self, transport: Transport, config: JoinConfig) -> None:
+    def __init__(self, transport: CreditTransport, config: JoinConfig, acquaintances: Acquaintances) -> None:
         self.config = config
-        self._driver = Driver(transport, config)
+        self._driver = Driver(transport, config, acquaintances)
         self._capture: Capture | None = None
         self._restore: Restore | None = None
         self._given_for = 0

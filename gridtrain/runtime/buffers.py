@@ -11,11 +11,16 @@ when (the core does), and never commits: a workspace is dropped whole when its r
     GatherWorkspace     AllGather   one payload for each rank, summed in rank order at the end
     ButterflyWorkspace  Butterfly   mine: one payload, replaced by each merge; kept: goes to the residual
 
+No honest member brings more than `largest_summable` into a sum, so a sum over m members is at most m times
+that.  A payload above it (or not finite) is refused where it arrives, when it is known who sent it: what an
+honest member goes on with is then within the next one's bound, and no sum can overflow.
+
 A member that skips contributes zeros, or a payload without entries; `collective(skip=True)` sees to it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Protocol
 
@@ -28,6 +33,7 @@ from gridtrain.protocol.collective import (
     Adopt,
     Collective,
     MergeIn,
+    Source,
     StoreOf,
     StoreSlice,
     WorkspaceEffect,
@@ -35,11 +41,16 @@ from gridtrain.protocol.collective import (
 from gridtrain.protocol.gtopk import Butterfly
 from gridtrain.protocol.messages import Place
 from gridtrain.protocol.ring import Ring
-from gridtrain.sparsify.merge import FloatArray, Kept, merge, sum_in_rank_order
+from gridtrain.sparsify.merge import FloatArray, Kept, largest_summable, merge, sum_in_rank_order
 from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
 
 SLICE_BYTES = 256 * 1024
 _FLOAT = np.dtype("<f4")  # as on the wire, and as on every machine that we know
+
+# By what factor rounding once may enlarge a value.  Both leave room for the addition before it; encoding
+# to fp16 rounds to 11 bits.
+_DENSE_ROUNDING = 1.0 + 2.0**-20
+_SPARSE_ROUNDING = 1.0 + 2.0**-10
 
 
 class Workspace(Protocol):
@@ -50,7 +61,8 @@ class Workspace(Protocol):
         ...
 
     def apply(self, effect: WorkspaceEffect) -> None:
-        """Raises `RemoteProtocolError` if the payload is not what it must be."""
+        """Raises `RemoteProtocolError` if the payload is not what it must be: the fault of the rank in
+        the effect's `source`.  Nothing was changed then; the caller gives up the round."""
         ...
 
     def payload(self, place: Place) -> bytes | memoryview:
@@ -99,11 +111,10 @@ class DenseWorkspace:
 
     def apply(self, effect: WorkspaceEffect) -> None:
         match effect:
-            case AddSlice(segment, slice_, payload):
-                with np.errstate(over="ignore", invalid="ignore"):  # `seal` checks
-                    self._view(segment, slice_)[:] += self._values(segment, slice_, payload)
-            case StoreSlice(segment, slice_, payload):
-                self._view(segment, slice_)[:] = self._values(segment, slice_, payload)
+            case AddSlice(segment, slice_, payload, source):
+                self._view(segment, slice_)[:] += self._values(segment, slice_, payload, source)
+            case StoreSlice(segment, slice_, payload, source):
+                self._view(segment, slice_)[:] = self._values(segment, slice_, payload, source)
             case _:
                 raise _no_effect_of("Ring", effect)
 
@@ -125,15 +136,13 @@ class DenseWorkspace:
         start, stop = _part(start, stop, slice_, self.slices)
         return self.update_N[start:stop]
 
-    def _values(self, segment: int, slice_: int, payload: bytes | memoryview) -> FloatArray:
-        expected = self._view(segment, slice_).nbytes
+    def _values(self, segment: int, slice_: int, payload: bytes | memoryview, source: Source) -> FloatArray:
+        what = f"segment {segment}, slice {slice_} from rank {source.rank}"
         data = np.frombuffer(payload, np.uint8)
-        if data.size != expected:
-            raise RemoteProtocolError(
-                f"segment {segment}, slice {slice_} came with {data.size} bytes, must be {expected}",
-                remedy="drop the peer; all members of a run train the same model",
-            )
-        return data.view(_FLOAT)
+        _check_length(data.size, self._view(segment, slice_).nbytes, what)
+        values = data.view(_FLOAT)
+        _check_honest(values, source, _DENSE_ROUNDING, what)
+        return values
 
 
 class GatherWorkspace:
@@ -146,7 +155,7 @@ class GatherWorkspace:
         self._rank = rank
         self._payloads: list[bytes | memoryview | None] = [None] * world_size
         self._parts: list[Sparse | None] = [None] * world_size
-        self._store(rank, payload)
+        self._store(rank, payload, self._decode(payload))
         self._update: Sparse | None = None
 
     @property
@@ -163,13 +172,14 @@ class GatherWorkspace:
     def collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
         _check_world_size(world_size, len(self._payloads))
         if skip:
-            self._store(self._rank, _nothing(self._n, self._kind))
+            nothing = _nothing(self._n, self._kind)
+            self._store(self._rank, nothing, self._decode(nothing))
         return AllGather(rank, world_size, skip)
 
     def apply(self, effect: WorkspaceEffect) -> None:
         match effect:
-            case StoreOf(rank, payload):
-                self._store(rank, payload)
+            case StoreOf(rank, payload, source):
+                self._store(rank, payload, _from_peer(payload, source, self._decode))
             case _:
                 raise _no_effect_of("AllGather", effect)
 
@@ -182,9 +192,11 @@ class GatherWorkspace:
     def seal(self) -> bytes:
         return _digest(self.update)
 
-    def _store(self, rank: int, payload: bytes | memoryview) -> None:
-        self._parts[rank] = decode(payload, n=self._n, max_entries=self._k, kind=self._kind)
-        self._payloads[rank] = payload
+    def _store(self, rank: int, payload: bytes | memoryview, decoded: Sparse) -> None:
+        self._parts[rank], self._payloads[rank] = decoded, payload
+
+    def _decode(self, payload: bytes | memoryview) -> Sparse:
+        return decode(payload, n=self._n, max_entries=self._k, kind=self._kind)
 
 
 class ButterflyWorkspace:
@@ -201,18 +213,20 @@ class ButterflyWorkspace:
 
     def collective(self, rank: int, world_size: int, skip: bool) -> Butterfly:
         if skip:
-            self._take(_nothing(self._n, self._kind))
+            nothing = _nothing(self._n, self._kind)
+            self._payload, self.update = nothing, self._decode(nothing)
         return Butterfly(rank, world_size, skip)
 
     def apply(self, effect: WorkspaceEffect) -> None:
         match effect:
-            case MergeIn(payload, owner_modulus, owner_residue):
-                theirs = self._decode(payload)
+            case MergeIn(payload, owner_modulus, owner_residue, source):
+                theirs = _from_peer(payload, source, self._decode)
                 merged = merge(self.update, theirs, n=self._n, k=self._k, kind=self._kind)
                 self._payload, self.update = merged.payload, merged.sparse
                 self.kept.append(merged.owned(owner_modulus, owner_residue))
-            case Adopt(payload):
-                self._take(payload)
+            case Adopt(payload, source):
+                self.update = _from_peer(payload, source, self._decode)
+                self._payload = payload
             case _:
                 raise _no_effect_of("Butterfly", effect)
 
@@ -222,9 +236,6 @@ class ButterflyWorkspace:
     def seal(self) -> bytes:
         return _digest(self.update)
 
-    def _take(self, payload: bytes | memoryview) -> None:
-        self._payload, self.update = payload, self._decode(payload)
-
     def _decode(self, payload: bytes | memoryview) -> Sparse:
         return decode(payload, n=self._n, max_entries=self._k, kind=self._kind)
 
@@ -233,6 +244,40 @@ def _part(start: int, stop: int, index: int, parts: int) -> tuple[int, int]:
     """Bounds of the index-th of near-equal parts of start .. stop."""
     length = stop - start
     return start + index * length // parts, start + (index + 1) * length // parts
+
+
+def _check_length(payload_bytes: int, expected_bytes: int, what: str) -> None:
+    if payload_bytes != expected_bytes:
+        raise RemoteProtocolError(
+            f"{what} came with {payload_bytes} bytes, must be {expected_bytes}",
+            remedy="drop the peer; all members of a run train the same model",
+        )
+
+
+def _check_honest(values: FloatArray, source: Source, rounding: float, what: str) -> None:
+    """Whether the values are finite, and no larger than honest members can make them."""
+    limit = source.members * largest_summable(source.world_size) * rounding**source.roundings
+    with np.errstate(invalid="ignore"):  # numpy may warn of a NaN that it meets
+        low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
+    if not (-limit <= low and high <= limit):  # false for NaN, which both spread
+        raise RemoteProtocolError(
+            f"{what} holds values from {low:g} to {high:g}, at most {limit:g} are possible for "
+            f"{source.members} of {source.world_size} members",
+            remedy="drop the peer: a member with values that large, or not finite, has to skip the step",
+        )
+
+
+def _from_peer(
+    payload: bytes | memoryview, source: Source, decoded: Callable[[bytes | memoryview], Sparse]
+) -> Sparse:
+    """A peer's sparse payload; whatever is wrong with it is said with the rank that sent it."""
+    what = f"sparse payload from rank {source.rank}"
+    try:
+        theirs = decoded(payload)
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(f"rank {source.rank}: {error.reason}", remedy=error.remedy) from None
+    _check_honest(theirs.values, source, _SPARSE_ROUNDING, what)
+    return theirs
 
 
 def _nothing(n: int, kind: ValueKind) -> bytes:

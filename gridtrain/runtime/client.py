@@ -1,16 +1,15 @@
-"""Asking a coordinator how its run stands: for `gridtrain status`, the agent, and people's scripts.
+"""Asking a coordinator something: how its run stands, to be let in, or what its operator orders.
 
 Decides what an address may look like and how long to wait for an answer.  Joins nothing: whoever
-asks is no member, and changes nothing.
+asks is no member.
 
-    StatusClient -- Hello, StatusRequest --> coordinator
-                 <------- StatusReply ------
+    CoordinatorClient -- Hello, StatusRequest | Enrol | Invite | Expel | Pardon --> coordinator
+                      <------- StatusReply | Enrolled | Done | Refused ------------
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from types import TracebackType
@@ -25,11 +24,23 @@ from gridtrain.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from gridtrain.protocol.messages import PeerId, StatusReply, StatusRequest
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, Violation
+from gridtrain.protocol.messages import (
+    Done,
+    Enrolled,
+    Message,
+    PeerId,
+    Refused,
+    StatusReply,
+    StatusRequest,
+)
+from gridtrain.transport.base import Denied, Gate, PeerUp, Received, Standing, Transport, Violation
+from gridtrain.transport.curve import Identity
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_TEXT = 512
+DENIED = "denied"
+"""Code of the refusal of a key that the coordinator does not know (any more)."""
+
 _HOST = r"\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _ADDRESS = re.compile(rf"(?:tcp://)?({_HOST})(?::(\d{{1,5}}))?")
 
@@ -48,33 +59,44 @@ def coordinator_address(text: str) -> str:
     return f"tcp://{match[1]}:{port}"
 
 
-class StatusClient:
-    """A connection to a coordinator that can be asked again and again; a context manager.
+class CoordinatorClient:
+    """A connection to a coordinator over which questions are asked and answered; a context manager.
 
     Args:
         address: any form that `coordinator_address` takes.
+        key: the coordinator's public key; nobody else can answer.
+        identity: the key pair to show.
+        encrypted: False only for a coordinator that was started with --unencrypted.
         transport: to ask over; it is closed at the end.  None: ZeroMQ.
 
     Raises:
         ConfigError: `address` has no known form.
     """
 
-    def __init__(self, address: str, transport: Transport | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: PeerId,
+        identity: Identity,
+        *,
+        encrypted: bool = True,
+        transport: Transport | None = None,
+    ) -> None:
         if transport is None:
             from gridtrain.transport.zeromq import ZeroMQTransport  # only who asks over TCP loads it
 
             address = coordinator_address(address)
-            transport = ZeroMQTransport(os.urandom(32), SOFTWARE)
+            transport = ZeroMQTransport(identity, SOFTWARE, gate=only(key), encrypted=encrypted)
         self.address = address
+        self._key = key
         self._transport = transport
-        self._peer: PeerId | None = None
         try:
-            transport.dial(None, address)
+            transport.dial(key, address)
         except TransportError as error:
             transport.close()
             raise _unreachable(address, error.reason) from None
 
-    def __enter__(self) -> StatusClient:
+    def __enter__(self) -> CoordinatorClient:
         return self
 
     def __exit__(
@@ -82,45 +104,62 @@ class StatusClient:
     ) -> None:
         self._transport.close()
 
-    def ask(self, timeout_s: float) -> dict[str, Any]:
+    def status(self, timeout_s: float) -> dict[str, Any]:
         """The coordinator's picture of the run: `Membership.snapshot` and what the daemon adds.
 
-        Texts in it are printable and at most `MAX_TEXT` long.
+        Texts in it are printable and at most `MAX_TEXT` long.  Raises as `ask`.
+        """
+        reply = self.ask(StatusRequest(), timeout_s)
+        if not isinstance(reply, StatusReply):
+            raise RemoteProtocolError(
+                f"{self.address} answered a question of status with {type(reply).__name__}"
+            )
+        return _parsed(self.address, bytes(reply.payload))
+
+    def ask(self, question: Message, timeout_s: float) -> Enrolled | Done | StatusReply:
+        """Send `question`, and again after a reconnect, until it is answered.
 
         Raises:
             CoordinatorUnreachable: no answer within `timeout_s`.
-            JoinRefused: it speaks another version of the protocol (code "version").
+            JoinRefused: it refuses (its own code and words), does not know our key (code "denied"), or
+                speaks another version of the protocol (code "version").
             RemoteProtocolError: who answers is no coordinator.
         """
         deadline_s = time.monotonic() + timeout_s
-        if self._peer is not None and self._transport.connected(self._peer):
-            self._request(self._peer)
+        sent = self._transport.connected(self._key) and self._send(question)
+        greeted = sent
         while (left_s := deadline_s - time.monotonic()) > 0:
             for event in self._transport.poll(left_s):
                 match event:
-                    case PeerUp(peer):
-                        self._peer = peer
-                        self._request(peer)
-                    case PeerDown():
-                        self._peer = None
-                    case Received(_, StatusReply(payload)):
-                        return _parsed(self.address, bytes(payload))
+                    case PeerUp():
+                        greeted = True
+                        self._send(question)
+                    case Received(_, Enrolled() | Done() | StatusReply() as answer):
+                        return answer
+                    case Received(_, Refused(code, reason, remedy)):
+                        raise JoinRefused(code, reason, remedy=remedy)
+                    case Denied():
+                        raise JoinRefused(
+                            DENIED,
+                            f"the coordinator at {self.address} does not let this key in",
+                            remedy="ask the run's owner for a new invitation",
+                        )
                     case Violation(_, reason):
                         raise _refused(self.address, reason)
-        what = "greeted, but did not answer" if self._peer is not None else "did not answer"
+        what = "greeted, but did not answer" if greeted else "did not answer"
         raise _unreachable(self.address, f"it {what} within {timeout_s:g} s")
 
-    def _request(self, peer: PeerId) -> None:
+    def _send(self, question: Message) -> bool:
         try:
-            self._transport.send(peer, StatusRequest())
+            self._transport.send(self._key, question)
         except TransportError:
-            self._peer = None  # PeerDown follows, then a new PeerUp or the deadline
+            return False  # PeerDown follows, then a new PeerUp or the deadline
+        return True
 
 
-def fetch_status(address: str, timeout_s: float) -> dict[str, Any]:
-    """Ask once, over TCP.  See `StatusClient.ask` for what it returns and raises."""
-    with StatusClient(address) as client:
-        return client.ask(timeout_s)
+def only(key: PeerId) -> Gate:
+    """A gate for this key alone."""
+    return lambda other: Standing.PEER if other == key else Standing.STRANGER
 
 
 def _parsed(address: str, payload: bytes) -> dict[str, Any]:

@@ -32,13 +32,21 @@ from gridtrain.errors import (
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
+from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
 from gridtrain.runtime.statefeed import StateIntake, StateOutlet
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, TransportEvent, Violation
+from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
+from gridtrain.transport.credits import CreditTransport, needs_credit
 
 log = logging.getLogger("gridtrain")
+
+LOUD = ("stalled", "coordinator_away", "offence", "no_route")
+UNREACHABLE = (
+    "nobody from outside can reach this worker: a router or a firewall is in between; "
+    "it dials the others itself, or is relayed, so it can train all the same"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +99,15 @@ class Driver:
     Args:
         transport: owned by this driver's thread from `start` on.
         config: addresses, names and deadlines.
+        acquaintances: the transport's gate; this driver keeps it up to date.
     """
 
-    def __init__(self, transport: Transport, config: JoinConfig) -> None:
+    def __init__(self, transport: CreditTransport, config: JoinConfig, acquaintances: Acquaintances) -> None:
         self._transport = transport
         self._config = config
-        self._address = ""
+        self._acquaintances = acquaintances
+        self._coordinator = bytes.fromhex(config.coordinator_key)
+        self._owed: dict[m.PeerId, int] = {}  # bytes read from a peer and not yet given back as credit
         self._core: MemberCore | None = None
         self._changed = threading.Condition()
         self._inbox = _Inbox()
@@ -126,8 +137,11 @@ class Driver:
 
         Raises `CoordinatorUnreachable`, `JoinRefused`, `TransportError`.
         """
-        self._address = self._transport.listen(self._config.listen)
-        self._transport.dial(None, self._config.coordinator)
+        config = self._config
+        address = self._transport.listen(config.listen)
+        join = m.Join(config.run, config.name, config.advertise or address, config.relay != "no")
+        self._core = MemberCore(self._transport.me, self._coordinator, join, config.deadlines)
+        self._transport.dial(self._coordinator, config.coordinator)
         self._thread.start()
         timeout_s = self._config.deadlines.connect_s
         if not self.wait(lambda p: p.welcomed, timeout_s):
@@ -246,7 +260,7 @@ class Driver:
                     events, self._inbox.events = self._inbox.events, deque()
                     captured, self._inbox.captured = self._inbox.captured, None
                 for command in events:
-                    self._guarded(command)
+                    self._handle(command)
                 if captured is not None:
                     self._outlet.fill(*captured)
                 self._publish()  # before the next wait: a lone worker's round is over already
@@ -270,6 +284,7 @@ class Driver:
             self._transport_event(event)
         now_s = time.monotonic()
         if self._core is not None:
+            self._give_credit()
             if now_s >= self._pulse_s:
                 self._pulse_s = now_s + self._config.deadlines.beat_s
                 self._beat()
@@ -304,62 +319,82 @@ class Driver:
 
     def _beat(self) -> None:
         traffic = self.traffic
-        moved = sum(traffic.get("Data", (0, 0)))
+        moved = sum(sum(traffic.get(kind, (0, 0))) for kind in ("Data", "Relay", "Relayed"))
         with self._changed:
             if moved != self._moved_bytes or self._busy:
                 self._moved_bytes = moved
                 self._progress += 1
             progress, waiting = self._progress, self._inside
             figures = tuple(sorted(self._figures.items()))
-        sent, received = (float(sum(way)) for way in zip(*traffic.values(), strict=True))
+        sent = float(sum(out for out, _ in traffic.values()))
+        received = float(sum(back for _, back in traffic.values()))
         counts = (("received_bytes", received), ("sent_bytes", sent))
         self._handle(io.Pulse(progress, waiting, (*figures, *counts)))
 
     def _transport_event(self, event: TransportEvent) -> None:
         match event:
             case PeerUp(peer):
-                if self._core is None:
-                    self._core = self._introduce(peer)
                 self._prober.peer_up(peer, self._transport, time.monotonic())
                 self._handle(io.EdgeUp(peer))
             case PeerDown(peer, reason):
+                self._owed.pop(peer, None)
                 self._handle(io.EdgeDown(peer, reason))
-            case Violation(peer, reason):
-                if self._core is None and "protocol" in reason:
-                    raise JoinRefused("version", f"{self._config.coordinator}: {reason}")
-                log.warning("a peer broke the protocol: %s", reason)
+            case Denied(self._coordinator):
+                raise JoinRefused(
+                    "denied",
+                    f"the coordinator at {self._config.coordinator} does not let this worker in (any more)",
+                    remedy="ask the run's owner for a new invitation",
+                )
+            case Violation(self._coordinator, reason):
+                raise JoinRefused("version", f"{self._config.coordinator}: {reason}")
+            case Violation(None, reason):
+                log.info("a stranger broke the protocol: %s", reason)
+            case Violation(peer, reason) if peer is not None:
+                self._handle(io.Offence(peer, reason))
             case Received(peer, m.Ping(nonce)):
                 self._send(peer, m.Pong(nonce))
             case Received(_, m.Pong(nonce)):
                 self._prober.pong(nonce, self._transport, time.monotonic())
-            case Received(peer, message):
-                self._guarded(io.Heard(peer, message))
+            case Received(peer, message, nbytes):
+                if needs_credit(message):
+                    self._owed[peer] = self._owed.get(peer, 0) + nbytes
+                self._handle(io.Heard(peer, message, nbytes))
 
-    def _introduce(self, coordinator: m.PeerId) -> MemberCore:
-        join = m.Join(self._config.run, self._config.name, self._config.advertise or self._address)
-        return MemberCore(self._transport.me, coordinator, join, self._config.deadlines)
-
-    def _guarded(self, event: io.Event) -> None:
-        """What a peer did wrong may show only now; it costs the round, never this worker."""
-        try:
-            self._handle(event)
-        except RemoteProtocolError as error:
-            log.warning("a peer broke the protocol: %s", error)
-            self._handle(io.Broke(f"a peer broke the protocol: {error.reason}"))
+    def _give_credit(self) -> None:
+        """Peers may send on as far as what they sent is dealt with; what is held for later is not."""
+        assert self._core is not None
+        for peer, owed in list(self._owed.items()):
+            held = self._core.held_bytes(peer)
+            if owed > held:
+                self._transport.done(peer, owed - held)
+                self._owed[peer] = held
 
     def _handle(self, event: io.Event) -> None:
-        if self._core is not None:
-            self._carry_out(self._core.handle(event, time.monotonic()))
+        """What a peer did wrong costs the round and the peer, never this worker."""
+        assert self._core is not None
+        try:
+            effects = self._core.handle(event, time.monotonic())
+        except RemoteProtocolError as error:
+            if not isinstance(event, io.Heard):
+                raise
+            effects = self._core.handle(io.Offence(event.peer, error.reason), time.monotonic())
+        self._acquaintances.replace(self._core.acquaintances)
+        self._carry_out(effects)
 
     def _carry_out(self, effects: list[io.Effect]) -> None:
         """Effects in order; what an effect leads to comes after the ones already returned."""
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
+            assert self._core is not None
             try:
                 queue.extend(self._do(effect))
-            except (RemoteProtocolError, TransportError) as error:
-                assert self._core is not None
+            except RemoteProtocolError as error:
+                culprit = effect.peer if isinstance(effect, io.Fill) else None
+                event = io.Broke(str(error)) if culprit is None else io.Offence(culprit, error.reason)
+                queue.extend(self._core.handle(event, time.monotonic()))
+                self._acquaintances.replace(self._core.acquaintances)
+            except TransportError as error:
                 queue.extend(self._core.handle(io.Broke(str(error)), time.monotonic()))
 
     def _do(self, effect: io.Effect) -> list[io.Effect]:
@@ -385,6 +420,9 @@ class Driver:
                     self._changed.notify_all()
             case io.Dial(peer, address):
                 self._transport.dial(peer, address)
+            case io.HangUp(peer):
+                self._owed.pop(peer, None)
+                self._transport.hang_up(peer)
             case io.Probe(targets):
                 self._prober.begin(targets, self._transport, time.monotonic(), self._config.deadlines.probe_s)
             case io.GiveState(peer, _, generation):
@@ -431,7 +469,12 @@ class Driver:
             quiet = fields["state"] in ("training", "finished")
             log.log(logging.INFO if quiet else logging.WARNING, "the run is %(state)s: %(reason)s", fields)
             return
-        level = logging.WARNING if event in ("stalled", "coordinator_away") else logging.INFO
+        if event == "reach":
+            log.info(
+                "%s", f"others reach this worker at {fields['address']}" if fields["address"] else UNREACHABLE
+            )
+            return
+        level = logging.WARNING if event in LOUD else logging.INFO
         log.log(level, "%s %s", event, " ".join(f"{k}={v}" for k, v in fields.items()))
 
     def _publish(self) -> None:

@@ -12,7 +12,6 @@ coordinator and to `Grid`), because it puts all of them together.
 from __future__ import annotations
 
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -22,9 +21,14 @@ from typing import TypeVar
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.errors import ConfigError
 from gridtrain.optim.grid import Grid
+from gridtrain.protocol.door import Door
 from gridtrain.protocol.messages import PeerId
+from gridtrain.runtime.acquaintances import Acquaintances
+from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
+from gridtrain.transport.stack import over
 from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.reception import gate_of
 from gridtrain_coordinator.store import Store
 
 Result = TypeVar("Result")
@@ -54,14 +58,19 @@ class LocalGroup:
     ) -> None:
         self.hub = hub or MemoryHub()
         self._deadlines = deadlines or Deadlines()
-        self._transport = MemoryTransport(secrets.token_bytes(32), self.hub)
+        identity = Identity.generate()
+        self.key = identity.public
+        # Whoever can call `join` is in this process already: the door is open, everything else is as usual.
+        door = Door(open_to_all=True, coordinator=identity.public)
+        memory = MemoryTransport(identity.public, self.hub, gate=gate_of(door, time.time))
+        self._transport = over(memory, identity, may_relay=lambda origin, to: True)
         self._transport.listen(self.ADDRESS)
         self._stop = threading.Event()
         self.keys: dict[str, PeerId] = {}
         self._joining = threading.Lock()  # guards `keys`, and that nobody joins behind `__exit__`'s back
         store = Store.open(":memory:")
         self.coordinator = Coordinator.of_run(
-            self._transport, store, run="local", min_workers=min_workers, deadlines=self._deadlines
+            self._transport, store, door, run="local", min_workers=min_workers, deadlines=self._deadlines
         )
         self._thread = threading.Thread(
             target=self.coordinator.run, args=(self._stop,), name="gridtrain-coordinator", daemon=True
@@ -79,25 +88,32 @@ class LocalGroup:
         self._transport.wake()
         self._thread.join(END_S)
 
-    def join(self, name: str = "", *, export_dir: str = "") -> Grid:
-        """One more worker; to be used from one thread.  Raises `EndpointKilled` after the group's end."""
+    def join(self, name: str = "", *, export_dir: str = "", hidden: bool = False) -> Grid:
+        """One more worker; to be used from one thread.  Raises `EndpointKilled` after the group's end.
+
+        `hidden`: nobody can dial it, as behind NAT.
+        """
         with self._joining:
             name = name or f"worker-{len(self.keys) + 1}"
             if self.keys.get(name) in self.hub.endpoints:
                 raise ConfigError(f"there is a worker {name!r} in the group", remedy="choose another name")
-            transport = MemoryTransport(secrets.token_bytes(32), self.hub)
+            identity, acquaintances = Identity.generate(), Acquaintances(self.key)
+            transport = MemoryTransport(identity.public, self.hub, gate=acquaintances)
             self.keys[name] = transport.me
             if self._stop.is_set():
                 self.hub.kill(transport.me)
+            if hidden:
+                self.hub.hide(transport.me)
         config = JoinConfig(
             coordinator=self.ADDRESS,
+            coordinator_key=self.key.hex(),
             run="local",
             name=name,
             listen=f"memory://{name}",
             export_dir=export_dir,
             deadlines=self._deadlines,
         )
-        return Grid(transport, config)
+        return Grid(over(transport, identity, may_relay=acquaintances.may_relay), config, acquaintances)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,16 +29,14 @@ class Prober:
     def begin(
         self, targets: tuple[tuple[PeerId, str], ...], transport: Transport, now_s: float, limit_s: float
     ) -> None:
-        """Dial `targets` and start; `limit_s` bounds the whole."""
+        """Ping those that are connected, the others when they are; `limit_s` bounds the whole."""
         self._targets = {peer for peer, _ in targets}
         self._best_s, self._sent = {}, {}
         self._left = dict.fromkeys(self._targets, PINGS)
         self._until_s, self._running = now_s + 0.8 * limit_s, True
-        for peer, address in targets:
+        for peer in self._targets:
             if transport.connected(peer):
                 self._ping(peer, transport, now_s)
-            else:
-                transport.dial(peer, address)
 
     def peer_up(self, peer: PeerId, transport: Transport, now_s: float) -> None:
         if self._running and peer in self._targets and peer not in self._best_s:

@@ -11,13 +11,18 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-from gridtrain.errors import RemoteProtocolError, TransportError
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from gridtrain.protocol.messages import PeerId, StateBlock
 from gridtrain.transport.base import Transport
 
 BLOCK_BYTES = 1 << 20
 BACKLOG_BYTES = 4 << 20  # how much is queued in the transport at a time
 MAX_STATE_BYTES = 64 << 30
+MAX_BLOBS = 4096
+MAX_ASKS = 32
+"""How often one joiner is served in one generation; an honest one asks again when a connection broke."""
+
+_REMEDY = "drop the donor; the next View names another one"
 
 
 def cut(blobs: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
@@ -36,6 +41,7 @@ class StateOutlet:
         self._waiting: dict[PeerId, tuple[int, int]] = {}
         self._queues: dict[PeerId, deque[StateBlock]] = {}
         self._captured: tuple[int, list[bytes | memoryview]] = (0, [])
+        self._asks: dict[tuple[PeerId, int], int] = {}
 
     @property
     def wanted(self) -> int:
@@ -43,7 +49,13 @@ class StateOutlet:
         return max((generation for _, generation in self._waiting.values()), default=0)
 
     def ask(self, peer: PeerId, term: int, generation: int) -> None:
-        """A joiner wants the state as of `generation`; what was captured for it serves all who ask."""
+        """A joiner wants the state as of `generation`; what was captured for it serves all who ask.
+
+        Bounded: an answer is as long as the model, a request is short.
+        """
+        asks = self._asks[peer, generation] = self._asks.get((peer, generation), 0) + 1
+        if _asks_too_often(asks):
+            return
         self._waiting[peer] = (term, generation)
         self._queues.pop(peer, None)
         self._serve()
@@ -58,6 +70,7 @@ class StateOutlet:
         self._captured = (0, [])
         self._waiting.clear()
         self._queues.clear()
+        self._asks.clear()
 
     def _serve(self) -> None:
         generation, blocks = self._captured
@@ -89,50 +102,104 @@ class StateOutlet:
 
 
 class StateIntake:
-    """The joiner's side.  A block of a newer generation starts anew."""
+    """The joiner's side.  Block 0 is the table of the blobs' lengths, from which the number and the size
+    of all other blocks follow: a state that is too large, or that lies about itself, is refused before
+    its bytes come.  What comes after a gap is dropped, because a connection that broke may have lost
+    some; the joiner asks again, and block 0 begins anew.
 
-    def __init__(self) -> None:
+    Args:
+        max_bytes: the largest state that this worker's model can have; `allow` changes it.
+    """
+
+    def __init__(self, max_bytes: int = MAX_STATE_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._id = (0, 0)
-        self._total = 0
-        self._blocks: dict[int, bytes] = {}
+        self._lengths: tuple[int, ...] = ()
+        self._sizes: list[int] = []  # of all blocks, the table's first; empty: no table has come
+        self._blocks: list[bytes] = []
+
+    def allow(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(len(block) for block in self._blocks)
 
     def take(self, block: StateBlock) -> None:
         """Raises `RemoteProtocolError` for a block that cannot belong to the others."""
-        if (block.term, block.generation) != self._id:
-            self._id, self._total, self._blocks = (block.term, block.generation), block.total, {}
-        if block.total != self._total or not 0 <= block.index < block.total:
-            raise RemoteProtocolError(
-                f"block {block.index} of {block.total} in a state of {self._total} blocks"
-            )
-        if block.total * BLOCK_BYTES > MAX_STATE_BYTES:
-            raise RemoteProtocolError(
-                f"a state of {block.total} blocks; at most {MAX_STATE_BYTES // BLOCK_BYTES}"
-            )
+        here = (block.term, block.generation)
+        if here == self._id and self._sizes and len(self._blocks) == len(self._sizes):
+            return  # asked for twice, complete already
         payload = bytes(block.payload)
-        if len(payload) > BLOCK_BYTES:
-            raise RemoteProtocolError(f"a block of {len(payload)} bytes; at most {BLOCK_BYTES}")
-        self._blocks[block.index] = payload
+        if block.index == 0:
+            self._id, self._blocks, self._sizes = here, [], []
+            self._lengths = _read_table(payload)
+            _check_state(self._lengths, self._max_bytes)
+            sizes = [len(payload), *_block_sizes(self._lengths)]
+            _check_total(block.total, len(sizes))
+            self._sizes, self._blocks = sizes, [payload]
+            return
+        if here != self._id or not self._sizes:
+            return  # its table was lost with a connection
+        _check_total(block.total, len(self._sizes))
+        if block.index != len(self._blocks):
+            return
+        _check_block(block.index, len(payload), self._sizes[block.index])
+        self._blocks.append(payload)
 
     def complete_for(self, generation: int) -> bool:
-        return generation == self._id[1] and 0 < self._total == len(self._blocks)
+        return generation == self._id[1] and 0 < len(self._sizes) == len(self._blocks)
 
     def blobs(self) -> tuple[int, int, list[bytes]]:
-        """Term, generation and the donor's blobs; the blocks are released.
-
-        Raises `RemoteProtocolError` if the table of lengths lies.
-        """
-        blocks, self._blocks = self._blocks, {}
-        head = blocks.pop(0)
-        if len(head) % 8:
-            raise RemoteProtocolError(
-                f"the state's table of lengths has {len(head)} bytes, not a multiple of 8"
-            )
-        lengths = struct.unpack(f"<{len(head) // 8}Q", head)
-        whole = b"".join(blocks[index] for index in sorted(blocks))
-        if sum(lengths) != len(whole):
-            raise RemoteProtocolError(f"the state has {len(whole)} bytes, its table says {sum(lengths)}")
+        """Term, generation and the donor's blobs, of a complete state; the blocks are released."""
+        if not self.complete_for(self._id[1]):
+            raise LocalProtocolError(f"a state of {len(self._sizes)} blocks is read before they are there")
+        whole = b"".join(self._blocks[1:])
+        self._blocks, self._sizes = [], []
         blobs, offset = [], 0
-        for length in lengths:
+        for length in self._lengths:
             blobs.append(whole[offset : offset + length])
             offset += length
         return *self._id, blobs
+
+
+def _asks_too_often(asks: int) -> bool:
+    return asks > MAX_ASKS
+
+
+def _read_table(payload: bytes) -> tuple[int, ...]:
+    if len(payload) % 8 or len(payload) > 8 * MAX_BLOBS:
+        raise RemoteProtocolError(
+            f"the state's table of lengths has {len(payload)} bytes, must be a multiple of 8 and at most "
+            f"{8 * MAX_BLOBS}",
+            remedy=_REMEDY,
+        )
+    return struct.unpack(f"<{len(payload) // 8}Q", payload)
+
+
+def _check_state(lengths: Sequence[int], max_bytes: int) -> None:
+    if sum(lengths) > max_bytes:
+        raise RemoteProtocolError(
+            f"a state of {sum(lengths)} bytes; at most {max_bytes} are taken for this model", remedy=_REMEDY
+        )
+
+
+def _check_total(total: int, expected: int) -> None:
+    if total != expected:
+        raise RemoteProtocolError(
+            f"a state of {total} blocks; its table of lengths makes {expected}", remedy=_REMEDY
+        )
+
+
+def _check_block(index: int, payload_bytes: int, expected_bytes: int) -> None:
+    if payload_bytes != expected_bytes:
+        raise RemoteProtocolError(
+            f"block {index} of a state has {payload_bytes} bytes; its table of lengths makes "
+            f"{expected_bytes}",
+            remedy=_REMEDY,
+        )
+
+
+def _block_sizes(lengths: Sequence[int]) -> list[int]:
+    """As `cut` makes them, after the table."""
+    return [min(BLOCK_BYTES, length - i) for length in lengths for i in range(0, length, BLOCK_BYTES)]

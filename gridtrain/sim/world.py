@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any, Protocol
 
@@ -406,7 +407,8 @@ class World:
         for other in sorted(through, key=sorted):
             relay, (dialler, peer) = self._relayed[other], sorted(other)
             self._disconnect(other)
-            self.at(self.now_s + 0.1, lambda d=dialler, p=peer, r=relay: self.dial(d, p, RELAY + r.hex()))
+            again = partial(self.dial, dialler, peer, RELAY + relay.hex())
+            self.at(self.now_s + 0.1, again)
 
     def connect(self, dialler: m.PeerId, peer: m.PeerId, relay: m.PeerId | None = None) -> None:
         pair = frozenset((dialler, peer))

@@ -66,7 +66,7 @@ class Identity:
         if mode & 0o077:
             raise ConfigError(
                 f"the key file {path} has mode {mode:04o}, so others may read it",
-                remedy=f"chmod 600 {path}; if somebody may have read it, delete it and ask for a new invitation",
+                remedy=f"chmod 600 {path}; if it may have been read, delete it and ask for a new invitation",
             )
         try:
             if not text.startswith(_HEADER):

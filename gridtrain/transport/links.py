@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +31,7 @@ BACKOFF_MOST_S = 2.0
 class Dial:
     """An address we keep connecting to.  `due_s`: when to try again, or to give up the attempt."""
 
-    peer: PeerId | None
+    peer: PeerId
     address: str
     due_s: float = 0.0
     attempt: int = 0
@@ -39,14 +40,10 @@ class Dial:
     link: Link | None = None
 
     def open(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        receive_messages: int,
-        hello: sockets.Frames,
-        now_s: float,
+        self, open_dealer: Callable[[PeerId], zmq.Socket[bytes]], hello: sockets.Frames, now_s: float
     ) -> None:
         """Begin to connect; `hello` leaves first.  Raises `TransportError` for an impossible address."""
-        dealer = sockets.open_dealer(context, receive_messages)
+        dealer = open_dealer(self.peer)
         monitor = sockets.open_monitor(dealer)
         try:
             sockets.connect(dealer, self.address)
@@ -57,7 +54,7 @@ class Dial:
         self.socket, self.monitor, self.due_s = dealer, monitor, now_s + GREET_S
 
     def greeted(self, link: Link) -> None:
-        self.link, self.peer, self.due_s, self.attempt = link, link.peer, math.inf, 0
+        self.link, self.due_s, self.attempt = link, math.inf, 0
 
     def shut(self) -> None:
         if self.socket is not None and self.monitor is not None:
@@ -76,13 +73,22 @@ class Dial:
 class Link:
     """A connection over which a peer has greeted: dialled (`dial`) or accepted (`routing_id`).
 
-    `fd`: the descriptor of an accepted connection, by which its loss is noticed; -1: unknown.
-    `state`: "silent" after `hang_up`; "replaced" when the peer greeted over a newer connection.
+    Attributes:
+        peer: its name; of a guest one that we invented.
+        key: what the other side proved to have (not encrypted: what it says to have).
+        user_id: the same, as frames of an accepted encrypted connection carry it; else empty.
+        fd: the descriptor of an accepted connection, by which its loss is noticed; -1: unknown.
+        state: "silent" after `hang_up`; "replaced" when the peer greeted over a newer connection;
+            "shut" when it was cut, so whatever is still read from it is thrown away.
     """
 
     peer: PeerId
-    software: str
+    key: PeerId
+    software: str = ""
     dial: Dial | None = None
     routing_id: bytes = b""
+    user_id: str = ""
     fd: int = -1
-    state: Literal["up", "silent", "replaced"] = "up"
+    host: str = ""
+    guest: bool = False
+    state: Literal["up", "silent", "replaced", "shut"] = "up"

@@ -10,7 +10,8 @@ a sender cannot change what was received.
 
 An outbox (bounded) empties into the peer's mailbox (bounded) as far as the upload cap and the room
 there allow: the same two queues, and the same backpressure, as over a socket.  Connections come up
-at once or, when the other end is absent or the edge is cut, when that changes: no timers.
+at once or, when the other end is absent or hidden or the edge is cut, when that changes.  Whom a gate
+refuses tries again after a back-off.
 """
 
 from __future__ import annotations
@@ -20,142 +21,55 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from gridtrain.errors import GridtrainError, TransportError
+from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import Message, PeerId
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Traffic, TransportEvent, Violation
+from gridtrain.transport import admission
+from gridtrain.transport.base import (
+    Denied,
+    Gate,
+    PeerDown,
+    PeerUp,
+    Reached,
+    Received,
+    Traffic,
+    TransportEvent,
+    open_gate,
+)
 from gridtrain.transport.faults import Fault, FaultPlan
+from gridtrain.transport.hub import Edge, EndpointKilled, MemoryHub
 from gridtrain.transport.limits import Meter, Pacer
 from gridtrain.transport.outbox import DEFAULT_LIMIT_BYTES, Outbox, Parcel, is_bulk
 from gridtrain.wire import codec
 
 __all__ = ["EndpointKilled", "Fault", "FaultPlan", "MemoryHub", "MemoryTransport"]
 
+MOST_ADDRESSES = 4
 MAILBOX_BYTES = 16 * 2**20
 """What one peer may have lying unread in another's mailbox, as a socket's buffers would."""
 
 CLOSE_S = 1.0
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MOST_S = 2.0
 
 
-class EndpointKilled(GridtrainError):
-    """The fault plan killed this endpoint: its thread should end without another word."""
+_Letter = tuple[float, int, TransportEvent, Edge | None]
+"""Due time, order, event, and over what a message came."""
 
 
 @dataclass(slots=True)
-class _Edge:
-    """A connection.  `deaf`: who accepted it and has hung up since."""
+class _Dialled:
+    """An address that an endpoint keeps connecting to.  `due_s`: not before then, it was refused."""
 
-    dialler: PeerId
-    deaf: set[PeerId] = field(default_factory=set)
+    peer: PeerId
+    due_s: float = float("-inf")
+    attempt: int = 0
 
-
-class MemoryHub:
-    """The network that the endpoints of one process share.  Thread-safe.
-
-    Args:
-        plan: faults to apply to messages; None: none.
-    """
-
-    def __init__(self, plan: FaultPlan | None = None) -> None:
-        self.plan = plan or FaultPlan()
-        self.lock = threading.Lock()
-        self.endpoints: dict[PeerId, MemoryTransport] = {}
-        self.ports: dict[str, MemoryTransport] = {}
-        self._edges: dict[frozenset[PeerId], _Edge] = {}
-        self._cuts: set[frozenset[PeerId]] = set()
-
-    # -- faults by hand, from any thread -------------------------------------------------------
-
-    def cut(self, a: PeerId, b: PeerId) -> None:
-        """Break the edge and keep it broken until `heal`; both ends see `PeerDown`."""
-        with self.lock:
-            self.cut_locked(a, b)
-
-    def heal(self, a: PeerId, b: PeerId) -> None:
-        """Whoever dialled is connected again."""
-        with self.lock:
-            self._cuts.discard(frozenset((a, b)))
-            self.retry_locked()
-
-    def kill(self, peer: PeerId) -> None:
-        """As SIGKILL: peers see `PeerDown`, the endpoint's own calls raise `EndpointKilled`."""
-        with self.lock:
-            self.kill_locked(peer)
-
-    # -- for the endpoints, which hold the lock ------------------------------------------------
-
-    def edge_locked(self, a: PeerId, b: PeerId) -> _Edge | None:
-        return self._edges.get(frozenset((a, b)))
-
-    def cut_locked(self, a: PeerId, b: PeerId) -> None:
-        self._cuts.add(frozenset((a, b)))
-        self.break_locked(a, b, "the edge was cut")
-
-    def kill_locked(self, peer: PeerId) -> None:
-        endpoint = self.endpoints.get(peer)
-        if endpoint is not None:
-            self.remove_locked(endpoint, "the peer was killed")
-            endpoint.stop_locked(killed=True)
-
-    def remove_locked(self, endpoint: MemoryTransport, reason: str) -> None:
-        """The endpoint is gone: its addresses are free, its edges break."""
-        self.ports = {address: other for address, other in self.ports.items() if other is not endpoint}
-        if self.endpoints.get(endpoint.me) is endpoint:
-            del self.endpoints[endpoint.me]
-            for pair in [pair for pair in self._edges if endpoint.me in pair]:
-                (other,) = pair - {endpoint.me}
-                self.break_locked(endpoint.me, other, reason)
-
-    def break_locked(self, a: PeerId, b: PeerId, reason: str) -> None:
-        edge = self._edges.pop(frozenset((a, b)), None)
-        if edge is not None:
-            for me, peer in ((a, b), (b, a)):
-                if me in self.endpoints:
-                    self.endpoints[me].edge_lost_locked(peer, None if me in edge.deaf else reason)
-
-    def retry_locked(self) -> None:
-        for endpoint in list(self.endpoints.values()):
-            endpoint.connect_locked()
-
-    def join_locked(self, dialler: MemoryTransport, peer: PeerId | None, address: str) -> PeerId | None:
-        """Connect if it is possible now; returns the key of whoever is there."""
-        other = self.ports.get(address)
-        if other is None or frozenset((dialler.me, other.me)) in self._cuts:
-            return peer
-        if peer not in (None, other.me) or other is dialler:
-            dialler.post_locked(Violation(peer, f"{address} answers with key {other.me.hex()[:8]}"))
-            return peer
-        edge = self.edge_locked(dialler.me, other.me)
-        if edge is None:
-            self._edges[frozenset((dialler.me, other.me))] = _Edge(dialler.me)
-            dialler.post_locked(PeerUp(other.me, other.software))
-            other.post_locked(PeerUp(dialler.me, dialler.software))
-        elif dialler.me in edge.deaf:
-            edge.deaf.discard(dialler.me)
-            dialler.post_locked(PeerUp(other.me, other.software))
-        return other.me
-
-    def carry_locked(self, source: MemoryTransport, parcel: Parcel[Message], now_s: float) -> bool:
-        """Deliver, as the plan says; False: the mailbox is full, try again when it was emptied."""
-        edge = self.edge_locked(source.me, parcel.peer)
-        target = self.endpoints.get(parcel.peer)
-        if edge is None or target is None:
-            return True  # lost with its edge, as `PeerDown` tells the sender
-        if target.full_locked(source.me, parcel.nbytes):
-            return False
-        fate = self.plan.fate(source.me, parcel.peer, parcel.kind)
-        if fate.kill:
-            self.kill_locked(source.me)
-            raise EndpointKilled(f"endpoint {source.me.hex()[:8]} was killed by the fault plan")
-        if fate.cut:
-            self.cut_locked(source.me, parcel.peer)
-        if target.me not in edge.deaf:
-            for delay_s in fate.delays_s:
-                event = Received(source.me, parcel.body, parcel.nbytes)
-                target.post_locked(event, now_s + delay_s)
-        return True
+    def retry_later(self, now_s: float) -> None:
+        self.due_s = now_s + min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** min(self.attempt, 16))
+        self.attempt += 1
 
 
 class MemoryTransport:
@@ -164,6 +78,9 @@ class MemoryTransport:
     Args:
         me: this endpoint's key.
         hub: the network, shared with the other endpoints.
+        gate: who may connect, and speak.  It is also asked in the threads of other endpoints, with the
+            hub's lock held: it must be quick, and not call a transport.
+        host: where the others see this endpoint's connections come from.
         upload_Bps, download_Bps: rate caps in bytes per second; None: none.
         outbox_bytes: the most that may be queued for one peer.
     """
@@ -174,25 +91,30 @@ class MemoryTransport:
         hub: MemoryHub,
         *,
         software: str = "gridtrain",
+        gate: Gate = open_gate,
+        host: str = "memory",
         upload_Bps: float | None = None,
         download_Bps: float | None = None,
         outbox_bytes: int = DEFAULT_LIMIT_BYTES,
     ) -> None:
         self.me = me
         self.software = software
+        self.gate = gate
+        self.host = host
         self.traffic = Traffic()
         self._hub = hub
         self._changed = threading.Condition(hub.lock)
         self._outbox: Outbox[Message] = Outbox(Pacer(upload_Bps), outbox_bytes)
         self._meter = Meter(download_Bps)
-        self._dialled: dict[str, PeerId | None] = {}
-        self._mailbox: list[tuple[float, int, TransportEvent]] = []  # a heap: due, order, event
+        self._dialled: dict[str, _Dialled] = {}  # by address
+        self._edges: dict[PeerId, Edge] = {}  # by the name of the other end
+        self._mailbox: list[_Letter] = []  # a heap
         self._order = itertools.count()
         self._unread_bytes: dict[PeerId, int] = {}
         self._refused: set[PeerId] = set()  # senders to be told when there is room
         self._woken = self._closed = self._killed = False
         with hub.lock:
-            hub.endpoints[me] = self
+            hub.add_locked(self)
 
     # -- the contract --------------------------------------------------------------------------
 
@@ -206,21 +128,38 @@ class MemoryTransport:
             self._hub.retry_locked()
         return address
 
-    def dial(self, peer: PeerId | None, address: str) -> None:
+    def dial(self, peer: PeerId, address: str) -> None:
+        if peer == self.me:
+            raise TransportError(f"{address} was to be dialled with our own key", remedy="leave yourself out")
         with self._alive():
-            if peer is None or not self._connected_locked(peer):
-                kept = {other: key for other, key in self._dialled.items() if peer is None or key != peer}
-                self._dialled = {**kept, address: peer}
-                self.connect_locked()
+            if self._connected_locked(peer) or self._revive_locked(peer):
+                return
+            if address not in self._dialled or self._dialled[address].peer != peer:
+                kept = {other: dialled for other, dialled in self._dialled.items() if dialled.peer != peer}
+                self._dialled = {**kept, address: _Dialled(peer)}
+            self.connect_locked(time.monotonic())
+
+    def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
+        with self._alive():
+            answer = ""
+            for address in addresses[:MOST_ADDRESSES]:
+                other = self._hub.reachable_locked(self, peer, address)
+                if not answer and other is not None and admission.lets_in(other.gate, self.me):
+                    answer = address
+            self.post_locked(Reached(peer, answer))
 
     def hang_up(self, peer: PeerId) -> None:
         with self._alive():
-            self._dialled = {address: key for address, key in self._dialled.items() if key != peer}
-            edge = self._hub.edge_locked(self.me, peer)
-            if edge is not None:
-                edge.deaf.add(self.me)
-                if edge.dialler == self.me:
-                    self._hub.break_locked(self.me, peer, "the peer hung up")
+            self._dialled = {a: dialled for a, dialled in self._dialled.items() if dialled.peer != peer}
+            edge = self._edges.get(peer)
+            for parcel in self._outbox.last_words(peer):
+                if edge is None or not self._hub.carry_locked(self, edge, parcel, time.monotonic()):
+                    break
+                self.traffic.count_sent(parcel.kind, parcel.nbytes)
+            if edge is not None and (edge.dialler is self or edge.guest):
+                self._hub.break_locked(edge, "the peer hung up", silent=self)
+            elif edge is not None:
+                edge.deaf = True
             self._forget_locked(peer, lambda due_s: True)
 
     def connected(self, peer: PeerId) -> bool:
@@ -248,12 +187,13 @@ class MemoryTransport:
         with self._alive():
             while True:
                 now_s = time.monotonic()
+                self.connect_locked(now_s)
                 self._flush_locked(now_s)
                 events = self._take_locked(now_s)
                 if events or self._woken or now_s >= deadline_s:
                     self._woken = False
                     return events
-                self._changed.wait(max(0.0, min(deadline_s, self._due_locked()) - now_s))
+                self._changed.wait(max(0.0, min(deadline_s, self._due_locked(now_s)) - now_s))
                 self._check_alive()
 
     def wake(self) -> None:
@@ -275,33 +215,66 @@ class MemoryTransport:
 
     # -- called by the hub, under its lock -----------------------------------------------------
 
-    def post_locked(self, event: TransportEvent, due_s: float = float("-inf")) -> None:
+    def edges_locked(self) -> list[Edge]:
+        return list(self._edges.values())
+
+    def post_locked(
+        self, event: TransportEvent, due_s: float = float("-inf"), edge: Edge | None = None
+    ) -> None:
         if isinstance(event, Received):
             unread_bytes = self._unread_bytes.get(event.peer, 0)
             self._unread_bytes[event.peer] = unread_bytes + event.nbytes
         due_s = max(due_s, time.monotonic())
-        heapq.heappush(self._mailbox, (due_s, next(self._order), event))
+        heapq.heappush(self._mailbox, (due_s, next(self._order), event, edge))
         self._changed.notify_all()
 
-    def full_locked(self, source: PeerId, nbytes: int) -> bool:
+    def full_locked(self, edge: Edge, nbytes: int) -> bool:
+        source = edge.name_for(self)
         unread_bytes = self._unread_bytes.get(source, 0)
         full = unread_bytes > 0 and unread_bytes + nbytes > MAILBOX_BYTES
         if full:
             self._refused.add(source)
         return full
 
-    def connect_locked(self) -> None:
-        for address, peer in list(self._dialled.items()):
-            self._dialled[address] = self._hub.join_locked(self, peer, address)
+    def connect_locked(self, now_s: float, *, early: bool = False) -> None:
+        """Try what is dialled and not connected, as far as it is due; `early`: something has changed."""
+        for address, dialled in self._dialled.items():
+            if self._edges.get(dialled.peer) is not None or (now_s < dialled.due_s and not early):
+                continue
+            other = self._hub.reachable_locked(self, dialled.peer, address)
+            if other is None:
+                continue
+            if self._hub.join_locked(self, other):
+                dialled.due_s, dialled.attempt = float("-inf"), 0
+            else:
+                dialled.retry_later(now_s)
+                if not admission.lets_in(other.gate, self.me):
+                    self.post_locked(Denied(dialled.peer, address))
 
     def room_locked(self, peer: PeerId) -> None:
         """`peer` has read from its mailbox."""
         self._outbox.unblock(peer)
         self._changed.notify_all()
 
-    def edge_lost_locked(self, peer: PeerId, reason: str | None) -> None:
+    def edge_made_locked(self, edge: Edge, event: PeerUp) -> None:
+        older = self._edges.get(event.peer)
+        if older is not None:
+            self._hub.break_locked(older, "replaced by a newer connection of the same peer")
+        self._edges[event.peer] = edge
+        self.post_locked(event)
+        guests = [edge for edge in self._edges.values() if edge.acceptor is self and edge.guest]
+        for surplus in guests[: max(0, len(guests) - admission.MOST_GUESTS)]:
+            self._hub.break_locked(surplus, f"more than {admission.MOST_GUESTS} guests")
+
+    def edge_lost_locked(self, edge: Edge, reason: str | None) -> None:
         """What was still on its way is lost; `reason` None: we had hung up, nobody is told."""
-        now_s = time.monotonic()
+        peer, now_s = edge.name_for(self), time.monotonic()
+        if self._edges.get(peer) is not edge:
+            return
+        del self._edges[peer]
+        for dialled in self._dialled.values():
+            if dialled.peer == peer:
+                dialled.retry_later(now_s)
         self._forget_locked(peer, lambda due_s: due_s > now_s)
         if reason is not None:
             self.post_locked(PeerDown(peer, reason))
@@ -325,12 +298,22 @@ class MemoryTransport:
             raise TransportError(f"endpoint {self.me.hex()[:8]} is closed")
 
     def _connected_locked(self, peer: PeerId) -> bool:
-        edge = self._hub.edge_locked(self.me, peer)
-        return edge is not None and self.me not in edge.deaf
+        edge = self._edges.get(peer)
+        return edge is not None and not (edge.deaf and edge.acceptor is self)
+
+    def _revive_locked(self, peer: PeerId) -> bool:
+        """After `hang_up` its connection to us still stands: use it again."""
+        edge = self._edges.get(peer)
+        if edge is None or not admission.still_admitted(self.gate, peer, False):
+            return False
+        edge.deaf = False
+        self.post_locked(PeerUp(peer, edge.dialler.software, edge.dialler.host))
+        return True
 
     def _flush_locked(self, now_s: float) -> None:
         while (parcel := self._outbox.take(now_s)) is not None:
-            if self._hub.carry_locked(self, parcel, now_s):
+            edge = self._edges.get(parcel.peer)  # None: lost with its edge, as `PeerDown` tells
+            if edge is None or self._hub.carry_locked(self, edge, parcel, now_s):
                 self.traffic.count_sent(parcel.kind, parcel.nbytes)
             else:
                 self._outbox.refuse(parcel)
@@ -338,37 +321,52 @@ class MemoryTransport:
     def _take_locked(self, now_s: float) -> list[TransportEvent]:
         events: list[TransportEvent] = []
         while self._mailbox and self._mailbox[0][0] <= now_s and self._meter.may_read(now_s):
-            event = heapq.heappop(self._mailbox)[2]
-            events.append(event)
+            _, _, event, edge = heapq.heappop(self._mailbox)
             if isinstance(event, Received):
+                self._read_locked(event)
+                if edge is not None and not self._heard_locked(edge):
+                    continue
                 self.traffic.count_received(type(event.message).__name__, event.nbytes)
                 self._meter.charge(event.nbytes, now_s)
-                self._read_locked(event)
+            events.append(event)
         return events
+
+    def _heard_locked(self, edge: Edge) -> bool:
+        """Whether the other end may still speak to us; if its key is not admitted any more, it is cut."""
+        guest = edge.guest and edge.acceptor is self
+        if not admission.still_admitted(self.gate, edge.other(self).me, guest):
+            self._hub.break_locked(edge, "its key is not admitted any more")
+            return False
+        return not (edge.deaf and edge.acceptor is self)
 
     def _read_locked(self, event: Received) -> None:
         self._unread_bytes[event.peer] -= event.nbytes
         if event.peer in self._refused:
             self._refused.discard(event.peer)
-            if event.peer in self._hub.endpoints:
-                self._hub.endpoints[event.peer].room_locked(self.me)
+            if (edge := self._edges.get(event.peer)) is not None:
+                other = edge.other(self)
+                other.room_locked(edge.name_for(other))
 
-    def _due_locked(self) -> float:
+    def _due_locked(self, now_s: float) -> float:
         due_s = self._outbox.due_s()
         if self._mailbox:
             due_s = min(due_s, max(self._mailbox[0][0], self._meter.free_s))
+        for dialled in self._dialled.values():
+            if dialled.peer not in self._edges and dialled.due_s > now_s:
+                due_s = min(due_s, dialled.due_s)
         return due_s
 
     def _forget_locked(self, peer: PeerId, lost: Callable[[float], bool]) -> None:
         """Drop what is queued for the peer, and its undelivered messages whose due time is `lost`."""
         self._outbox.drop(peer)
         kept = []
-        for due_s, order, event in self._mailbox:
-            if event.peer == peer and lost(due_s):
+        for letter in self._mailbox:
+            event = letter[2]
+            if event.peer == peer and lost(letter[0]) and not isinstance(event, Reached):
                 if isinstance(event, Received):
                     self._read_locked(event)
             else:
-                kept.append((due_s, order, event))
+                kept.append(letter)
         heapq.heapify(kept)
         self._mailbox = kept
 

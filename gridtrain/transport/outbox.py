@@ -16,15 +16,25 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from gridtrain.errors import TransportError
-from gridtrain.protocol.messages import Data, Message, PeerId, StateBlock
+from gridtrain.protocol.messages import Data, Message, PeerId, Relay, Relayed, StateBlock
 from gridtrain.transport.limits import Pacer
 
 DEFAULT_LIMIT_BYTES = 256 * 2**20
 T = TypeVar("T")
 
 
+SEALED_BULK = 3
+"""First byte of a sealed payload whose inside is bulk (see `sealed`): all that a relay may know of it."""
+
+MAX_SEALED_CONTROL_BYTES = 66 * 1024
+"""No control message is longer when it is sealed; so nobody can make a relay send megabytes first."""
+
+
 def is_bulk(message: Message) -> bool:
     """Bulk waits for the line; everything else is control and goes ahead of it."""
+    if isinstance(message, Relay | Relayed):
+        payload = message.payload
+        return len(payload) > MAX_SEALED_CONTROL_BYTES or payload[:1] == bytes([SEALED_BULK])
     return isinstance(message, Data | StateBlock)
 
 
@@ -104,6 +114,13 @@ class Outbox(Generic[T]):
         self._lanes.pop(peer, None)
         if self._on_line is not None and self._on_line.peer == peer:
             self._on_line = None
+
+    def last_words(self, peer: PeerId) -> list[Parcel[T]]:
+        """Forget what is queued for `peer`, but for control messages: they are returned in their order."""
+        lanes = self._lanes.get(peer)
+        waiting = [] if lanes is None else [*lanes.refused, *lanes.control]
+        self.drop(peer)
+        return [parcel for parcel in waiting if not parcel.bulk]
 
     def backlog_bytes(self, peer: PeerId) -> int:
         return self._lanes[peer].nbytes if peer in self._lanes else 0

@@ -1,13 +1,16 @@
 """ZeroMQ sockets with every bound set, and one bounded message from or to one of them.
 
-Decides the socket options and what is too big to parse.  Never touches who a peer is, nor what a
-message means: that is `zeromq.py` and the codec.
+Decides the socket options, CURVE's among them, and what is too big to parse.  Never touches who may
+speak, nor what a message means: that is `zeromq.py` and the codec.
 
     ROUTER  all connections that others made to us; a message begins with a routing id that libzmq
             invents for each connection (we set none: a set one can be stolen or squatted)
     DEALER  one connection that we made.  It never reconnects by itself: a new connection is a new
             socket, so nothing written for the old one can precede our Hello on the new one.
             IMMEDIATE stays off: with it, messages not yet read are thrown away on a disconnect
+
+Every frame that a ROUTER gives us carries the User-Id that `zap.py` gave to its connection: the key that
+the other side proved to have.  A DEALER has proof of whom it talks to by the server's key.
 
 What libzmq does not bound: the number of frames of one message while it arrives (each is at most
 `MAXMSGSIZE`).  A message beyond the codec's bounds is read frame by frame and thrown away.
@@ -16,6 +19,7 @@ What libzmq does not bound: the number of frames of one message while it arrives
 from __future__ import annotations
 
 import errno
+import ipaddress
 import math
 import re
 from dataclasses import dataclass
@@ -25,6 +29,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gridtrain.errors import TransportError
+from gridtrain.protocol.messages import PeerId
+from gridtrain.transport import zap
+from gridtrain.transport.curve import Identity
 from gridtrain.wire import codec
 
 HIGH_WATER_MESSAGES = 32
@@ -43,10 +50,13 @@ NEVER_MS = 24 * 3600 * 1000
 """For RECONNECT_IVL.  Its own word for never, -1, throws unread messages away when a connection ends."""
 
 HANDSHAKE_S = 10.0
+CURVE_FRAME_BYTES = 33
+"""What CURVE adds to each frame: a command's name, a nonce, flags and the authenticator."""
+
 LINGER_S = 0.5
 ZERO_COPY_BYTES = 64 * 1024
 
-_ADDRESS = re.compile(r"tcp://[^/\s]+:(\d{1,5}|\*)")
+_ADDRESS = re.compile(r"tcp://([^/\s]+):(\d{1,5}|\*)")
 
 LOST_EVENTS = frozenset(
     {
@@ -59,40 +69,70 @@ LOST_EVENTS = frozenset(
     }
 )
 
+ACCEPTED_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
 Frames = list[bytes | memoryview]
 Waitable = zmq.Socket[bytes] | int
+Context = zmq.Context[zmq.Socket[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
     """One multipart message.  `excess` says which bound it broke (`frames` is then empty).
 
-    `fd` is the connection's file descriptor in this process, -1 if libzmq does not tell.
+    `user_id` is what ZAP gave to an accepted connection; empty: none.
     """
 
     routing_id: bytes
     frames: Frames
     nbytes: int
-    fd: int
     excess: str
+    user_id: str
+    first: zmq.Frame
+
+    @property
+    def fd(self) -> int:
+        """The connection's descriptor in this process (only for TCP; deprecated in libzmq); -1: not told."""
+        try:
+            return int(self.first.get(zmq.SRCFD))
+        except (zmq.ZMQError, AttributeError, TypeError, ValueError):
+            return -1
+
+    @property
+    def host(self) -> str:
+        """Where the connection comes from."""
+        return _property(self.first, "Peer-Address")
 
 
-def open_router(context: zmq.Context[zmq.Socket[bytes]], receive_messages: int) -> zmq.Socket[bytes]:
+def open_router(context: Context, receive_messages: int, identity: Identity | None) -> zmq.Socket[bytes]:
+    """For connections that others make.  `identity` None: not encrypted."""
     router = _open(context, zmq.ROUTER, receive_messages)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message for nobody is "sent"
     router.setsockopt(zmq.BACKLOG, 512)
+    if identity is not None:
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_SECRETKEY, identity.secret)
+        router.setsockopt(zmq.ZAP_DOMAIN, zap.DOMAIN)
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no handler: nobody, instead of everybody
     return router
 
 
-def open_dealer(context: zmq.Context[zmq.Socket[bytes]], receive_messages: int) -> zmq.Socket[bytes]:
+def open_dealer(
+    context: Context, receive_messages: int, identity: Identity | None, peer: PeerId
+) -> zmq.Socket[bytes]:
+    """For a connection to `peer`.  `identity` None: not encrypted."""
     dealer = _open(context, zmq.DEALER, receive_messages)
     dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     dealer.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
+    if identity is not None:
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, identity.public)
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, identity.secret)
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, peer)
     return dealer
 
 
-def open_monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    return socket.get_monitor_socket(zmq.EVENT_ALL)
+def open_monitor(socket: zmq.Socket[bytes], events: int = zmq.EVENT_ALL) -> zmq.Socket[bytes]:
+    return socket.get_monitor_socket(events)
 
 
 def close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
@@ -130,36 +170,55 @@ def wait(interests: list[tuple[Waitable, int]], wait_s: float) -> dict[Waitable 
     return dict(zmq.zmq_poll(untyped, math.ceil(wait_s * 1000)))
 
 
-def read(socket: zmq.Socket[bytes]) -> Incoming | None:
+def is_loopback(address: str) -> bool:
+    """Whether the address never leaves this machine."""
+    host = _host(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_numeric(address: str) -> bool:
+    """Whether no name has to be looked up, which libzmq does in the thread that serves all connections."""
+    try:
+        _check_address(address)
+        return _host(address) == "localhost" or bool(ipaddress.ip_address(_host(address)))
+    except (zmq.ZMQError, ValueError):
+        return False
+
+
+def read(socket: zmq.Socket[bytes], *, encrypted: bool) -> Incoming | None:
     """The next message within the codec's bounds, or what made it too big; None: nothing there."""
     try:
         first = socket.recv(zmq.DONTWAIT, copy=False)
     except zmq.Again:
         return None
-    routing_id = b""
-    frame, fd = first, _descriptor(first)
+    routing_id, user_id, frame = b"", "", first
     if socket.type == zmq.ROUTER:
-        routing_id = first.bytes
+        routing_id, user_id = first.bytes, _property(first, "User-Id") if encrypted else ""
         if not first.more:
-            return Incoming(routing_id, [], 0, fd, "a message without frames")
+            return Incoming(routing_id, [], 0, "a message without frames", user_id, first)
         frame = socket.recv(zmq.DONTWAIT, copy=False)
     frames: Frames = []
     count, content_bytes, wire = 0, 0, 0
     while True:
         count += 1
         content_bytes += len(frame)
-        wire += wire_bytes(len(frame))
+        wire += wire_bytes(len(frame), encrypted=encrypted)
         if count <= codec.MAX_FRAMES and content_bytes <= codec.MAX_MESSAGE_BYTES:
             frames.append(frame.buffer if len(frame) >= ZERO_COPY_BYTES else frame.bytes)
         if not frame.more:
             break
         frame = socket.recv(zmq.DONTWAIT, copy=False)
+    excess = ""
     if count > codec.MAX_FRAMES:
-        return Incoming(routing_id, [], wire, fd, f"{count} frames, at most {codec.MAX_FRAMES} are allowed")
-    if content_bytes > codec.MAX_MESSAGE_BYTES:
-        text = f"{content_bytes} bytes, at most {codec.MAX_MESSAGE_BYTES} are allowed"
-        return Incoming(routing_id, [], wire, fd, text)
-    return Incoming(routing_id, frames, wire, fd, "")
+        excess = f"{count} frames, at most {codec.MAX_FRAMES} are allowed"
+    elif content_bytes > codec.MAX_MESSAGE_BYTES:
+        excess = f"{content_bytes} bytes, at most {codec.MAX_MESSAGE_BYTES} are allowed"
+    return Incoming(routing_id, [] if excess else frames, wire, excess, user_id, first)
 
 
 def write(socket: zmq.Socket[bytes], frames: Frames, routing_id: bytes = b"") -> bool:
@@ -185,19 +244,20 @@ def monitor_events(monitor: zmq.Socket[bytes]) -> list[tuple[int, int]]:
     return events
 
 
-def wire_bytes(frame_bytes: int) -> int:
+def wire_bytes(frame_bytes: int, *, encrypted: bool) -> int:
     """A frame on the wire: ZMTP 3.1 puts 2 bytes before a short frame and 9 before a long one."""
-    return frame_bytes + (2 if frame_bytes <= 255 else 9)
+    nbytes = frame_bytes + (CURVE_FRAME_BYTES if encrypted else 0)
+    return nbytes + (2 if nbytes <= 255 else 9)
 
 
-def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, receive_messages: int) -> zmq.Socket[bytes]:
+def _open(context: Context, kind: int, receive_messages: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     for option, value in (
         (zmq.LINGER, round(LINGER_S * 1000)),
         (zmq.SNDTIMEO, 0),
         (zmq.SNDHWM, HIGH_WATER_MESSAGES),
         (zmq.RCVHWM, receive_messages),
-        (zmq.MAXMSGSIZE, codec.MAX_PAYLOAD_BYTES),
+        (zmq.MAXMSGSIZE, codec.MAX_PAYLOAD_BYTES + CURVE_FRAME_BYTES),
         (zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000)),
         (zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000)),
         (zmq.HEARTBEAT_TIMEOUT, round(SILENCE_S * 1000)),
@@ -214,16 +274,21 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, receive_messages: 
 def _check_address(address: str) -> None:
     """Only TCP: libzmq has other transports, over which a lost peer would go unnoticed."""
     match = _ADDRESS.fullmatch(address)
-    if match is None or (match[1] != "*" and int(match[1]) > 65535):
+    if match is None or (match[2] != "*" and int(match[2]) > 65535):
         raise zmq.ZMQError(errno.EINVAL)
 
 
-def _descriptor(frame: zmq.Frame) -> int:
-    """The connection's file descriptor: deprecated in libzmq and only for TCP, so never relied on."""
+def _host(address: str) -> str:
+    match = _ADDRESS.fullmatch(address)
+    return "" if match is None else match[1].removeprefix("[").removesuffix("]")
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    """What libzmq knows about the connection of a frame; empty if it does not."""
     try:
-        return int(frame.get(zmq.SRCFD))
-    except (zmq.ZMQError, AttributeError, TypeError, ValueError):
-        return -1
+        return str(frame.get(name))
+    except (zmq.ZMQError, UnicodeDecodeError):
+        return ""
 
 
 def _bind_error(address: str, error: zmq.ZMQError) -> TransportError:

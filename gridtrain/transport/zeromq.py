@@ -1,10 +1,10 @@
-"""The transport over TCP, with ZeroMQ.
+"""The transport over TCP, with ZeroMQ, encrypted with CURVE.
 
-Decides which connection serves a peer, and when an edge is up or down.  Never opens a payload, and
-never takes a peer's word for more than its Hello says (authentication comes with CURVE).
+Decides which connection serves a peer, and when an edge is up or down.  Never opens a payload, and never
+takes a peer's word for who it is: that is the key that its connection was made with.
 
     who dialled                                   who was dialled
-    DEALER (one per connection) --- Hello ------> ROUTER (all connections)    routing id -> peer
+    DEALER (one per connection) --- Hello ------> ROUTER (all connections)    routing id -> link
         PeerUp <------------------- Hello ----        PeerUp
         both directions <=========================>   both directions
 
@@ -15,6 +15,9 @@ may be lost, so `PeerDown` comes, and at once `PeerUp` again over the other.
 A lost connection is noticed by libzmq's socket monitors: for a DEALER it is its own; the ROUTER's
 gives a file descriptor, which is mapped to the peer that greeted over it.  What the peer sent
 before the loss is delivered before `PeerDown`.
+
+The gate is asked at the handshake (`zap.py`), which a stranger does not survive, and again for every
+message that is read: a key that it admits no more is cut with its next word.
 """
 
 from __future__ import annotations
@@ -22,16 +25,31 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Sequence
 
 import zmq
 
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Message, PeerId
-from gridtrain.transport import sockets
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Traffic, TransportEvent, Violation
+from gridtrain.transport import admission, sockets
+from gridtrain.transport.base import (
+    Denied,
+    Gate,
+    PeerDown,
+    PeerUp,
+    Reached,
+    Received,
+    Standing,
+    Traffic,
+    TransportEvent,
+    Violation,
+)
+from gridtrain.transport.curve import Identity, require_curve
+from gridtrain.transport.entrance import Entrance
 from gridtrain.transport.limits import Meter, Pacer
 from gridtrain.transport.links import GREET_S, Dial, Link
 from gridtrain.transport.outbox import DEFAULT_LIMIT_BYTES, Outbox, Parcel, is_bulk
+from gridtrain.transport.reaching import PROBE, Reaching
 from gridtrain.wire import codec
 
 BATCH_MESSAGES = 64
@@ -49,74 +67,100 @@ class ZeroMQTransport:
     """Implements `Transport` over "tcp://host:port".
 
     Args:
-        me: our key, in our Hello.
+        identity: our key pair; we can be dialled, and dial, under its public key alone.
         software: our name and version, in our Hello.
+        gate: who may connect, and speak.
+        encrypted: False: a peer is whoever its Hello says, and anybody on the way can read and alter.
+            Such a transport stays on loopback addresses, unless `plain_anywhere`, for benchmarks.
         upload_Bps, download_Bps: rate caps in bytes per second; None: none.
         outbox_bytes: the most that may be queued for one peer (libzmq holds a little more).
         advertise_host: the host that peers should dial when we listen on all interfaces.
+
+    Raises:
+        ConfigError: libzmq cannot encrypt, or is too old to be trusted with it.
     """
 
     def __init__(
         self,
-        me: PeerId,
+        identity: Identity,
         software: str,
         *,
+        gate: Gate,
+        encrypted: bool = True,
+        plain_anywhere: bool = False,
         upload_Bps: float | None = None,
         download_Bps: float | None = None,
         outbox_bytes: int = DEFAULT_LIMIT_BYTES,
         advertise_host: str = "127.0.0.1",
     ) -> None:
-        self.me = me
+        if encrypted:
+            require_curve()
+        self.me = identity.public
         self.traffic = Traffic()
-        self._hello = codec.encode(Hello(me, PROTOCOL_VERSION, software))
+        self._gate = gate
+        self._identity = identity if encrypted else None
+        self._anywhere = encrypted or plain_anywhere
+        self._hello = codec.encode(Hello(self.me, PROTOCOL_VERSION, software))
         self._advertise_host = advertise_host
         self._outbox: Outbox[sockets.Frames] = Outbox(Pacer(upload_Bps), outbox_bytes)
         self._meter = Meter(download_Bps)
         self._receive_messages = (
             sockets.HIGH_WATER_MESSAGES if download_Bps is None else sockets.CAPPED_RECEIVE_MESSAGES
         )
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # our own: safe under spawn
-        self._router = sockets.open_router(self._context, self._receive_messages)
-        self._router_monitor = sockets.open_monitor(self._router)
+        self._context: sockets.Context = zmq.Context()  # our own: safe under spawn
+        self._entrance = Entrance(self._context, gate, self._identity, self._receive_messages)
+        probe = None if encrypted else codec.encode(Hello(self.me, PROTOCOL_VERSION, PROBE))
+        self._reaching = Reaching(self._open_dealer, probe, self._may_use)
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._events: list[TransportEvent] = []
         self._dials: list[Dial] = []
         self._edges: dict[PeerId, list[Link]] = {}  # the first is the one we send over
-        self._accepted: dict[bytes, Link] = {}
-        self._by_fd: dict[int, Link] = {}
         self._lost: list[tuple[Link, float]] = []  # accepted ones, and since when
+        self._heard_s = time.monotonic()  # the ROUTER was empty then
         self._closed = False
 
     # -- the contract --------------------------------------------------------------------------
 
     def listen(self, address: str) -> str:
-        bound = sockets.bind(self._router, address)
+        self._require_encryption("listen at", address)
+        bound = self._entrance.listen(address)
         host, _, port = bound.removeprefix("tcp://").rpartition(":")
         return f"tcp://{self._advertise_host}:{port}" if host in _WILDCARDS else bound
 
-    def dial(self, peer: PeerId | None, address: str) -> None:
+    def dial(self, peer: PeerId, address: str) -> None:
         if peer == self.me:
             raise TransportError(f"{address} was to be dialled with our own key", remedy="leave yourself out")
-        if peer is not None and (peer in self._edges or self._revive(peer)):
+        self._require_encryption("dial", address)
+        if peer in self._edges or self._revive(peer):
             return
-        for dial in list(self._dials):
-            if dial.address == address and peer in (None, dial.peer):
+        for dial in [dial for dial in self._dials if dial.peer == peer]:
+            if dial.address == address:
                 return
-            if peer is not None and dial.peer == peer:  # it moved
-                self._drop_dial(dial)
+            self._drop_dial(dial)  # it moved
         dial = Dial(peer, address)
         self._open(dial, time.monotonic())
         self._dials.append(dial)
 
+    def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
+        """See `Transport.reach`.  At most four addresses are tried, and host names are not looked up:
+        an address is what a peer says of itself, and a slow name server would stop all connections."""
+        self._reaching.ask(peer, addresses, time.monotonic() + timeout_s)
+
     def hang_up(self, peer: PeerId) -> None:
+        """See `Transport.hang_up`.  Bulk that is still queued here is thrown away; the rest leaves now."""
+        links = self._edges.get(peer, [])
+        for parcel in self._outbox.last_words(peer):
+            if not (links and self._write(links[0], parcel)):
+                break  # a peer that does not read has no more to be told
         for dial in [dial for dial in self._dials if dial.peer == peer]:
             self._drop_dial(dial)
         for link in self._edges.pop(peer, []):
             link.state = "silent"
-        self._outbox.drop(peer)
-        self._events = [event for event in self._events if event.peer != peer]
+            if link.guest:
+                self._entrance.say_farewell(link, time.monotonic())
+        self._events = [event for event in self._events if event.peer != peer or isinstance(event, Reached)]
 
     def connected(self, peer: PeerId) -> bool:
         return peer in self._edges
@@ -127,7 +171,7 @@ class ZeroMQTransport:
                 f"peer {peer.hex()[:8]} is not connected", remedy="wait for its PeerUp before sending"
             )
         frames, now_s = codec.encode(message), time.monotonic()
-        nbytes = sum(sockets.wire_bytes(len(frame)) for frame in frames)
+        nbytes = self._wire_bytes(frames)
         self._outbox.put(
             Parcel(peer, type(message).__name__, frames, nbytes, is_bulk(message), now_s),
         )
@@ -141,6 +185,7 @@ class ZeroMQTransport:
         while True:
             now_s = time.monotonic()
             self._tend_dials(now_s)
+            self._events += self._reaching.turn(now_s)
             self._flush(now_s)
             until_s = now_s if self._events else min(deadline_s, self._due_s(now_s))
             woken = self._turn(max(0.0, until_s - now_s))
@@ -158,6 +203,7 @@ class ZeroMQTransport:
         if self._closed:
             return
         self._closed = True
+        self._reaching.close()
         for dial in [dial for dial in self._dials if dial.link is None]:
             self._drop_dial(dial)
         deadline_s = time.monotonic() + CLOSE_S
@@ -166,7 +212,7 @@ class ZeroMQTransport:
             self._flush(time.monotonic())
         for dial in list(self._dials):
             self._drop_dial(dial)
-        sockets.close(self._router, self._router_monitor)
+        self._entrance.close()
         self._context.term()  # waits for at most sockets.LINGER_S
         self._wake_in.close()
         self._wake_out.close()
@@ -177,8 +223,10 @@ class ZeroMQTransport:
         """When there is something to do although no socket says so."""
         if self._lost:
             return now_s
-        due_s = min([self._outbox.due_s(), *(dial.due_s for dial in self._dials)])
-        if not self._meter.may_read(now_s):
+        due_s = min([self._outbox.due_s(), self._reaching.due_s(), *(dial.due_s for dial in self._dials)])
+        if self._meter.may_read(now_s):
+            due_s = min(due_s, self._entrance.due_s())
+        else:
             due_s = min(due_s, self._meter.free_s)
         if any(self._edges[peer][0].dial is None for peer in self._outbox.blocked()):
             due_s = min(due_s, now_s + ROUTER_RETRY_S)
@@ -188,7 +236,9 @@ class ZeroMQTransport:
         """Wait once, then do what is possible.  True: `wake` was called."""
         reading = self._meter.may_read(time.monotonic())
         ready = sockets.wait(self._interests(reading), wait_s)
-        if self._router_monitor in ready:
+        if self._entrance.zap is not None and self._entrance.zap.socket in ready:
+            self._entrance.zap.answer()
+        if self._entrance.monitor in ready:
             self._read_router_monitor()
         for dial in list(self._dials):
             flags = ready.get(dial.socket, 0)
@@ -201,8 +251,14 @@ class ZeroMQTransport:
         for peer in self._outbox.blocked():
             if self._edges[peer][0].dial is None:
                 self._outbox.unblock(peer)
-        if self._router in ready or self._lost:
-            self._finish_lost(drained=self._read_batch(None, in_debt=bool(self._lost)))
+        drained = reading
+        if self._entrance.router in ready or self._lost:
+            drained = self._read_batch(None, in_debt=bool(self._lost))
+            self._finish_lost(drained)
+        now_s = time.monotonic()
+        if drained:
+            self._heard_s = now_s
+        self._entrance.tend(self._heard_s, now_s)
         return self._wake_in.fileno() in ready and self._slept()
 
     def _interests(self, reading: bool) -> list[tuple[sockets.Waitable, int]]:
@@ -210,10 +266,13 @@ class ZeroMQTransport:
         blocked = {self._edges[peer][0].dial for peer in self._outbox.blocked()}
         interests: list[tuple[sockets.Waitable, int]] = [
             (self._wake_in.fileno(), zmq.POLLIN),
-            (self._router_monitor, zmq.POLLIN),
+            (self._entrance.monitor, zmq.POLLIN),
+            *self._reaching.interests(),
         ]
+        if self._entrance.zap is not None:
+            interests.append((self._entrance.zap.socket, zmq.POLLIN))
         if reading:
-            interests.append((self._router, zmq.POLLIN))
+            interests.append((self._entrance.router, zmq.POLLIN))
         for dial in self._dials:
             if dial.socket is not None and dial.monitor is not None:
                 interests.append((dial.monitor, zmq.POLLIN))
@@ -229,21 +288,24 @@ class ZeroMQTransport:
 
     def _flush(self, now_s: float) -> None:
         while (parcel := self._outbox.take(now_s)) is not None:
-            link = self._edges[parcel.peer][0]
-            try:
-                if link.dial is not None:
-                    assert link.dial.socket is not None
-                    taken = sockets.write(link.dial.socket, parcel.body)
-                else:
-                    taken = sockets.write(self._router, parcel.body, link.routing_id)
-            except zmq.ZMQError:  # EHOSTUNREACH: the ROUTER knows before its monitor is read
-                self._outbox.drop(parcel.peer)
-                self._lose(link)
-                continue
-            if taken:
-                self.traffic.count_sent(parcel.kind, parcel.nbytes)
-            else:
+            if not self._write(self._edges[parcel.peer][0], parcel):
                 self._outbox.refuse(parcel)
+
+    def _write(self, link: Link, parcel: Parcel[sockets.Frames]) -> bool:
+        """False: the socket is full.  If the connection is gone, everything for the peer is dropped."""
+        try:
+            if link.dial is not None:
+                assert link.dial.socket is not None
+                taken = sockets.write(link.dial.socket, parcel.body)
+            else:
+                taken = sockets.write(self._entrance.router, parcel.body, link.routing_id)
+        except zmq.ZMQError:  # EHOSTUNREACH: the ROUTER knows before its monitor is read
+            self._outbox.drop(parcel.peer)
+            self._lose(link)
+            return True
+        if taken:
+            self.traffic.count_sent(parcel.kind, parcel.nbytes)
+        return taken
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -252,49 +314,71 @@ class ZeroMQTransport:
 
         `in_debt`: read although the download cap says to wait; for what a lost connection left.
         """
-        source = self._router if dial is None else dial.socket
         for _ in range(BATCH_MESSAGES):
-            if source is None:
-                return True
+            if dial is not None and dial.socket is None:
+                return True  # it is closed
             now_s = time.monotonic()
             if not (in_debt or self._meter.may_read(now_s)):
                 return False
-            incoming = sockets.read(source)
+            if dial is None:
+                incoming = self._entrance.read()
+            else:
+                assert dial.socket is not None
+                incoming = sockets.read(dial.socket, encrypted=self._identity is not None)
             if incoming is None:
                 return True
             self._meter.charge(incoming.nbytes, now_s)
-            self._handle(incoming, dial)
-            if dial is not None:
-                source = dial.socket  # None: it was not whom we dialled, and is closed
+            link = self._entrance.links.get(incoming.routing_id) if dial is None else dial.link
+            if link is not None:
+                self._listen_to(link, incoming)
+            elif dial is not None:
+                self._answered(dial, incoming)
+            else:
+                self._read_router_monitor()
+                self._accept(incoming)
         return False
 
-    def _handle(self, incoming: sockets.Incoming, dial: Dial | None) -> None:
-        link = self._accepted.get(incoming.routing_id) if dial is None else dial.link
-        if link is not None and link.state != "up":
+    def _listen_to(self, link: Link, incoming: sockets.Incoming) -> None:
+        """A message from a peer that has greeted."""
+        if link.state == "shut":
             return
-        peer = None if link is None else link.peer
-        try:
-            if incoming.excess:
-                raise RemoteProtocolError(incoming.excess)
-            message = codec.decode(incoming.frames)
-            kind = type(message).__name__
-            if isinstance(message, Hello) == (link is not None):
-                raise RemoteProtocolError(
-                    "a second Hello on a connection" if link else f"{kind} before Hello"
-                )
-        except RemoteProtocolError as error:
-            self._events.append(Violation(peer, str(error)))
-            return
-        self.traffic.count_received(kind, incoming.nbytes)
+        if not admission.speaks_for(incoming.user_id, link.user_id):
+            self._events.append(Violation(None, f"a message came under the name of {link.key.hex()[:8]}"))
+            self._shut(link, "another key spoke in its name")
+        elif not admission.still_admitted(self._gate, link.key, link.guest):
+            self._shut(link, "its key is not admitted any more")
+        elif link.state == "up":
+            try:
+                message = self._decode(incoming)
+                if isinstance(message, Hello):
+                    raise RemoteProtocolError("a second Hello on a connection")
+            except RemoteProtocolError as error:
+                self._events.append(Violation(link.peer, str(error)))
+            else:
+                self._events.append(Received(link.peer, message, incoming.nbytes))
+
+    def _hello_in(self, incoming: sockets.Incoming) -> Hello:
+        """Raises `RemoteProtocolError`."""
+        message = self._decode(incoming)
         if not isinstance(message, Hello):
-            assert link is not None
-            self._events.append(Received(link.peer, message, incoming.nbytes))
-        elif dial is None:
-            self._accept(message, incoming)
-        else:
-            self._answered(message, dial)
+            raise RemoteProtocolError(f"{type(message).__name__} before Hello")
+        return message
+
+    def _decode(self, incoming: sockets.Incoming) -> Message:
+        """Raises `RemoteProtocolError`."""
+        if incoming.excess:
+            raise RemoteProtocolError(incoming.excess)
+        message = codec.decode(incoming.frames)
+        self.traffic.count_received(type(message).__name__, incoming.nbytes)
+        return message
 
     # -- connections that we made --------------------------------------------------------------
+
+    def _open_dealer(self, peer: PeerId) -> zmq.Socket[bytes]:
+        return sockets.open_dealer(self._context, self._receive_messages, self._identity, peer)
+
+    def _open(self, dial: Dial, now_s: float) -> None:
+        dial.open(self._open_dealer, self._hello, now_s)
 
     def _tend_dials(self, now_s: float) -> None:
         for dial in self._dials:
@@ -304,20 +388,24 @@ class ZeroMQTransport:
                 else:
                     self._redial(dial, f"no greeting within {GREET_S:g} s")
 
-    def _open(self, dial: Dial, now_s: float) -> None:
-        dial.open(self._context, self._receive_messages, self._hello, now_s)
-
-    def _answered(self, hello: Hello, dial: Dial) -> None:
+    def _answered(self, dial: Dial, incoming: sockets.Incoming) -> None:
+        """The first message over a connection that we made."""
+        try:
+            hello = self._hello_in(incoming)
+            if hello.peer != dial.peer:
+                raise RemoteProtocolError(f"{dial.address} answers with key {hello.peer.hex()[:8]}")
+        except RemoteProtocolError as error:
+            self._events.append(Violation(None, str(error)))
+            self._redial(dial, str(error))
+            return
         self._count_hello()  # the one it answers; those of failed attempts never left
         if hello.version != PROTOCOL_VERSION:
-            self._events.append(_mismatch(hello))
+            self._events.append(_mismatch(hello, dial.peer))
             self._drop_dial(dial)  # the same software will give the same answer
-        elif hello.peer == self.me or dial.peer not in (None, hello.peer):
-            text = f"{dial.address} answers with key {hello.peer.hex()[:8]}"
-            self._events.append(Violation(dial.peer, text))
-            self._redial(dial, text)
+        elif not admission.still_admitted(self._gate, dial.peer, guest=False):
+            self._redial(dial, "its key is not admitted")
         else:
-            link = Link(hello.peer, hello.software, dial=dial)
+            link = Link(dial.peer, dial.peer, hello.software, dial=dial)
             dial.greeted(link)
             self._link_up(link)
 
@@ -328,6 +416,8 @@ class ZeroMQTransport:
             if event in sockets.LOST_EVENTS:
                 while not self._read_batch(dial, in_debt=True):
                     pass  # bounded: what libzmq holds, nothing more can come
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    self._events.append(Denied(dial.peer, dial.address))
                 if dial.socket is not None:
                     self._redial(dial, f"connection to {dial.address} lost")
                 return
@@ -344,33 +434,80 @@ class ZeroMQTransport:
 
     # -- connections that others made ----------------------------------------------------------
 
-    def _accept(self, hello: Hello, incoming: sockets.Incoming) -> None:
-        # Descriptors are reused: what the monitor still has to say is about an older connection.
-        self._read_router_monitor()
+    def _accept(self, incoming: sockets.Incoming) -> None:
+        """The first message over a connection that was made to us."""
+        if not self._entrance.is_open(incoming.fd):
+            return
+        try:
+            hello = self._hello_in(incoming)
+            if not admission.speaks_for(incoming.user_id, self._user_id(hello.peer)):
+                raise RemoteProtocolError(f"key {incoming.user_id[:8]} greets as {hello.peer.hex()[:8]}")
+            if hello.peer == self.me:
+                raise RemoteProtocolError("a peer greets with our own key")
+        except RemoteProtocolError as error:
+            self._events.append(Violation(None, str(error)))
+            self._turn_away(incoming)
+            return
+        standing = self._gate(hello.peer)
+        guest = standing is Standing.GUEST
+        if not admission.still_admitted(self._gate, hello.peer, guest):
+            self._turn_away(incoming)  # without a word
+            return
         with contextlib.suppress(zmq.ZMQError):  # it is gone again, as the monitor will say
-            if sockets.write(self._router, self._hello, incoming.routing_id):
+            if sockets.write(self._entrance.router, self._hello, incoming.routing_id):
                 self._count_hello()
+        name = admission.guest_name(hello.peer, incoming.routing_id) if guest else hello.peer
         if hello.version != PROTOCOL_VERSION:
-            self._events.append(_mismatch(hello))
-            return
-        if hello.peer == self.me:
-            self._events.append(Violation(None, "a peer greets with our own key"))
-            return
-        for old in [link for link in self._accepted.values() if link.peer == hello.peer]:
+            self._events.append(_mismatch(hello, name))
+            self._entrance.ignore(incoming)
+        elif self._identity is not None or hello.software != PROBE:
+            self._welcome(hello, incoming, name)
+
+    def _user_id(self, key: PeerId) -> str:
+        """What the frames of an accepted connection carry if it was made with this key."""
+        return "" if self._identity is None else key.hex()
+
+    def _welcome(self, hello: Hello, incoming: sockets.Incoming, name: PeerId) -> None:
+        link = Link(
+            name,
+            hello.peer,
+            hello.software,
+            routing_id=incoming.routing_id,
+            user_id=incoming.user_id,
+            fd=incoming.fd,
+            host=incoming.host,
+            guest=name != hello.peer,
+        )
+        for old in [] if link.guest else self._entrance.of(link.key):
             if old.state == "replaced":
-                del self._accepted[old.routing_id]
-            old.state = "replaced"
-            self._link_down(old, "replaced by a newer connection of the same peer")
-        link = Link(hello.peer, hello.software, routing_id=incoming.routing_id, fd=incoming.fd)
-        self._accepted[link.routing_id] = link
-        if link.fd >= 0:
-            self._by_fd[link.fd] = link
+                self._shut(old, "")
+            else:
+                old.state = "replaced"  # not cut yet: whoever has the same key would come back at once
+                self._link_down(old, "replaced by a newer connection of the same peer")
+        if (stale := self._entrance.greeted(link)) is not None:
+            self._lose(stale)
         self._link_up(link)
+        for surplus in self._entrance.surplus_guests():
+            self._shut(surplus, f"more than {admission.MOST_GUESTS} guests")
+
+    def _turn_away(self, incoming: sockets.Incoming) -> None:
+        """It has not greeted, and will not."""
+        link = self._entrance.ignore(incoming)
+        if link is not None:
+            self._entrance.cut(link)
+
+    def _shut(self, link: Link, reason: str) -> None:
+        """End this connection now, dialled or accepted."""
+        if link.dial is not None:
+            self._redial(link.dial, reason)
+        else:
+            self._read_router_monitor()
+            self._entrance.cut(link)
+            self._link_down(link, reason)
 
     def _read_router_monitor(self) -> None:
-        for event, fd in sockets.monitor_events(self._router_monitor):
-            if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_ACCEPTED) and fd in self._by_fd:
-                self._lose(self._by_fd.pop(fd))
+        for link in self._entrance.read_monitor(time.monotonic()):
+            self._lose(link)
 
     def _lose(self, link: Link) -> None:
         if all(link is not lost for lost, _ in self._lost):
@@ -382,7 +519,7 @@ class ZeroMQTransport:
         waiting: list[tuple[Link, float]] = []
         for link, since_s in self._lost:
             if drained or now_s >= since_s + DRAIN_S:
-                self._accepted.pop(link.routing_id, None)
+                self._entrance.forget(link)
                 self._link_down(link, "connection closed by the peer or the network")
             else:
                 waiting.append((link, since_s))
@@ -391,8 +528,9 @@ class ZeroMQTransport:
     def _revive(self, peer: PeerId) -> bool:
         """After `hang_up` its connection to us still stands: use it again."""
         lost = [link for link, _ in self._lost]
-        for link in self._accepted.values():
-            if link.peer == peer and link.state == "silent" and link not in lost:
+        for link in self._entrance.of(peer):
+            admitted = admission.still_admitted(self._gate, peer, guest=False)
+            if admitted and link.state == "silent" and link not in lost:
                 link.state = "up"
                 self._link_up(link)
                 return True
@@ -404,7 +542,7 @@ class ZeroMQTransport:
         links = self._edges.setdefault(link.peer, [])
         links.append(link)
         if len(links) == 1:
-            self._events.append(PeerUp(link.peer, link.software))
+            self._events.append(_up(link))
 
     def _link_down(self, link: Link, reason: str) -> None:
         links = self._edges.get(link.peer, [])
@@ -414,17 +552,37 @@ class ZeroMQTransport:
         self._outbox.drop(link.peer)
         self._events.append(PeerDown(link.peer, reason))
         if links:
-            self._events.append(PeerUp(link.peer, links[0].software))
+            self._events.append(_up(links[0]))
         else:
             del self._edges[link.peer]
 
     def _count_hello(self) -> None:
-        self.traffic.count_sent("Hello", sum(sockets.wire_bytes(len(frame)) for frame in self._hello))
+        self.traffic.count_sent("Hello", self._wire_bytes(self._hello))
+
+    def _wire_bytes(self, frames: sockets.Frames) -> int:
+        encrypted = self._identity is not None
+        return sum(sockets.wire_bytes(len(frame), encrypted=encrypted) for frame in frames)
+
+    # -- without encryption --------------------------------------------------------------------
+
+    def _may_use(self, address: str) -> bool:
+        return self._anywhere or sockets.is_loopback(address)
+
+    def _require_encryption(self, what: str, address: str) -> None:
+        if not self._may_use(address):
+            raise TransportError(
+                f"cannot {what} {address!r} without encryption: everybody on the way could read and alter",
+                remedy='switch encryption on, or stay on this machine: "tcp://127.0.0.1:PORT"',
+            )
 
 
-def _mismatch(hello: Hello) -> Violation:
+def _up(link: Link) -> PeerUp:
+    return PeerUp(link.peer, link.software, link.host, link.key if link.guest else None)
+
+
+def _mismatch(hello: Hello, name: PeerId) -> Violation:
     return Violation(
-        hello.peer,
+        name,
         f"peer speaks gridtrain protocol {hello.version}, this software speaks {PROTOCOL_VERSION} "
         f"(the peer runs {hello.software!r}) -> install the same version of gridtrain on both machines",
     )

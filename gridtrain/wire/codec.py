@@ -29,9 +29,13 @@ MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 
 # What msgpack itself enforces while it parses; `schema` is narrower, field by field.
-_MAX_STR_BYTES = 512
-_MAX_BIN_BYTES = 64
-_MAX_ARRAY_ITEMS = 4096
+_PARSE_LIMITS: dict[str, int] = {
+    "max_str_len": 512,
+    "max_bin_len": 64,
+    "max_array_len": 4096,
+    "max_map_len": 0,
+    "max_ext_len": 0,
+}
 
 TYPE_CODES: dict[type, int] = {record.cls: code for code, record in MESSAGES.items()}
 
@@ -69,6 +73,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     Raises:
         RemoteProtocolError: they are none.
     """
+    _check_count(frames, 1, MAX_FRAMES)
     _check_sizes(frames)
     header = _parse(frames[0])
     if type(header) is not tuple or not header or type(header[0]) is not int:
@@ -76,12 +81,10 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     record = MESSAGES.get(header[0])
     if record is None:
         raise RemoteProtocolError(f"message code {header[0]} is not known", remedy=_REMEDY)
-    if len(frames) != 1 + record.has_frame:
-        raise RemoteProtocolError(
-            f"{record.name} came in {len(frames)} frames, must be {1 + record.has_frame}", remedy=_REMEDY
-        )
+    expected = 1 + record.has_frame
+    _check_count(frames, expected, expected, f"{record.name} came in ")
     try:
-        message: Message = record.unpack(header[1:], *frames[1:])
+        message: Message = record.unpack(header[1:], *frames[1:expected])
     except BoundError as error:
         raise RemoteProtocolError(str(error.inside(record.name)), remedy=_REMEDY) from None
     return message
@@ -101,9 +104,13 @@ def _as_frame(payload: Any, name: str) -> bytes | memoryview:
     return frame
 
 
+def _check_count(frames: Sequence[bytes | memoryview], low: int, high: int, what: str = "") -> None:
+    if not low <= len(frames) <= high:
+        bound = f"{low} .. {high}" if low < high else f"{low}"
+        raise RemoteProtocolError(f"{what}{len(frames)} frames, must be {bound}", remedy=_REMEDY)
+
+
 def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
-    if not 1 <= len(frames) <= MAX_FRAMES:
-        raise RemoteProtocolError(f"{len(frames)} frames, must be 1 .. {MAX_FRAMES}", remedy=_REMEDY)
     for name, frame, limit in zip(
         ("header", "payload"), frames, (MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES), strict=False
     ):
@@ -122,13 +129,9 @@ def _parse(header: bytes | memoryview) -> Any:
             strict_map_key=True,
             object_hook=_refuse_map,
             ext_hook=_refuse_ext,
-            max_str_len=_MAX_STR_BYTES,
-            max_bin_len=_MAX_BIN_BYTES,
-            max_array_len=_MAX_ARRAY_ITEMS,
-            max_map_len=0,
-            max_ext_len=0,
+            **_PARSE_LIMITS,
         )
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
         problem = str(error) or type(error).__name__
         raise RemoteProtocolError(
             f"header of {len(header)} bytes is no msgpack within the limits: {problem}", remedy=_REMEDY

@@ -28,6 +28,11 @@ from gridtrain.wire.kinds import (
 MAX_ROSTER_PAGE = 256
 """Members of one Roster page: a page of the longest names and addresses still fits a header."""
 
+MAX_ROSTER_PAGES = 256
+MAX_BLOCK_BYTES = 1 << 20
+MAX_BLOCKS = 1 << 16
+"""Of a state: 64 GiB.  What a joiner really takes is bounded by its own model (`runtime.statefeed`)."""
+
 # -- leaves ----------------------------------------------------------------------------------------
 
 UINT = Int("uint", 0, 2**63 - 1, "an integer 0 .. 2^63-1 (what SQLite holds)")
@@ -61,11 +66,16 @@ def _one_end(spec: m.LedgerSpec) -> str | None:
 
 
 def _page_is_one_of(roster: m.Roster) -> str | None:
-    return None if roster.page < roster.pages else f"page {roster.page} of {roster.pages}"
+    if roster.page < roster.pages <= MAX_ROSTER_PAGES:
+        return None
+    return f"page {roster.page} of {roster.pages}, must be below that, and that at most {MAX_ROSTER_PAGES}"
 
 
 def _block_is_one_of(block: m.StateBlock) -> str | None:
-    return None if block.index < block.total else f"block {block.index} of {block.total}"
+    if not block.index < block.total <= MAX_BLOCKS:
+        return f"block {block.index} of {block.total}, must be below that, and that at most {MAX_BLOCKS}"
+    nbytes = memoryview(block.payload).nbytes
+    return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
 
 
 ROUND = Record(m.RoundId, term=UINT, generation=UINT, step=UINT, attempt=UINT)

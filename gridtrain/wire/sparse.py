@@ -194,33 +194,57 @@ def _read_header(data: memoryview, n: int, max_entries: int, kind: ValueKind) ->
     if data.nbytes < _HEADER.size:
         raise _refused(f"sparse payload of {data.nbytes} bytes, shorter than its {_HEADER.size}-byte header")
     k, exponent, sent_kind = _HEADER.unpack_from(data)
+    _check_kind(sent_kind, kind)
+    _check_entries(k, max_entries, n)
+    _check_length(data.nbytes, k, n, kind)
+    return k, exponent
+
+
+def _check_kind(sent_kind: int, kind: ValueKind) -> None:
     if sent_kind != kind:
         raise _refused(f"sparse payload of value kind {sent_kind}, this generation's is {kind} ({kind.name})")
+
+
+def _check_entries(k: int, max_entries: int, n: int) -> None:
     if k > min(max_entries, n):
         raise _refused(f"sparse payload of {k} entries, at most {min(max_entries, n)} of {n} are allowed")
+
+
+def _check_length(payload_bytes: int, k: int, n: int, kind: ValueKind) -> None:
     expected = encoded_bytes(k, n, kind)
-    if data.nbytes != expected:
+    if payload_bytes != expected:
         raise _refused(
-            f"sparse payload of {data.nbytes} bytes, {k} {kind.name} entries of {n} take {expected}"
+            f"sparse payload of {payload_bytes} bytes, {k} {kind.name} entries of {n} take {expected}"
         )
-    return k, exponent
 
 
 def _read_indices(
     low: npt.NDArray[np.uint8], high: npt.NDArray[np.uint8], k: int, n: int
 ) -> npt.NDArray[np.int64]:
     low_width, high_width = _widths(k, n)
-    for name, section, width in (("low", low, k * low_width), ("high", high, high_width)):
-        if width % 8 and section[-1] >> (width % 8):
-            raise _refused(f"padding after the {name} bits of a sparse payload is not zero")
+    _check_padding("low", low, k * low_width)
+    _check_padding("high", high, high_width)
     ones = np.flatnonzero(np.unpackbits(high, count=high_width, bitorder="little"))
-    if ones.size != k:
-        raise _refused(f"high bits of a sparse payload hold {ones.size} entries, its header says {k}")
+    _check_popcount(ones.size, k)
     indices = (ones - np.arange(k)) << low_width
     indices |= _unpack_low(low, k, low_width)
-    if k and (indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
-        raise _refused(f"sparse indices are not strictly increasing and below {n}")
+    _check_order(indices, n)
     return indices
+
+
+def _check_padding(name: str, section: npt.NDArray[np.uint8], width: int) -> None:
+    if width % 8 and section[-1] >> (width % 8):
+        raise _refused(f"padding after the {name} bits of a sparse payload is not zero")
+
+
+def _check_popcount(ones: int, k: int) -> None:
+    if ones != k:
+        raise _refused(f"high bits of a sparse payload hold {ones} entries, its header says {k}")
+
+
+def _check_order(indices_K: npt.NDArray[np.int64], n: int) -> None:
+    if indices_K.size and (indices_K[-1] >= n or not (indices_K[1:] > indices_K[:-1]).all()):
+        raise _refused(f"sparse indices are not strictly increasing and below {n}")
 
 
 def _unpack_low(low: npt.NDArray[np.uint8], k: int, low_width: int) -> npt.NDArray[np.int64]:
@@ -237,11 +261,23 @@ def _read_values(raw: npt.NDArray[np.floating], exponent: int, kind: ValueKind) 
     if kind is ValueKind.FP32:
         if exponent != 0:
             raise _refused(f"scale exponent {exponent} of fp32 values, must be 0")
-        if not np.isfinite(raw).all():
-            raise _refused("sparse payload holds infinite or NaN values")
+        _check_finite(raw)
         return raw.astype(np.float32)
-    # One comparison covers NaN, infinity and a scale that is not the canonical one.
-    top_bits = int((raw.view("<u2") & 0x7FFF).max(initial=0))
+    _check_scale(int((raw.view("<u2") & 0x7FFF).max(initial=0)), exponent)
+    with np.errstate(under="ignore"):
+        values = np.ldexp(raw.astype(np.float32), exponent)
+    if exponent < _EXPONENT_LOSSLESS and not (np.ldexp(values, -exponent) == raw).all():
+        raise _refused(f"fp16 values with scale exponent {exponent} are finer than float32 can hold")
+    return values
+
+
+def _check_finite(values_K: npt.NDArray[np.floating]) -> None:
+    if not np.isfinite(values_K).all():
+        raise _refused("sparse payload holds infinite or NaN values")
+
+
+def _check_scale(top_bits: int, exponent: int) -> None:
+    """Of fp16 values: one comparison covers NaN, infinity and a scale that is not the canonical one."""
     zeros_only = top_bits == 0 and exponent == 0
     if not zeros_only and not (
         _TOP_BITS_MIN <= top_bits <= _TOP_BITS_MAX and _EXPONENT_MIN <= exponent <= _EXPONENT_MAX
@@ -251,8 +287,3 @@ def _read_values(raw: npt.NDArray[np.floating], exponent: int, kind: ValueKind) 
             f"{_TOP_BITS_MIN:#06x} .. {_TOP_BITS_MAX:#06x} (2^14 <= |v| < 2^15) and "
             f"{_EXPONENT_MIN} .. {_EXPONENT_MAX}"
         )
-    with np.errstate(under="ignore"):
-        values = np.ldexp(raw.astype(np.float32), exponent)
-    if exponent < _EXPONENT_LOSSLESS and not (np.ldexp(values, -exponent) == raw).all():
-        raise _refused(f"fp16 values with scale exponent {exponent} are finer than float32 can hold")
-    return values

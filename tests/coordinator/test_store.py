@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sqlite3
 import subprocess
@@ -47,6 +48,13 @@ def test_a_journal_reads_as_it_was_written(path: Path) -> None:
     assert all(entry.at.endswith("+00:00") for entry in entries)
 
 
+def test_others_cannot_read_it(path: Path) -> None:
+    store = Store.open(path)
+    store.next_term()
+    modes = {file.name: oct(file.stat().st_mode & 0o777) for file in path.parent.glob("journal.sqlite*")}
+    assert modes == {"journal.sqlite": "0o600", "journal.sqlite-wal": "0o600"}
+
+
 def test_every_start_is_a_new_term_and_the_key_stays(path: Path) -> None:
     seen = []
     for _ in range(3):
@@ -54,7 +62,7 @@ def test_every_start_is_a_new_term_and_the_key_stays(path: Path) -> None:
         seen.append((store.next_term(), store.identity()))
         store.close()
     key = seen[0][1]
-    assert seen == [(1, key), (2, key), (3, key)] and len(key) == 32
+    assert seen == [(1, key), (2, key), (3, key)] and len(key.public) == 32
 
 
 def test_the_cores_own_term_entry_does_not_count_twice(path: Path) -> None:
@@ -119,17 +127,74 @@ def test_generations_can_be_read_as_a_table(path: Path) -> None:
 
 # -- migrations ------------------------------------------------------------------------------------
 
-FIRST, SECOND = module._migrations()[0], "CREATE TABLE links (a, b);"
+FIRST, DOOR = module._migrations()
+MORE = "CREATE TABLE links (a, b);"
+
+
+def old_journal(path: Path) -> None:
+    """What gridtrain wrote before there were keys: version 1, with an identity that has no secret."""
+    with sqlite3.connect(path, isolation_level=None) as connection:
+        connection.executescript(FIRST)
+        connection.execute(f"PRAGMA application_id = {module.APPLICATION_ID}")
+        connection.execute("PRAGMA user_version = 1")
+        connection.execute("INSERT INTO identity VALUES (1, ?)", (b"i" * 32,))
+        lines = [("term", {"term": 1}), ("generation", GENERATION), ("state", {"state": "training"})]
+        for number, (kind, body) in enumerate(lines):
+            row = (10 * number + 7, f"2024-05-0{number + 1}", kind, json.dumps(body))
+            connection.execute("INSERT INTO journal (id, at, kind, body) VALUES (?, ?, ?, ?)", row)
+    connection.close()
+
+
+def test_a_journal_of_the_first_version_is_taken_over(path: Path) -> None:
+    old_journal(path)
+    store = Store.open(path)
+    assert [(entry.id, entry.at, entry.kind, entry.body) for entry in store.entries()] == [
+        (7, "2024-05-01", "term", {"term": 1}),
+        (17, "2024-05-02", "generation", GENERATION),
+        (27, "2024-05-03", "state", {"state": "training"}),
+    ]
+    assert store.key() is None, "nobody could prove to be the old identity"
+    assert store.identity().public == store.key() != b"i" * 32
+    assert store.next_term() == 2
+    with pytest.raises(JournalError):
+        store.append("generation", {**GENERATION, "verdict": "COMMIT"})
+    for change in ("UPDATE journal SET body = '{}'", "DELETE FROM journal"):
+        with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+            store._connection.execute(change)
+    row = store._connection.execute("SELECT term, generation, verdict FROM generations").fetchone()
+    assert row == (1, 1, "ABORT")
+
+
+def test_an_old_and_a_new_journal_have_one_schema(tmp_path: Path) -> None:
+    def schema(path: Path) -> list[tuple[str, ...]]:
+        store = Store.open(path)
+        rows = store._connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name")
+        found = rows.fetchall()
+        store.close()
+        return found
+
+    old_journal(tmp_path / "old.sqlite")
+    names = [row[1] for row in schema(tmp_path / "old.sqlite")]
+    assert schema(tmp_path / "old.sqlite") == schema(tmp_path / "new.sqlite")
+    assert "identity" not in names and "journal_of_version_1" not in names
+
+
+@pytest.mark.parametrize("kind", ["invitation", "enrolled", "expelled", "pardoned", "strike"])
+def test_what_the_door_decides_is_kept(path: Path, kind: str) -> None:
+    store = Store.open(path)
+    store.append(kind, {"peer": "ab" * 32})
+    store.close()
+    assert [(entry.kind, entry.body) for entry in Store.open(path).entries()] == [(kind, {"peer": "ab" * 32})]
 
 
 def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(path)
     store.next_term()
     store.close()
-    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, SECOND])
+    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, DOOR, MORE])
     for _ in range(2):  # the second time there is nothing to do
         store = Store.open(path)
-        assert store._connection.execute("PRAGMA user_version").fetchone() == (2,)
+        assert store._connection.execute("PRAGMA user_version").fetchone() == (3,)
         assert store._connection.execute("SELECT count(*) FROM links").fetchone() == (0,)
         assert [entry.kind for entry in store.entries()] == ["term"]
         store.close()
@@ -137,12 +202,12 @@ def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytes
 
 def test_a_migration_that_fails_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store.open(path).close()
-    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, SECOND + "CREATE TABLE links (again);"])
+    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, DOOR, MORE + "CREATE TABLE links (again);"])
     with pytest.raises(JournalError):
         Store.open(path)
     monkeypatch.undo()
     store = Store.open(path)
-    assert store._connection.execute("PRAGMA user_version").fetchone() == (1,)
+    assert store._connection.execute("PRAGMA user_version").fetchone() == (2,)
     assert store._connection.execute("SELECT name FROM sqlite_master WHERE name = 'links'").fetchall() == []
 
 
@@ -191,7 +256,7 @@ def test_a_newer_version(path: Path) -> None:
     store = Store.open(path)
     store._connection.execute("PRAGMA user_version = 9")
     store.close()
-    assert "version 9; this gridtrain knows up to 1" in complaint(path)
+    assert "version 9; this gridtrain knows up to 2" in complaint(path)
 
 
 def test_two_coordinators_on_one_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,3 +280,4 @@ def test_a_group_in_one_process_journals_to_memory() -> None:
     assert store.next_term() == 1
     store.append("generation", GENERATION)
     assert [entry.kind for entry in store.entries()] == ["term", "generation"]
+    assert store.identity() == store.identity() != Store.open(":memory:").identity()

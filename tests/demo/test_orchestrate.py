@@ -58,7 +58,7 @@ def test_records_come_in_order_and_the_coordinator_is_ended_with_the_workers(tmp
 
     supervise(
         python("coordinator", lifeline.hold + FOREVER),
-        [python("worker-1", lifeline.hold + code), python("worker-2", lifeline.hold)],
+        lambda: [python("worker-1", lifeline.hold + code), python("worker-2", lifeline.hold)],
         tmp_path,
         heard.append,
     )
@@ -74,7 +74,7 @@ def test_a_failing_worker_shows_the_tail_of_its_log_and_ends_the_others(tmp_path
     with pytest.raises(GridtrainError) as caught:
         supervise(
             python("coordinator", lifeline.hold + FOREVER),
-            [python("worker-1", lifeline.hold + FOREVER), python("worker-2", failing)],
+            lambda: [python("worker-1", lifeline.hold + FOREVER), python("worker-2", failing)],
             tmp_path,
             nothing,
         )
@@ -90,7 +90,7 @@ def test_a_coordinator_that_cannot_start_is_named(tmp_path: Path) -> None:
     with pytest.raises(GridtrainError, match=r"(?s)coordinator ended with exit code 1.*port 7700 is taken"):
         supervise(
             python("coordinator", "raise SystemExit('port 7700 is taken')"),
-            [python("worker-1", FOREVER)],
+            lambda: [python("worker-1", FOREVER)],
             tmp_path,
             nothing,
         )
@@ -99,7 +99,11 @@ def test_a_coordinator_that_cannot_start_is_named(tmp_path: Path) -> None:
 def test_silence_is_a_failure_not_a_hang(tmp_path: Path) -> None:
     with pytest.raises(GridtrainError, match=r"no step for 0 s"):
         supervise(
-            python("coordinator", FOREVER), [python("worker-1", FOREVER)], tmp_path, nothing, start_s=0.2
+            python("coordinator", FOREVER),
+            lambda: [python("worker-1", FOREVER)],
+            tmp_path,
+            nothing,
+            start_s=0.2,
         )
 
 

@@ -55,7 +55,9 @@ class Program:
         code: exit code, once it has ended and nobody holds its outputs open; None before.
     """
 
-    def __init__(self, name: str, argv: tuple[str, ...], changed: threading.Condition) -> None:
+    def __init__(
+        self, name: str, argv: tuple[str, ...], changed: threading.Condition, *, state: Path
+    ) -> None:
         self.name = name
         self.lines: list[Line] = []
         self.text: list[str] = []
@@ -67,7 +69,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env=environment() | {"XDG_STATE_HOME": str(state)},
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         self._errors = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
@@ -152,9 +154,12 @@ class Group:
         self._changed = threading.Condition()
         self._until_s = time.monotonic() + DEADLINE_S
         self._gates: list[Gate] = []
-        place = ("--listen", "tcp://127.0.0.1:0", "--journal", str(folder / "journal.sqlite"))
+        self._invitation = ""
+        place = ("--listen", "tcp://127.0.0.1:0", "--state", str(folder))
         ends = ("--min-workers", str(min_workers), "--exit-when-finished")
-        self.coordinator = Program("coordinator", (*CLI, "coordinator", *place, *ends), self._changed)
+        self.coordinator = Program(
+            "coordinator", (*CLI, "coordinator", *place, *ends), self._changed, state=folder
+        )
 
     def __enter__(self) -> Group:
         return self
@@ -168,10 +173,20 @@ class Group:
     def add(self, name: str, *more_runs: dict[str, Any], **options: Any) -> Program:
         """Start one more worker; `options` are those of `scripts/train.py`, `more_runs` of further runs."""
         runs = [json.dumps(run) for run in (options, *more_runs)]
-        agent = (*CLI, "worker", self.address(), "--name", name, "--export-dir", str(self.folder))
+        agent = (*CLI, "worker", self.invitation(), "--name", name, "--export-dir", str(self.folder))
         argv = (*agent, "--", sys.executable, str(SCRIPT), *runs)
-        self.workers[name] = Program(name, argv, self._changed)
+        self.workers[name] = Program(name, argv, self._changed, state=self.folder)
         return self.workers[name]
+
+    def invitation(self) -> str:
+        """For every worker of the group; made by the operator's command when the first one needs it."""
+        if not self._invitation:
+            self.address()  # it listens
+            argv = (*CLI, "invite", "--state", str(self.folder), "--uses", "100")
+            self._invitation = subprocess.run(
+                argv, check=True, capture_output=True, text=True, timeout=60.0, env=environment()
+            ).stdout.strip()
+        return self._invitation
 
     def address(self) -> str:
         """Where the coordinator's greeting says that it is."""

@@ -7,7 +7,7 @@ import pytest
 
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol.allgather import AllGather, neighbours
-from gridtrain.protocol.collective import Arrived, Complete, SendTo, StoreOf
+from gridtrain.protocol.collective import Arrived, Complete, SendTo, Source, StoreOf
 from gridtrain.protocol.messages import Phase, Place
 from gridtrain.runtime.buffers import GatherWorkspace
 from gridtrain.testing.collectives import CollectiveGroup, random_inputs, select_locally
@@ -51,19 +51,24 @@ def test_the_way_of_one_payload_among_eight():
 
 
 def test_a_transcript_of_rank_1_of_four():
+    def from_rank(rank):
+        return Source(rank, members=1, world_size=4, roundings=1)
+
     core = AllGather(1, 4, skip=False)
     assert core.start(0.0) == [
         SendTo(0, Place(Phase.SPREAD, 0, 1), False),
         SendTo(3, Place(Phase.SPREAD, 1, 1), False),
     ]
-    assert core.handle(Arrived(3, Place(Phase.SPREAD, 1, 0), False, "of 0"), 0.0) == [StoreOf(0, "of 0")]
+    assert core.handle(Arrived(3, Place(Phase.SPREAD, 1, 0), False, "of 0"), 0.0) == [
+        StoreOf(0, "of 0", from_rank(3))
+    ]
     assert core.handle(Arrived(2, Place(Phase.SPREAD, 0, 2), True, "of 2"), 0.0) == [
-        StoreOf(2, "of 2"),
+        StoreOf(2, "of 2", from_rank(2)),
         SendTo(3, Place(Phase.SPREAD, 1, 2), True),  # rank 2's own mark, not mine
     ]
     assert core.waiting_for() == {3} and not core.complete
     assert core.handle(Arrived(3, Place(Phase.SPREAD, 1, 3), False, "of 3"), 0.0) == [
-        StoreOf(3, "of 3"),
+        StoreOf(3, "of 3", from_rank(3)),
         Complete(True),
     ]
     assert core.waiting_for() == frozenset() and core.complete
@@ -165,5 +170,5 @@ def test_forwarding_hands_on_the_very_same_bytes():
     payload = select_locally(np.zeros(4, np.float32), np.ones(4, np.float32), 2, ValueKind.FP16)[0]
     workspace = GatherWorkspace(0, 3, payload, n=4, k=2, kind=ValueKind.FP16)
     theirs = bytes(payload)
-    workspace.apply(StoreOf(2, theirs))
+    workspace.apply(StoreOf(2, theirs, Source(1, members=1, world_size=3, roundings=1)))
     assert workspace.payload(Place(Phase.SPREAD, 1, 2)) is theirs

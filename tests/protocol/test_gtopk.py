@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.collective import Adopt, Arrived, Complete, MergeIn, SendTo
+from gridtrain.protocol.collective import Adopt, Arrived, Complete, MergeIn, SendTo, Source
 from gridtrain.protocol.gtopk import Butterfly, neighbours, schedule
 from gridtrain.protocol.messages import Phase, Place
 from gridtrain.runtime.buffers import ButterflyWorkspace
@@ -65,11 +65,11 @@ def test_a_transcript_of_rank_1_of_six_whose_partners_are_ahead():
     assert came(3, Phase.SWAP, 1, "2+3's", skip=True) == []  # two hops ahead
     assert core.waiting_for() == {5} and not core.complete
     assert came(5, Phase.FOLD, 0, "5's") == [
-        MergeIn("5's", 1, 0),
+        MergeIn("5's", 1, 0, Source(5, members=1, world_size=6, roundings=1)),
         SendTo(0, Place(Phase.SWAP, 0), False),
-        MergeIn("0's", 2, 1),
+        MergeIn("0's", 2, 1, Source(0, members=2, world_size=6, roundings=2)),
         SendTo(3, Place(Phase.SWAP, 1), False),
-        MergeIn("2+3's", 4, 1),
+        MergeIn("2+3's", 4, 1, Source(3, members=2, world_size=6, roundings=3)),
         SendTo(5, Place(Phase.UNFOLD), True),
         Complete(True),
     ]
@@ -80,7 +80,8 @@ def test_a_transcript_of_rank_5_of_six_which_is_folded():
     core = Butterfly(5, 6, skip=False)
     assert core.start(0.0) == [SendTo(1, Place(Phase.FOLD), False)]
     assert core.waiting_for() == {1}
-    assert core.handle(Arrived(1, Place(Phase.UNFOLD), True, "all"), 0.0) == [Adopt("all"), Complete(True)]
+    effects = core.handle(Arrived(1, Place(Phase.UNFOLD), True, "all"), 0.0)
+    assert effects == [Adopt("all", Source(1, members=6, world_size=6, roundings=4)), Complete(True)]
 
 
 def test_one_rank_is_complete_at_once():
@@ -114,7 +115,7 @@ def test_the_same_place_twice_is_refused_used_or_held(hop):
     event = Arrived(1 << hop, Place(Phase.SWAP, hop), False, "x")
     core.start(0.0)
     core.handle(event, 0.0)
-    with pytest.raises(RemoteProtocolError, match="due there was nothing"):
+    with pytest.raises(RemoteProtocolError, match="due was nothing"):
         core.handle(event, 0.0)
 
 

@@ -93,7 +93,9 @@ def reads(text: str) -> bool:
 
 
 @given(invitations, st.data())
-def test_a_changed_a_lost_and_a_doubled_letter_are_refused(invitation: Invitation, data: st.DataObject) -> None:
+def test_a_changed_a_lost_and_a_doubled_letter_are_refused(
+    invitation: Invitation, data: st.DataObject
+) -> None:
     text = invitation.text()
     place = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.characters(codec="utf-8"))

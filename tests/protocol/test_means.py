@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
+import pytest
+
+from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import Seat
 from gridtrain.protocol.means import MAX_OPEN, Means
@@ -21,18 +27,18 @@ def ask(value: float, *, step: int = 7, generation: int = 5) -> m.MeanAsk:
 
 def test_the_root_tells_all_once_all_have_asked() -> None:
     root, tell = means(A), m.MeanTell(1, 5, 7, 0, 2.0)
-    assert root.asked(B, ask(3.0)) == []
+    assert root.heard(B, ask(3.0)) == []
     assert root.ask((7, 0), 1.0) == []
-    assert root.asked(C, ask(2.0)) == [MeanKnown(2.0), Post(B, tell), Post(C, tell)]
+    assert root.heard(C, ask(2.0)) == [MeanKnown(2.0), Post(B, tell), Post(C, tell)]
 
 
 def test_a_member_asks_the_root_and_waits_for_its_answer() -> None:
     member = means(B)
     assert member.ask((7, 0), 3.0) == [Post(A, ask(3.0))]
-    assert member.told(m.MeanTell(1, 5, 6, 0, 9.0)) == []  # of an earlier step
-    assert member.told(m.MeanTell(1, 4, 7, 0, 9.0)) == []  # of an earlier generation
-    assert member.told(m.MeanTell(1, 5, 7, 0, 2.0)) == [MeanKnown(2.0)]
-    assert member.told(m.MeanTell(1, 5, 7, 0, 2.0)) == []  # told twice
+    assert member.heard(A, m.MeanTell(1, 5, 6, 0, 9.0)) == []  # of an earlier step
+    assert member.heard(A, m.MeanTell(1, 4, 7, 0, 9.0)) == []  # of an earlier generation
+    assert member.heard(A, m.MeanTell(1, 5, 7, 0, 2.0)) == [MeanKnown(2.0)]
+    assert member.heard(A, m.MeanTell(1, 5, 7, 0, 2.0)) == []  # told twice
 
 
 def test_the_end_of_a_generation_gives_it_up() -> None:
@@ -45,6 +51,41 @@ def test_the_end_of_a_generation_gives_it_up() -> None:
 def test_what_is_open_at_the_root_is_bounded() -> None:
     root = means(A)
     for step in range(10 * MAX_OPEN):
-        root.asked(B, ask(1.0, step=step))
+        root.heard(B, ask(1.0, step=step))
     assert len(root._asked) == MAX_OPEN
-    assert root.asked(B, ask(1.0, generation=4)) == []
+    assert root.heard(B, ask(1.0, generation=4)) == []
+
+
+def test_a_flood_of_one_member_crowds_out_nobody() -> None:
+    root = means(A)
+    root.ask((7, 0), 1.0)
+    root.heard(C, ask(2.0))
+    for step in range(2**62, 2**62 + 10 * MAX_OPEN):
+        assert root.heard(B, ask(1.0, step=step)) == []
+    tell = m.MeanTell(1, 5, 7, 0, 2.0)
+    assert root.heard(B, ask(3.0)) == [MeanKnown(2.0), Post(B, tell), Post(C, tell)]
+    assert len(root._asked) == MAX_OPEN
+
+
+@pytest.mark.parametrize(
+    ("me", "peer", "message", "words"),
+    [
+        (B, C, ask(1.0), "rank 2 sent MeanAsk to rank 1; averages are made by rank 0"),
+        (B, C, m.MeanTell(1, 5, 7, 0, 9.0), "rank 2 sent MeanTell to rank 1"),
+        (A, B, m.MeanTell(1, 5, 7, 0, 9.0), "rank 1 sent MeanTell to rank 0"),
+    ],
+    ids=["asked of a member", "told by a member", "told to the root"],
+)
+def test_only_the_root_makes_averages(me: m.PeerId, peer: m.PeerId, message: Any, words: str) -> None:
+    mine = means(me)
+    mine.ask((7, 0), 3.0)
+    with pytest.raises(RemoteProtocolError, match=words):
+        mine.heard(peer, message)
+    assert mine.waiting == (7, 0)
+
+
+def test_numbers_that_overflow_a_sum_still_have_a_finite_average() -> None:
+    root, largest = means(A), sys.float_info.max
+    root.ask((7, 0), largest)
+    root.heard(B, ask(largest))
+    assert root.heard(C, ask(largest))[0] == MeanKnown(largest)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.collective import AddSlice, Arrived, Complete, SendTo, StoreSlice
+from gridtrain.protocol.collective import AddSlice, Arrived, Complete, SendTo, Source, StoreSlice
 from gridtrain.protocol.messages import Phase, Place
 from gridtrain.protocol.ring import Ring, neighbours, ring_message_count
 from gridtrain.runtime.buffers import DenseWorkspace
@@ -36,25 +36,26 @@ def test_the_schedule_of_three_ranks():
 
 def test_a_transcript_of_rank_0_of_three():
     ring = Ring(0, 3, slices=1, skip=False)
+    whole = Source(2, members=3, world_size=3, roundings=3)
 
     def came(phase, hop, segment, skip=False):
         return ring.handle(Arrived(2, Place(phase, hop, segment), skip, f"{phase.name} {segment}"), 0.0)
 
     assert ring.start(0.0) == [SendTo(1, Place(Phase.REDUCE, 0, 0), False)]
     assert came(Phase.REDUCE, 0, 2, skip=True) == [  # rank 2 skips: its mark goes along
-        AddSlice(2, 0, "REDUCE 2"),
+        AddSlice(2, 0, "REDUCE 2", Source(2, members=1, world_size=3, roundings=1)),
         SendTo(1, Place(Phase.REDUCE, 1, 2), True),
     ]
     assert came(Phase.REDUCE, 1, 1, skip=True) == [  # segment 1 is whole here
-        AddSlice(1, 0, "REDUCE 1"),
+        AddSlice(1, 0, "REDUCE 1", Source(2, members=2, world_size=3, roundings=2)),
         SendTo(1, Place(Phase.GATHER, 0, 1), True),
     ]
     assert came(Phase.GATHER, 0, 0, skip=True) == [
-        StoreSlice(0, 0, "GATHER 0"),
+        StoreSlice(0, 0, "GATHER 0", whole),
         SendTo(1, Place(Phase.GATHER, 1, 0), True),
     ]
     assert ring.waiting_for() == {2} and not ring.complete
-    assert came(Phase.GATHER, 1, 2, skip=True) == [StoreSlice(2, 0, "GATHER 2"), Complete(True)]
+    assert came(Phase.GATHER, 1, 2, skip=True) == [StoreSlice(2, 0, "GATHER 2", whole), Complete(True)]
     assert ring.waiting_for() == frozenset() and ring.complete
 
 
@@ -106,7 +107,7 @@ def test_the_same_place_twice_is_refused():
     event = Arrived(2, Place(Phase.REDUCE, 0, 2), False, "x")
     ring.start(0.0)
     ring.handle(event, 0.0)
-    with pytest.raises(RemoteProtocolError, match=r"due from rank 2 was Place.*GATHER"):
+    with pytest.raises(RemoteProtocolError, match=r"due was Place.*GATHER.* from rank 2"):
         ring.handle(event, 0.0)
 
 

@@ -5,15 +5,17 @@ import pytest
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol.allgather import AllGather
-from gridtrain.protocol.collective import AddSlice, Adopt, MergeIn, StoreOf, StoreSlice
+from gridtrain.protocol.collective import AddSlice, Adopt, MergeIn, Source, StoreOf, StoreSlice
 from gridtrain.protocol.gtopk import Butterfly
 from gridtrain.protocol.messages import Phase, Place
 from gridtrain.protocol.ring import Ring
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
+from gridtrain.sparsify.merge import largest_summable
 from gridtrain.wire.sparse import ValueKind, encode
 
 KIND = ValueKind.FP32
 N, K = 8, 2
+FROM_1 = Source(rank=1, members=1, world_size=2, roundings=1)
 
 
 def floats(*values):
@@ -55,8 +57,8 @@ def test_seven_elements_on_three_ranks_in_slices_of_two():
 def test_slices_are_added_and_stored_in_place():
     contribution = floats(1, 2, 3, 4)
     workspace = DenseWorkspace(contribution, 2)
-    workspace.apply(AddSlice(0, 0, floats(10, 20).tobytes()))
-    workspace.apply(StoreSlice(1, 0, memoryview(floats(7, 8).tobytes())))
+    workspace.apply(AddSlice(0, 0, floats(10, 20).tobytes(), FROM_1))
+    workspace.apply(StoreSlice(1, 0, memoryview(floats(7, 8).tobytes()), FROM_1))
     assert workspace.update_N is contribution
     assert contribution.tolist() == [11, 22, 7, 8]
 
@@ -72,7 +74,7 @@ def test_more_ranks_than_elements_leave_empty_segments():
     workspace = DenseWorkspace(floats(1, 2), 5)
     lengths = [len(workspace.payload(Place(Phase.REDUCE, 0, s))) for s in range(5)]
     assert sorted(lengths) == [0, 0, 0, 4, 4]
-    workspace.apply(AddSlice(lengths.index(0), 0, b""))
+    workspace.apply(AddSlice(lengths.index(0), 0, b"", FROM_1))
     assert workspace.update_N.tolist() == [1, 2]
 
 
@@ -80,14 +82,38 @@ def test_more_ranks_than_elements_leave_empty_segments():
 def test_a_slice_of_another_length_is_refused(nbytes):
     workspace = DenseWorkspace(floats(1, 2, 3, 4), 2)
     with pytest.raises(RemoteProtocolError, match=f"came with {nbytes} bytes, must be 8"):
-        workspace.apply(AddSlice(0, 0, bytes(nbytes)))
+        workspace.apply(AddSlice(0, 0, bytes(nbytes), FROM_1))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("effect", [AddSlice, StoreSlice])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.float32(1e38)])
 @pytest.mark.filterwarnings("error")
-def test_what_is_not_finite_is_not_sealed(bad):
+def test_what_no_honest_member_sends_is_refused_where_it_arrives(bad, effect):
     workspace = DenseWorkspace(floats(1, 2, 3, 4), 2)
-    workspace.apply(AddSlice(0, 0, floats(bad, 0).tobytes()))
+    with pytest.raises(RemoteProtocolError, match="slice 0 from rank 1 holds values from .* at most 8.5"):
+        workspace.apply(effect(0, 0, floats(bad, 0).tobytes(), FROM_1))
+    assert workspace.update_N.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 16, 1000])
+@pytest.mark.filterwarnings("error")
+def test_the_largest_honest_sum_passes_each_hop_of_a_ring(world_size):
+    """All members bring the largest that they may, rounded up: every partial sum is within its bound."""
+    largest = np.nextafter(np.float32(largest_summable(world_size)), np.float32(np.inf))
+    partial = floats(largest)
+    for members in range(1, world_size):
+        workspace = DenseWorkspace(floats(largest), 1)
+        workspace.apply(AddSlice(0, 0, partial.tobytes(), Source(0, members, world_size, members)))
+        partial = workspace.update_N.copy()
+    whole = Source(0, world_size, world_size, world_size)
+    workspace.apply(StoreSlice(0, 0, partial.tobytes(), whole))
+    assert len(workspace.seal()) == 32
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_not_sealed(bad):
+    """Our own contribution is checked before it gets here: the last line of defence."""
+    workspace = DenseWorkspace(floats(bad, 2), 1)
     with pytest.raises(RemoteProtocolError, match="not finite although no member skips"):
         workspace.seal()
 
@@ -109,17 +135,17 @@ def test_a_contribution_of_another_form_is_our_bug(wrong):
 
 def test_the_update_is_the_sum_over_all_ranks():
     workspace = gather(1, 3, {0: 1.0, 5: 2.0})
-    workspace.apply(StoreOf(2, payload({5: 3.0})))
+    workspace.apply(StoreOf(2, payload({5: 3.0}), FROM_1))
     with pytest.raises(LocalProtocolError, match="payloads of 2 of 3 ranks"):
         workspace.seal()
-    workspace.apply(StoreOf(0, payload({0: -1.0, 7: 4.0})))
+    workspace.apply(StoreOf(0, payload({0: -1.0, 7: 4.0}), FROM_1))
     assert shown(workspace.update) == {5: 5.0, 7: 4.0}
     assert isinstance(workspace.collective(1, 3, skip=False), AllGather)
 
 
 def test_more_entries_than_k_are_refused():
     with pytest.raises(RemoteProtocolError, match="3 entries"):
-        gather(1, 3, {}).apply(StoreOf(0, payload({0: 1.0, 1: 1.0, 2: 1.0})))
+        gather(1, 3, {}).apply(StoreOf(0, payload({0: 1.0, 1: 1.0, 2: 1.0}), FROM_1))
 
 
 # -- butterfly ---------------------------------------------------------------------------------
@@ -127,7 +153,7 @@ def test_more_entries_than_k_are_refused():
 
 def test_a_merge_goes_on_with_the_largest_and_keeps_its_part_of_the_rest():
     workspace = butterfly({0: 1.0, 5: 2.0})
-    workspace.apply(MergeIn(payload({1: 9.0, 5: 3.0}), owner_modulus=2, owner_residue=0))
+    workspace.apply(MergeIn(payload({1: 9.0, 5: 3.0}), owner_modulus=2, owner_residue=0, source=FROM_1))
     assert shown(workspace.update) == {1: 9.0, 5: 5.0}
     assert [(i.tolist(), v.tolist()) for i, v in workspace.kept] == [([0], [1.0])]
     assert workspace.payload(Place(Phase.SWAP, 1)) == payload({1: 9.0, 5: 5.0})
@@ -135,14 +161,14 @@ def test_a_merge_goes_on_with_the_largest_and_keeps_its_part_of_the_rest():
 
 def test_the_other_side_keeps_the_other_part():
     workspace = butterfly({1: 9.0, 5: 3.0})
-    workspace.apply(MergeIn(payload({0: 1.0, 5: 2.0}), owner_modulus=2, owner_residue=1))
+    workspace.apply(MergeIn(payload({0: 1.0, 5: 2.0}), owner_modulus=2, owner_residue=1, source=FROM_1))
     assert shown(workspace.update) == {1: 9.0, 5: 5.0}
     assert [(i.tolist(), v.tolist()) for i, v in workspace.kept] == [([], [])]
 
 
 def test_what_is_adopted_is_taken_bit_for_bit():
     workspace = butterfly({0: 1.0})
-    workspace.apply(Adopt(payload({3: 4.0})))
+    workspace.apply(Adopt(payload({3: 4.0}), FROM_1))
     assert shown(workspace.update) == {3: 4.0}
     assert workspace.payload(Place(Phase.UNFOLD)) == payload({3: 4.0})
     assert workspace.kept == []
@@ -175,18 +201,18 @@ def test_another_update_has_another_digest(workspace, other):
 def test_a_damaged_payload_is_the_peers_fault_and_changes_nothing(damaged):
     workspace = butterfly({2: 1.0})
     with pytest.raises(RemoteProtocolError):
-        workspace.apply(MergeIn(damaged, 1, 0))
+        workspace.apply(MergeIn(damaged, 1, 0, FROM_1))
     assert shown(workspace.update) == {2: 1.0} and workspace.kept == []
     with pytest.raises(RemoteProtocolError):
-        gather(1, 3, {}).apply(StoreOf(0, damaged))
+        gather(1, 3, {}).apply(StoreOf(0, damaged, FROM_1))
 
 
 @pytest.mark.parametrize(
     ("workspace", "foreign"),
     [
-        (DenseWorkspace(floats(1, 2), 1), Adopt(b"")),
-        (gather(0, 1, {}), AddSlice(0, 0, b"")),
-        (butterfly({}), StoreOf(0, b"")),
+        (DenseWorkspace(floats(1, 2), 1), Adopt(b"", FROM_1)),
+        (gather(0, 1, {}), AddSlice(0, 0, b"", FROM_1)),
+        (butterfly({}), StoreOf(0, b"", FROM_1)),
     ],
     ids=["dense", "gather", "butterfly"],
 )

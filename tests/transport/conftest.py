@@ -2,29 +2,71 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq
 
 from gridtrain.protocol.messages import Message, PeerId, Ping
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, TransportEvent, Violation
+from gridtrain.transport.base import (
+    Denied,
+    PeerDown,
+    PeerUp,
+    Reached,
+    Received,
+    Standing,
+    Transport,
+    TransportEvent,
+    Violation,
+)
+from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 from gridtrain.transport.zeromq import ZeroMQTransport
 
 
+_NAMES: dict[PeerId, str] = {}  # of the keys that were made here
+
+
+@functools.cache
+def identity(name: str) -> Identity:
+    """The same for the same name, in every process."""
+    made = Identity.from_secret(hashlib.blake2b(name.encode(), digest_size=32).digest())
+    _NAMES[made.public] = name
+    return made
+
+
 def key(name: str) -> PeerId:
-    return name.encode().ljust(32, b".")
+    return identity(name).public
+
+
+class Door:
+    """A gate that a test can open and close; it starts open for everybody."""
+
+    def __init__(self) -> None:
+        self.standings: dict[PeerId, Standing] = {}
+        self.otherwise = Standing.PEER
+
+    def __call__(self, peer: PeerId) -> Standing:
+        return self.standings.get(peer, self.otherwise)
+
+    def only(self, **standings: Standing) -> None:
+        """By name; everybody else is a stranger from now on."""
+        self.otherwise = Standing.STRANGER
+        self.standings = {key(name): standing for name, standing in standings.items()}
 
 
 class Endpoint:
     """A transport and everything it has reported."""
 
-    def __init__(self, name: str, transport: Transport) -> None:
+    def __init__(self, name: str, transport: Transport, door: Door) -> None:
         self.name = name
         self.key = key(name)
         self.transport = transport
+        self.door = door
         self.events: list[TransportEvent] = []
 
     def got(self, kind: type[Message] | None = None) -> list[Message]:
@@ -37,8 +79,11 @@ class Endpoint:
     def story(self) -> list[str]:
         """What happened, in words: "up bert", "down bert", "Ping 3 from bert", "violation"."""
         lines = []
+        guests = {event.peer: _NAMES[event.guest_of] for event in self.of(PeerUp) if event.guest_of}
         for event in self.events:
-            who = "?" if event.peer is None else event.peer.decode().rstrip(".")
+            who = "?" if event.peer is None else _NAMES.get(event.peer, event.peer.hex()[:8])
+            if event.peer in guests:
+                who = f"guest {guests[event.peer]}"
             match event:
                 case PeerUp():
                     lines.append(f"up {who}")
@@ -50,6 +95,10 @@ class Endpoint:
                     lines.append(f"{type(message).__name__} from {who}")
                 case Violation():
                     lines.append(f"violation {who}")
+                case Denied():
+                    lines.append(f"denied {who}")
+                case Reached(address=address):
+                    lines.append(f"reached {who}" if address else f"not reached {who}")
         return lines
 
 
@@ -63,11 +112,13 @@ class Net:
 
     def add(self, name: str, **options: Any) -> Endpoint:
         transport: Transport
+        door = Door()
         if self.kind == "memory":
-            transport = MemoryTransport(key(name), self.hub, **options)
+            transport = MemoryTransport(key(name), self.hub, gate=door, **options)
         else:
-            transport = ZeroMQTransport(key(name), "gridtrain test", **options)
-        endpoint = Endpoint(name, transport)
+            options = {"encrypted": self.kind == "zeromq", **options}
+            transport = ZeroMQTransport(identity(name), "gridtrain test", gate=door, **options)
+        endpoint = Endpoint(name, transport, door)
         self.endpoints.append(endpoint)
         return endpoint
 
@@ -95,8 +146,16 @@ class Net:
             endpoint.transport.close()
 
 
-@pytest.fixture(params=["memory", "zeromq"])
+@pytest.fixture(params=["memory", "zeromq", "plain"])
 def net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    made = Net(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["memory", "zeromq"])
+def proving_net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    """A network where a peer is told that it is not let in."""
     made = Net(request.param)
     yield made
     made.close()
@@ -107,6 +166,36 @@ def zeromq_net() -> Iterator[Net]:
     made = Net("zeromq")
     yield made
     made.close()
+
+
+@pytest.fixture
+def plain_net() -> Iterator[Net]:
+    """Over TCP, not encrypted."""
+    made = Net("plain")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def identity_of() -> Callable[[str], Identity]:
+    return identity
+
+
+@pytest.fixture
+def raw() -> Iterator[Callable[..., Any]]:
+    """Makes ZeroMQ sockets that say whatever a test wants: `raw(kind, me="mallory", server=key("bert"))`."""
+    context = zmq.Context()
+
+    def make(kind: int, me: str = "", server: PeerId = b"") -> Any:
+        socket = context.socket(kind)
+        if me:
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, identity(me).public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, identity(me).secret)
+            socket.setsockopt(zmq.CURVE_SERVERKEY if server else zmq.CURVE_SERVER, server or 1)
+        return socket
+
+    yield make
+    context.destroy(linger=0)
 
 
 @pytest.fixture

@@ -1,16 +1,21 @@
 """A peer in a process of its own, for tests that kill it.
 
-python peer_process.py dial ADDRESS   greets the test's transport
-python peer_process.py listen         prints its address, is greeted
+python peer_process.py SECRET dial ADDRESS KEY   greets the test's transport
+python peer_process.py SECRET listen             prints its address, is greeted
+
+The keys are hexadecimal, and worth nothing: they are a test's.
 """
 
 import sys
 
+from gridtrain.transport.base import open_gate
+from gridtrain.transport.curve import Identity
 from gridtrain.transport.zeromq import ZeroMQTransport
 
-transport = ZeroMQTransport(b"bert".ljust(32, b"."), "gridtrain test")
-if sys.argv[1] == "dial":
-    transport.dial(None, sys.argv[2])
+identity = Identity.from_secret(bytes.fromhex(sys.argv[1]))
+transport = ZeroMQTransport(identity, "gridtrain test", gate=open_gate)
+if sys.argv[2] == "dial":
+    transport.dial(bytes.fromhex(sys.argv[4]), sys.argv[3])
 else:
     print(transport.listen("tcp://127.0.0.1:0"), flush=True)
 for _ in range(600):  # a minute at most, should the test forget it

@@ -1,4 +1,4 @@
-"""One contract, two networks: every test here runs over memory and over ZeroMQ."""
+"""One contract: every test here runs over memory, over ZeroMQ, and over ZeroMQ without encryption."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ import numpy as np
 import pytest
 
 from gridtrain.errors import LocalProtocolError, TransportError
-from gridtrain.protocol.messages import Beat, Channel, Data, Leave, Phase, Ping, Place, RoundId
-from gridtrain.transport.base import PeerDown, PeerUp, Received
+from gridtrain.protocol.messages import (
+    Beat,
+    Channel,
+    Data,
+    Enrol,
+    Enrolled,
+    Leave,
+    Phase,
+    Ping,
+    Place,
+    RoundId,
+)
+from gridtrain.transport import admission
+from gridtrain.transport.base import Denied, PeerDown, PeerUp, Reached, Received, Standing
 
 
 def data(index: int, payload: object = b"x") -> Data:
@@ -42,13 +54,6 @@ def test_dialling_before_the_other_listens(net):
     bert = net.add("bert")
     bert.transport.listen(address)
     net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
-
-
-def test_the_coordinators_key_is_learnt_from_its_hello(net):
-    coordinator, worker = net.add("coordinator"), net.add("worker")
-    worker.transport.dial(None, coordinator.transport.listen(net.address("coordinator")))
-    net.until(lambda: worker.of(PeerUp) and coordinator.of(PeerUp), worker, coordinator)
-    assert worker.story() == ["up coordinator"]
 
 
 def test_one_edge_carries_both_directions(net):
@@ -150,6 +155,223 @@ def test_hanging_up_what_we_dialled_is_seen_by_the_other(net):
     anna.transport.hang_up(bert.key)
     net.until(lambda: bert.of(PeerDown), bert, anna, deadline_s=1.0)
     assert anna.story() == ["up bert"]  # who hangs up knows
+
+
+def test_last_words_leave_before_hanging_up_although_the_line_is_slow(net):
+    anna, bert = net.pair(dialler={"upload_Bps": 1e4})
+    anna.transport.send(bert.key, data(0, bytes(100_000)))
+    for nonce in range(3):
+        anna.transport.send(bert.key, Ping(nonce))
+    anna.transport.send(bert.key, Leave("enough"))
+    anna.transport.hang_up(bert.key)
+    net.until(lambda: bert.of(PeerDown), bert, anna)
+    assert bert.story() == [
+        "up anna",
+        "Ping 0 from anna",
+        "Ping 1 from anna",
+        "Ping 2 from anna",
+        "Leave from anna",
+        "down anna",
+    ]
+
+
+def test_where_a_connection_comes_from(net):
+    anna, bert = net.pair()
+    (up,) = bert.of(PeerUp)
+    assert up.host == ("memory" if net.kind == "memory" else "127.0.0.1")
+    assert anna.of(PeerUp)[0].host == ""  # anna dialled
+    assert up.guest_of is None
+
+
+# -- who is let in -------------------------------------------------------------------------------
+
+
+def test_a_stranger_is_denied_until_it_is_let_in(proving_net):
+    anna, bert = proving_net.add("anna"), proving_net.add("bert")
+    bert.door.only(carl=Standing.PEER)
+    address = bert.transport.listen(proving_net.address("bert"))
+    anna.transport.dial(bert.key, address)
+    proving_net.until(lambda: len(anna.of(Denied)) >= 2, anna, bert)
+    assert set(anna.of(Denied)) == {Denied(bert.key, address)}
+    assert anna.of(PeerUp) == bert.events == []
+    bert.door.only(anna=Standing.PEER)
+    proving_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
+    assert bert.story() == ["up anna"]
+
+
+def test_a_stranger_gets_nothing_where_it_cannot_be_told(plain_net):
+    anna, bert, carl = (plain_net.add(name) for name in ("anna", "bert", "carl"))
+    bert.door.only(carl=Standing.PEER)
+    address = bert.transport.listen(plain_net.address("bert"))
+    anna.transport.dial(bert.key, address)
+    anna.events += anna.transport.poll(0.05)
+    carl.transport.dial(bert.key, address)
+    plain_net.until(lambda: carl.of(PeerUp) and bert.of(PeerUp), anna, bert, carl)
+    assert anna.story() == []
+    assert bert.story() == ["up carl"]
+    assert bert.transport.traffic.sent_messages == {"Hello": 1}
+
+
+@pytest.mark.parametrize("who_is_removed", ["dialler", "acceptor"])
+def test_who_is_removed_is_cut_within_one_message(net, who_is_removed):
+    anna, bert = net.pair()
+    removed, other = (anna, bert) if who_is_removed == "dialler" else (bert, anna)
+    removed.transport.send(other.key, Ping(1))
+    net.until(lambda: other.got(), other, removed)
+    other.door.only()
+    for nonce in (2, 3, 4):
+        removed.transport.send(other.key, Ping(nonce))
+    net.until(lambda: removed.of(PeerDown), other, removed)
+    assert other.story() == [f"up {removed.name}", f"Ping 1 from {removed.name}", f"down {removed.name}"]
+    assert "not admitted any more" in other.of(PeerDown)[0].reason
+    assert not other.transport.connected(removed.key)
+
+
+def test_who_is_removed_is_not_heard_although_it_has_left(net):
+    """What lies unread when the gate closes is not read."""
+    anna, bert = net.pair()
+    anna.transport.send(bert.key, Ping(1))
+    anna.transport.close()
+    bert.door.only()
+    net.until(lambda: bert.of(PeerDown), bert)
+    assert bert.story() == ["up anna", "down anna"]
+
+
+def test_who_is_removed_after_hanging_up_is_cut_by_its_next_message(net):
+    anna, bert = net.pair()  # anna dialled
+    bert.transport.hang_up(anna.key)
+    bert.door.only()
+    anna.transport.send(bert.key, Ping(1))
+    net.until(lambda: anna.of(PeerDown), anna, bert)
+    assert bert.story() == ["up anna"]  # who hangs up knows
+
+
+# -- guests --------------------------------------------------------------------------------------
+
+
+def reception(net, guests: int):
+    """A coordinator, and `guests` who all hold the same invitation."""
+    host = net.add("coordinator")
+    host.door.only(invitation=Standing.GUEST)
+    address = host.transport.listen(net.address("coordinator"))
+    made = [net.add("invitation") for _ in range(guests)]
+    for guest in made:
+        guest.transport.dial(host.key, address)
+        net.until(lambda guest=guest: guest.of(PeerUp), guest, host)
+    return host, made
+
+
+def test_many_hold_one_invitation_and_each_gets_its_own_answer(net):
+    host, guests = reception(net, 3)
+    for nonce, guest in enumerate(guests):
+        guest.transport.send(host.key, Enrol(bytes([nonce]) * 32))
+    net.until(lambda: len(host.got(Enrol)) == 3, host)
+    ups = host.of(PeerUp)
+    assert len({up.peer for up in ups}) == 3
+    assert {up.guest_of for up in ups} == {guests[0].key} and guests[0].key not in {up.peer for up in ups}
+    for event in host.of(Received):
+        host.transport.send(event.peer, Enrolled(f"number {event.message.peer[0]}"))
+    net.until(lambda: all(guest.got() for guest in guests), host, *guests)
+    assert [guest.got() for guest in guests] == [[Enrolled(f"number {n}")] for n in range(3)]
+
+
+def test_a_guest_gets_its_answer_and_is_cut(net):
+    host, (guest,) = reception(net, 1)
+    (up,) = host.of(PeerUp)
+    host.door.only()  # the invitation is used up
+    host.transport.send(up.peer, Enrolled("run"))
+    host.transport.hang_up(up.peer)
+    net.until(lambda: guest.of(PeerDown), guest, host)
+    assert guest.story()[:3] == ["up coordinator", "Enrolled from coordinator", "down coordinator"]
+    assert host.story() == ["up guest invitation"]
+
+
+def test_a_guest_whose_invitation_has_ended_is_not_heard(net):
+    host, (guest,) = reception(net, 1)
+    host.door.only()
+    guest.transport.send(host.key, Enrol(b"k" * 32))
+    net.until(lambda: guest.of(PeerDown), guest, host)
+    assert host.story() == ["up guest invitation", "down guest invitation"]
+
+
+def test_a_guest_is_never_taken_for_a_peer(net):
+    host, (guest,) = reception(net, 1)
+    host.door.only(invitation=Standing.PEER)
+    guest.transport.send(host.key, Enrol(b"k" * 32))
+    net.until(lambda: len(host.of(PeerUp)) == 2, guest, host)  # it has come again, as a peer
+    assert host.story() == ["up guest invitation", "down guest invitation", "up invitation"]
+
+
+def test_of_too_many_guests_the_first_are_cut(net, monkeypatch):
+    monkeypatch.setattr(admission, "MOST_GUESTS", 3)
+    host, _ = reception(net, 5)
+    assert [line.split()[0] for line in host.story()] == ["up", "up", "up", "up", "down", "up", "down"]
+    ups, downs = host.of(PeerUp), host.of(PeerDown)
+    assert [down.peer for down in downs] == [up.peer for up in ups[:2]]
+    assert all(host.transport.connected(up.peer) for up in ups[2:])
+
+
+# -- who can be reached --------------------------------------------------------------------------
+
+
+def test_the_first_address_that_answers_with_the_peers_key(net):
+    anna, bert = net.pair()
+    closed = net.add("carl")
+    address = closed.transport.listen(net.address("carl"))
+    closed.transport.close()
+    bert_at = bert.transport.listen(net.address("bert again"))
+    anna.transport.reach(bert.key, [address, "nonsense", bert_at], 5.0)
+    net.until(lambda: anna.of(Reached), anna, bert)
+    assert anna.of(Reached) == [Reached(bert.key, bert_at)]
+    anna.transport.send(bert.key, Ping(1))
+    net.until(lambda: bert.got(), anna, bert)
+    assert bert.story() == ["up anna", "Ping 1 from anna"]  # the connection that there was, untouched
+    assert anna.story() == ["up bert", "reached bert"]
+
+
+def test_nobody_can_be_reached_at_the_wrong_addresses(net):
+    anna, bert, carl = (net.add(name) for name in ("anna", "bert", "carl"))
+    carls = carl.transport.listen(net.address("carl"))
+    wrong = ["", "tcp://", "tcp://x:99999", "http://127.0.0.1:1", "\0"]
+    for addresses in ([], wrong, [carls]):
+        anna.events.clear()
+        anna.transport.reach(bert.key, addresses, 1.0)
+        net.until(lambda: anna.of(Reached), anna, carl, deadline_s=3.0)
+        assert anna.events == [Reached(bert.key, "")]
+
+
+def test_who_does_not_let_us_in_is_not_reached(net):
+    anna, bert = net.add("anna"), net.add("bert")
+    bert.door.only()
+    anna.transport.reach(bert.key, [bert.transport.listen(net.address("bert"))], 1.0)
+    net.until(lambda: anna.of(Reached), anna, bert)
+    assert anna.events == [Reached(bert.key, "")] and bert.events == []
+
+
+def test_each_question_has_its_own_answer(net):
+    anna, bert = net.add("anna"), net.add("bert")
+    address = bert.transport.listen(net.address("bert"))
+    for _ in range(100):
+        anna.transport.reach(bert.key, [address], 10.0)
+    anna.transport.hang_up(bert.key)  # does not take the answers away
+    net.until(lambda: len(anna.of(Reached)) == 100, anna, bert)
+    assert set(anna.events) == {Reached(bert.key, address)}
+
+
+def test_a_hidden_endpoint_can_dial_and_not_be_dialled(memory_net):
+    anna, bert = memory_net.add("anna"), memory_net.add("bert")
+    annas, berts = (e.transport.listen(memory_net.address(e.name)) for e in (anna, bert))
+    memory_net.hub.hide(bert.key)
+    anna.transport.reach(bert.key, [berts], 1.0)
+    anna.transport.dial(bert.key, berts)
+    memory_net.until(lambda: anna.of(Reached), anna, bert)
+    assert anna.events == [Reached(bert.key, "")] and bert.events == []
+    bert.transport.dial(anna.key, annas)
+    memory_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
+    carl = memory_net.add("carl")
+    carl.transport.dial(bert.key, berts)
+    memory_net.hub.show(bert.key)
+    memory_net.until(lambda: carl.of(PeerUp), carl, bert)
 
 
 # -- messages ------------------------------------------------------------------------------------

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from gridtrain.protocol.messages import Ping
 from gridtrain.transport.base import PeerDown, PeerUp
+from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import EndpointKilled, Fault, FaultPlan, MemoryHub
 
-ANNA, BERT = b"anna".ljust(32, b"."), b"bert".ljust(32, b".")
+ANNA, BERT = (
+    Identity.from_secret(hashlib.blake2b(name, digest_size=32).digest()).public for name in (b"anna", b"bert")
+)
 
 
 @pytest.fixture

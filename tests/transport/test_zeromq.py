@@ -17,22 +17,32 @@ import zmq
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, StateBlock
 from gridtrain.transport import sockets
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Violation
+from gridtrain.transport.base import PeerDown, PeerUp, Received, Violation, open_gate
+from gridtrain.transport.curve import Identity
 from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain.wire import codec
 
-MALLORY = b"mallory".ljust(32, b".")
 
 
 @pytest.fixture
-def raw():
-    """Makes plain ZeroMQ sockets that say whatever a test wants."""
-    context = zmq.Context()
-    yield context.socket
-    context.destroy(linger=0)
+def mallory_key(identity_of):
+    """Of a member: mallory is let in, and misbehaves then."""
+    return identity_of("mallory").public
 
 
-def greeting(peer: bytes = MALLORY, version: int = PROTOCOL_VERSION) -> list[bytes]:
+@pytest.fixture
+def mallory(raw):
+    """Makes sockets that are connected to an endpoint with mallory's key, and say what a test wants."""
+
+    def make(endpoint):
+        dealer = raw(zmq.DEALER, "mallory", endpoint.key)
+        dealer.connect(endpoint.transport.listen("tcp://127.0.0.1:0"))
+        return dealer
+
+    return make
+
+
+def greeting(peer: bytes, version: int = PROTOCOL_VERSION) -> list[bytes]:
     return codec.encode(Hello(peer, version, "gridtrain 9.9"))
 
 
@@ -49,78 +59,96 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("greeted", [False, True], ids=["stranger", "greeted"])
 @pytest.mark.parametrize("frames", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_messages_are_violations_and_the_honest_peer_goes_on(zeromq_net, raw, frames, greeted):
+def test_a_greeted_peers_hostile_messages_are_violations(zeromq_net, mallory, mallory_key, frames):
     anna, bert = zeromq_net.pair()
-    mallory = raw(zmq.DEALER)
-    mallory.connect(bert.transport.listen("tcp://127.0.0.1:0"))
-    if greeted:
-        mallory.send_multipart(greeting())
-        zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, anna, bert)
-    mallory.send_multipart(frames, copy=False)
+    dealer = mallory(bert)
+    dealer.send_multipart(greeting(mallory_key))
+    zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, anna, bert)
+    dealer.send_multipart(frames, copy=False)
     zeromq_net.until(lambda: bert.of(Violation), anna, bert)
     (violation,) = bert.of(Violation)
-    assert violation.peer == (MALLORY if greeted else None)
+    assert violation.peer == mallory_key
     assert len(violation.reason) < 300
     anna.transport.send(bert.key, Ping(1))
     zeromq_net.until(lambda: bert.got(), anna, bert)
 
 
-def test_a_frame_beyond_the_bound_costs_the_connection(zeromq_net, raw):
+@pytest.mark.parametrize("frames", HOSTILE.values(), ids=HOSTILE.keys())
+def test_who_is_hostile_before_it_greets_is_cut(zeromq_net, mallory, frames):
     anna, bert = zeromq_net.pair()
-    mallory = raw(zmq.DEALER)
-    mallory.connect(bert.transport.listen("tcp://127.0.0.1:0"))
-    mallory.send_multipart(greeting())
+    dealer = mallory(bert)
+    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    for _ in range(3):
+        dealer.send_multipart(frames, copy=False)
+    zeromq_net.until(lambda: monitor.poll(0), anna, bert)
+    assert [violation.peer for violation in bert.of(Violation)] == [None]  # the rest is not looked at
+    anna.transport.send(bert.key, Ping(1))
+    zeromq_net.until(lambda: bert.got(), anna, bert)
+
+
+def test_a_frame_beyond_the_bound_costs_the_connection(zeromq_net, mallory, mallory_key):
+    anna, bert = zeromq_net.pair()
+    dealer = mallory(bert)
+    dealer.send_multipart(greeting(mallory_key))
     zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, anna, bert)
-    mallory.send(bytes(codec.MAX_PAYLOAD_BYTES + 1), copy=False)
+    dealer.send(bytes(codec.MAX_PAYLOAD_BYTES + sockets.CURVE_FRAME_BYTES + 1), copy=False)
     zeromq_net.until(lambda: bert.of(PeerDown), anna, bert)
     assert bert.story() == ["up anna", "up mallory", "down mallory"]
     anna.transport.send(bert.key, Ping(1))
     zeromq_net.until(lambda: bert.got(), anna, bert)
 
 
-def test_before_hello_nothing_is_listened_to(zeromq_net, raw):
+def test_before_hello_nothing_is_listened_to(zeromq_net, mallory):
     bert = zeromq_net.add("bert")
-    mallory = raw(zmq.DEALER)
-    mallory.connect(bert.transport.listen("tcp://127.0.0.1:0"))
-    mallory.send_multipart(codec.encode(Ping(1)))
+    dealer = mallory(bert)
+    dealer.send_multipart(codec.encode(Ping(1)))
     zeromq_net.until(lambda: bert.events, bert)
     assert bert.events == [Violation(None, "Ping before Hello")]
 
 
-def test_a_second_hello_does_not_rename_a_peer(zeromq_net, raw):
+def test_a_second_hello_does_not_rename_a_peer(zeromq_net, mallory, mallory_key):
     bert = zeromq_net.add("bert")
-    mallory = raw(zmq.DEALER)
-    mallory.connect(bert.transport.listen("tcp://127.0.0.1:0"))
-    mallory.send_multipart(greeting())
-    mallory.send_multipart(greeting(b"v" * 32))
-    mallory.send_multipart(codec.encode(Ping(1)))
+    dealer = mallory(bert)
+    dealer.send_multipart(greeting(mallory_key))
+    dealer.send_multipart(greeting(b"v" * 32))
+    dealer.send_multipart(codec.encode(Ping(1)))
     zeromq_net.until(lambda: bert.got(), bert)
     assert bert.story() == ["up mallory", "violation mallory", "Ping 1 from mallory"]
 
 
-def test_the_latest_connection_that_greets_has_the_route(zeromq_net, raw):
+def test_the_latest_connection_that_greets_has_the_route(zeromq_net, mallory, mallory_key):
     bert = zeromq_net.add("bert")
-    address = bert.transport.listen("tcp://127.0.0.1:0")
-    old, new = raw(zmq.DEALER), raw(zmq.DEALER)
-    old.connect(address)
-    old.send_multipart(greeting())
+    old, new = mallory(bert), mallory(bert)
+    old.send_multipart(greeting(mallory_key))
     zeromq_net.until(lambda: bert.of(PeerUp), bert)
-    new.connect(address)
-    new.send_multipart(greeting())
+    new.send_multipart(greeting(mallory_key))
     zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, bert)
     old.send_multipart(codec.encode(Ping(1)))  # of a connection that is over: neither news nor a crime
     new.send_multipart(codec.encode(Ping(2)))
     zeromq_net.until(lambda: bert.got(), bert)
     assert bert.story() == ["up mallory", "down mallory", "up mallory", "Ping 2 from mallory"]
-    bert.transport.send(MALLORY, Pong(2))
+    bert.transport.send(mallory_key, Pong(2))
     assert new.recv_multipart() == new_hello(bert)
     assert new.recv_multipart() == codec.encode(Pong(2))
     old.close(linger=0)  # and its end does not take the newer one down
     new.send_multipart(codec.encode(Ping(3)))
     zeromq_net.until(lambda: len(bert.got()) == 2, bert)
     assert len(bert.of(PeerDown)) == 1
+
+
+def test_one_key_keeps_two_connections_open_at_most(zeromq_net, mallory, mallory_key):
+    """The latest, and the one before it: two processes with one key must not throw each other out for ever."""
+    bert = zeromq_net.add("bert")
+    dealers = [mallory(bert) for _ in range(5)]
+    monitors = [dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED) for dealer in dealers]
+    for count, dealer in enumerate(dealers, 1):
+        dealer.send_multipart(greeting(mallory_key))
+        zeromq_net.until(lambda count=count: len(bert.of(PeerUp)) == count, bert)
+    zeromq_net.until(lambda: all(monitor.poll(0) for monitor in monitors[:3]), bert)
+    dealers[4].send_multipart(codec.encode(Ping(1)))
+    zeromq_net.until(lambda: bert.got(), bert)
+    assert not any(monitor.poll(0) for monitor in monitors[3:])
 
 
 def new_hello(endpoint) -> list[bytes]:
@@ -130,40 +158,50 @@ def new_hello(endpoint) -> list[bytes]:
 # -- who answers ---------------------------------------------------------------------------------
 
 
-def test_another_version_is_told_to_both_sides(zeromq_net, raw):
+def test_another_version_is_told_to_both_sides(zeromq_net, mallory, mallory_key):
     anna = zeromq_net.add("anna")
-    future = raw(zmq.DEALER)
-    future.connect(anna.transport.listen("tcp://127.0.0.1:0"))
-    future.send_multipart(greeting(version=2))
+    future = mallory(anna)
+    future.send_multipart(greeting(mallory_key, version=2))
     zeromq_net.until(lambda: anna.events, anna)
     assert anna.events == [
         Violation(
-            MALLORY,
+            mallory_key,
             "peer speaks gridtrain protocol 2, this software speaks 1 (the peer runs 'gridtrain 9.9') "
             "-> install the same version of gridtrain on both machines",
         )
     ]
     assert future.recv_multipart() == new_hello(anna)  # so that the other side can say it too
-    assert not anna.transport.connected(MALLORY)
+    assert not anna.transport.connected(mallory_key)
 
 
-def test_a_joiner_learns_that_the_coordinator_speaks_another_version(zeromq_net, raw):
-    coordinator = raw(zmq.ROUTER)
+def test_a_joiner_learns_that_the_coordinator_speaks_another_version(zeromq_net, raw, mallory_key):
+    coordinator = raw(zmq.ROUTER, "mallory")
     port = coordinator.bind_to_random_port("tcp://127.0.0.1")
     worker = zeromq_net.add("worker")
-    worker.transport.dial(None, f"tcp://127.0.0.1:{port}")
+    worker.transport.dial(mallory_key, f"tcp://127.0.0.1:{port}")
     routing_id, *_ = coordinator.recv_multipart()
-    coordinator.send_multipart([routing_id, *greeting(version=2)])
+    coordinator.send_multipart([routing_id, *greeting(mallory_key, version=2)])
     zeromq_net.until(lambda: worker.events, worker)
     (violation,) = worker.of(Violation)
     assert "peer speaks gridtrain protocol 2, this software speaks 1" in violation.reason
 
 
 def test_an_address_where_somebody_else_answers(zeromq_net):
-    anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert")
+    """It cannot even read that it was dialled, and we cannot tell it from an address where nobody is."""
+    anna, bert, carl = (zeromq_net.add(name) for name in ("anna", "bert", "carl"))
+    address = bert.transport.listen("tcp://127.0.0.1:0")
+    anna.transport.dial(carl.key, address)
+    dave = zeromq_net.add("dave")
+    dave.transport.dial(bert.key, address)
+    zeromq_net.until(lambda: dave.of(PeerUp) and bert.of(PeerUp), anna, bert, dave)
+    assert anna.events == [] and bert.story() == ["up dave"]
+
+
+def test_an_address_where_somebody_else_answers_without_encryption(plain_net):
+    anna, bert = plain_net.add("anna"), plain_net.add("bert")
     anna.transport.dial(b"c" * 32, bert.transport.listen("tcp://127.0.0.1:0"))
-    zeromq_net.until(lambda: anna.of(Violation), anna, bert)
-    assert "answers with key 62657274" in anna.of(Violation)[0].reason
+    plain_net.until(lambda: anna.of(Violation), anna, bert)
+    assert f"answers with key {bert.key.hex()[:8]}" in anna.of(Violation)[0].reason
     assert not anna.transport.connected(bert.key)
 
 
@@ -180,7 +218,7 @@ def test_a_taken_port_says_what_to_do(zeromq_net):
 def test_addresses_that_can_never_work(zeromq_net, address):
     anna = zeromq_net.add("anna")
     with pytest.raises(TransportError, match=r'an address looks like "tcp://'):
-        anna.transport.dial(None, address)
+        anna.transport.dial(b"k" * 32, address)
     with pytest.raises(TransportError, match=r'an address looks like "tcp://'):
         anna.transport.listen(address)
 
@@ -200,15 +238,17 @@ def test_all_interfaces_become_an_address_that_can_be_dialled(zeromq_net, wildca
 
 @pytest.mark.integration
 @pytest.mark.parametrize("who_dialled", ["the dead", "the living"])
-def test_a_killed_process_is_noticed_at_once(zeromq_net, who_dialled):
+def test_a_killed_process_is_noticed_at_once(zeromq_net, identity_of, who_dialled):
     anna = zeromq_net.add("anna")
-    script = [sys.executable, str(Path(__file__).with_name("peer_process.py"))]
-    script += ["dial", anna.transport.listen("tcp://*:0")] if who_dialled == "the dead" else ["listen"]
+    bert = identity_of("bert")
+    script = [sys.executable, str(Path(__file__).with_name("peer_process.py")), bert.secret.hex()]
+    dial = ["dial", anna.transport.listen("tcp://*:0"), anna.key.hex()]
+    script += dial if who_dialled == "the dead" else ["listen"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             if who_dialled == "the living":
-                anna.transport.dial(None, process.stdout.readline().strip())
+                anna.transport.dial(bert.public, process.stdout.readline().strip())
             zeromq_net.until(lambda: anna.of(PeerUp), anna, deadline_s=30.0)
             process.send_signal(signal.SIGKILL)
             start_s = time.monotonic()
@@ -223,7 +263,10 @@ def test_a_killed_process_is_noticed_at_once(zeromq_net, who_dialled):
 
 
 def test_zmtp_framing_is_counted_as_it_is_on_the_wire():
-    assert [sockets.wire_bytes(n) for n in (0, 255, 256, 2**20)] == [2, 257, 265, 2**20 + 9]
+    plain = [sockets.wire_bytes(n, encrypted=False) for n in (0, 255, 256, 2**20)]
+    assert plain == [2, 257, 265, 2**20 + 9]
+    curve = [sockets.wire_bytes(n, encrypted=True) for n in (0, 222, 223, 2**20)]
+    assert curve == [35, 257, 265, 2**20 + 42]
 
 
 def test_a_download_cap_slows_the_sender_instead_of_filling_memory(zeromq_net):
@@ -239,8 +282,8 @@ def test_a_download_cap_slows_the_sender_instead_of_filling_memory(zeromq_net):
 
 def test_two_threads_play_ping_pong():
     """Also the way it is used: one thread for each transport."""
-    anna, bert = (ZeroMQTransport(name * 32, "gridtrain test") for name in (b"a", b"b"))
-    anna.dial(b"b" * 32, bert.listen("tcp://127.0.0.1:0"))
+    anna, bert = (ZeroMQTransport(Identity.generate(), "gridtrain test", gate=open_gate) for _ in range(2))
+    anna.dial(bert.me, bert.listen("tcp://127.0.0.1:0"))
     stop = threading.Event()
 
     def answer() -> None:

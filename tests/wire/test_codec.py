@@ -21,12 +21,17 @@ from gridtrain.wire.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, TYPE_CODES
 
 FEW = 4  # items in a drawn list; how many are allowed is tested in test_limits.py
 
+
+def _of(index: int, total: int, most: int) -> tuple[int, int]:
+    return index % min(total, most), min(total, most)
+
+
 # A drawn value that breaks its record's rule is put right.
 PUT_RIGHT: dict[type, Callable[[Any], Any]] = {
     m.Span: lambda s: m.Span(min(s.start, s.stop), max(s.start, s.stop)),
     m.LedgerSpec: lambda s: m.LedgerSpec(s.size, s.seed, s.epochs, 7 if s.epochs is None else None),
-    m.Roster: lambda r: m.Roster(r.term, r.generation, r.page % r.pages, r.pages, r.members),
-    m.StateBlock: lambda b: m.StateBlock(b.term, b.generation, b.index % b.total, b.total, b.payload),
+    m.Roster: lambda r: m.Roster(r.term, r.generation, *_of(r.page, r.pages, 256), r.members),
+    m.StateBlock: lambda b: m.StateBlock(b.term, b.generation, *_of(b.index, b.total, 65536), b.payload),
 }
 
 
@@ -187,7 +192,8 @@ def test_our_own_reasons_are_made_to_fit() -> None:
 
 def test_a_full_page_of_a_roster_fits_a_header() -> None:
     member = m.Member(bytes(32), "n" * 64, "a" * 128, 2**31 - 1, True)
-    page = m.Roster(2**63 - 1, 2**63 - 1, 0, 2**31 - 1, (member,) * schema.MAX_ROSTER_PAGE)
+    last = schema.MAX_ROSTER_PAGES - 1
+    page = m.Roster(2**63 - 1, 2**63 - 1, last, schema.MAX_ROSTER_PAGES, (member,) * schema.MAX_ROSTER_PAGE)
     frames = encode(page)
     assert len(frames[0]) < MAX_HEADER_BYTES
     assert decode(frames) == page

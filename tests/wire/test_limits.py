@@ -88,10 +88,10 @@ FIELDS = [
     refused("Hello.peer is 31 bytes,", header(1, bytes(31), 1, ""), "short key"),
     refused("Hello.peer is 33 bytes,", header(1, bytes(33), 1, ""), "long key"),
     refused("Hello.software is 65 bytes,", header(1, KEY, 1, "a" * 65), "long name"),
-    refused("Join.address is 129 bytes,", header(10, "r", "n", "a" * 129), "long address"),
-    refused(r"Join.name is 1 bytes, '\\x1b'", header(10, "r", "\x1b", "a"), "escape in a name"),
-    refused(r"Join.name is 2 bytes, '\\x9b'", header(10, "r", "\x9b", "a"), "8-bit escape in a name"),
-    refused("Join.name is 1 bytes", header(10, "r", "\n", "a"), "newline in a name"),
+    refused("Join.address is 129 bytes,", header(10, "r", "n", "a" * 129, True), "long address"),
+    refused(r"Join.name is 1 bytes, '\\x1b'", header(10, "r", "\x1b", "a", True), "escape in a name"),
+    refused(r"Join.name is 2 bytes, '\\x9b'", header(10, "r", "\x9b", "a", True), "8-bit escape in a name"),
+    refused("Join.name is 1 bytes", header(10, "r", "\n", "a", True), "newline in a name"),
     refused("Leave.reason is 1 bytes", header(17, "\x07"), "bell in a reason"),
     refused("RunState.state is str 'asleep',", header(38, "asleep", ""), "unknown state"),
     refused(r"Beat.figures\[0\] is float nan,", header(13, 0, 0, 0, [["a", float("nan")]]), "NaN"),
@@ -105,6 +105,7 @@ FIELDS = [
     refused("Setup.ledger is LedgerSpec", header(11, [], [1, 0, 1, 1], 1, None), "a run with two ends"),
     refused("Roster.members is 257 items,", header(35, 1, 1, 0, 1, [MEMBER] * 257), "257 members on a page"),
     refused("Roster is page 1 of 1", header(35, 1, 1, 1, 1, []), "page over pages"),
+    refused("Roster is page 0 of 257", header(35, 1, 1, 0, 257, []), "257 pages"),
     refused(
         r"Roster.members\[1\].peer is 0 bytes,",
         header(35, 1, 1, 0, 1, [MEMBER, [b"", *MEMBER[1:]]]),
@@ -119,6 +120,12 @@ FIELDS = [
         "StateBlock is block 1 of 1",
         [*header(57, 1, 1, 1, 1), b""],
         "block over total",
+    ),
+    refused("StateBlock is block 0 of 65537", [*header(57, 1, 1, 0, 65537), b""], "more than 64 GiB"),
+    refused(
+        "StateBlock is 1048577 bytes, must be at most 1048576",
+        [*header(57, 1, 1, 0, 1), memoryview(bytes(2**20 + 1))],
+        "block over 1 MiB",
     ),
 ]
 

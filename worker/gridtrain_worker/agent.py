@@ -3,8 +3,8 @@
 Decides when the script is started, stopped and started again, and never leaves one behind.  Takes no
 part in the training: the SDK inside the script talks to the coordinator and to the other workers.
 
-    gridtrain worker ADDRESS -- python train.py
-      |-- asks the coordinator: is it there, is it the right run?
+    gridtrain worker INVITATION -- python train.py
+      |-- lets the coordinator know this machine's key (the first time), and asks how the run stands
       |-- the script, leader of its own process group      <-- GRIDTRAIN_* variables, SIGINT, SIGTERM
       |     `-- whatever it starts (data loaders, ...)
       `-- watchdog: a pipe that closes when the agent is gone, even by SIGKILL: ends the group
@@ -31,7 +31,8 @@ from typing import IO, Any
 
 from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.errors import ConfigError, JoinRefused
-from gridtrain.runtime.client import coordinator_address, fetch_status
+from gridtrain.protocol.invitation import Invitation
+from gridtrain.runtime.entry import Entry, enter
 from gridtrain.runtime.naming import listen_address
 from gridtrain.transport.limits import parse_rate
 from gridtrain_worker.session import Machine
@@ -58,24 +59,28 @@ class Job:
     """What to run, and for which run.  Texts as in `gridtrain.config.JoinConfig`.
 
     Attributes:
+        invitation: as the run's owner made it.
+        relay: pass on what members that cannot reach each other send one another.
+        unencrypted: join a run that talks in the clear.
         restarts: how often a script that failed is started again.
         prefix: begin each line of the script's output with the worker's name.
         grace_s: time for a graceful leave.
         backoff_s: pause before the first restart; it doubles each time.
 
     Raises:
-        ConfigError: no command, a malformed address or rate limit.
+        ConfigError: no command, a malformed rate limit.
     """
 
     command: tuple[str, ...]
-    coordinator: str
-    run: str = "default"
+    invitation: Invitation
     name: str = ""
     listen: str = ""
     advertise: str = ""
     upload_limit: str = ""
     download_limit: str = ""
     export_dir: str = ""
+    relay: bool = True
+    unencrypted: bool = False
     restarts: int = 0
     prefix: bool = False
     grace_s: float = 20.0
@@ -86,24 +91,23 @@ class Job:
         if not self.command:
             raise ConfigError(
                 "no training command was given",
-                remedy="write it after two dashes: gridtrain worker ADDRESS -- python train.py",
+                remedy="write it after two dashes: gridtrain worker INVITATION -- python train.py",
             )
-        object.__setattr__(self, "coordinator", coordinator_address(self.coordinator))
         for limit in (self.upload_limit, self.download_limit):
             if limit:
                 parse_rate(limit)
 
-    def environment(self, machine: Machine) -> dict[str, str]:
-        """What `gridtrain.join` reads in the script."""
+    def environment(self, machine: Machine, entry: Entry) -> dict[str, str]:
+        """What `gridtrain.join` reads in the script; nothing in it is secret."""
         variables = {
-            "COORDINATOR": self.coordinator,
-            "RUN": self.run,
+            **{name.upper(): value for name, value in entry.variables().items()},
             "NAME": machine.name,
-            "LISTEN": self.listen or listen_address(self.coordinator),
+            "LISTEN": self.listen or listen_address(entry.coordinator),
             "ADVERTISE": self.advertise,
             "UPLOAD_LIMIT": self.upload_limit,
             "DOWNLOAD_LIMIT": self.download_limit,
             "EXPORT_DIR": self.export_dir,
+            "RELAY": "yes" if self.relay else "no",
         }
         return {ENV_PREFIX + name: value for name, value in variables.items() if value}
 
@@ -116,17 +120,39 @@ def supervise(job: Job, tell: Tell = lambda line: print(line, file=sys.stderr, f
 
     Raises:
         CoordinatorUnreachable, JoinRefused: found out before the script is started.
-        ConfigError: there is no such program.
+        ConfigError: there is no such program, or the key files cannot be used.
     """
-    machine, status = Machine.here(job.name), check(job)
-    tell(
-        f'{machine.name} ({machine.cpus} CPU cores) joins run "{job.run}" at {job.coordinator}: '
-        f"{status.get('reason')}"
-    )
+    machine = Machine.here(job.name)
+    with enter(job.invitation, job.connect_s, unencrypted=job.unencrypted) as entry:
+        check(entry)
+        tell(
+            f'{machine.name} ({machine.cpus} CPU cores) joins run "{entry.run}" at {entry.coordinator}: '
+            f"{entry.status.get('reason')}"
+        )
+        return _run(job, machine, entry, tell)
+
+
+def check(entry: Entry) -> None:
+    """Raises `JoinRefused` if there is nothing to join: another run, or a finished one."""
+    served = str(entry.status.get("run"))
+    if served != entry.run:
+        raise JoinRefused(
+            "wrong-run",
+            f'the coordinator at {entry.coordinator} serves the run "{served}", not "{entry.run}"',
+            remedy="ask the run's owner for a new invitation",
+        )
+    if entry.status.get("finished"):
+        raise JoinRefused(
+            "finished", f'the run "{entry.run}" is finished', remedy="ask its owner for the result"
+        )
+
+
+def _run(job: Job, machine: Machine, entry: Entry, tell: Tell) -> int:
+    """Start the script, again after a failure, until it ends well or a signal comes; its exit code."""
     with Signals() as signals:
         for attempt in range(job.restarts + 1):
             started_s = time.monotonic()
-            code = _run_once(job, machine, signals)
+            code = _run_once(job, job.environment(machine, entry), machine, signals)
             if signals.first:
                 tell(f"{machine.name} stopped by {_signal_name(signals.first)}")
                 return 128 + signals.first
@@ -139,28 +165,6 @@ def supervise(job: Job, tell: Tell = lambda line: print(line, file=sys.stderr, f
                 if signals.wait(pause_s):
                     return 128 + signals.first
         return code
-
-
-def check(job: Job) -> Mapping[str, Any]:
-    """The coordinator's status.
-
-    Raises:
-        CoordinatorUnreachable: nobody answered within `job.connect_s`.
-        JoinRefused: it serves another run, a finished one, or speaks another protocol version.
-    """
-    status = fetch_status(job.coordinator, job.connect_s)
-    served = str(status.get("run"))
-    if served != job.run:
-        raise JoinRefused(
-            "wrong-run",
-            f'the coordinator at {job.coordinator} serves the run "{served}", not "{job.run}"',
-            remedy=f"add --run {shlex.quote(served)}, or ask for the other coordinator's address",
-        )
-    if status.get("finished"):
-        raise JoinRefused(
-            "finished", f'the run "{job.run}" is finished', remedy="ask its owner for the result"
-        )
-    return status
 
 
 class Signals:
@@ -198,9 +202,9 @@ class Signals:
 # -- one run of the script -----------------------------------------------------------------------
 
 
-def _run_once(job: Job, machine: Machine, signals: Signals) -> int:
+def _run_once(job: Job, variables: Mapping[str, str], machine: Machine, signals: Signals) -> int:
     """Exit code of the script; when this returns, nothing that it started is left."""
-    with _watchdog(job.grace_s) as watch, _script(job, machine) as script:
+    with _watchdog(job.grace_s) as watch, _script(job, variables, machine) as script:
         watch(script.pid)
         kill_at_s = math.inf
         while (code := _poll(script)) is None:
@@ -249,9 +253,9 @@ def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def _script(job: Job, machine: Machine) -> Iterator[subprocess.Popen[bytes]]:
+def _script(job: Job, variables: Mapping[str, str], machine: Machine) -> Iterator[subprocess.Popen[bytes]]:
     """The running script; on leaving, nothing of its process group is alive."""
-    environment = {**os.environ, **job.environment(machine)}
+    environment = {**os.environ, **variables}
     if job.prefix:
         environment.setdefault("PYTHONUNBUFFERED", "1")  # a pipe would hold lines back
     output = subprocess.PIPE if job.prefix else None

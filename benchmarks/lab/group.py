@@ -1,0 +1,211 @@
+"""A coordinator and its workers, each on a host of its own, some behind home routers.
+
+Decides who sits where and what is typed there.  Never touches what they train.
+
+    hub        gridtrain coordinator --state FOLDER --listen tcp://0.0.0.0:7700 --advertise tcp://10.77.0.2:7700
+    hub        gridtrain invite --state FOLDER --uses P                 prints INVITE
+    worker-1   gridtrain worker INVITE -- python train.py               behind its own router, or not
+    ...
+
+Everybody behind NAT has a router of their own, and all these homes have the same private addresses, as real
+ones do: whoever dials a member's private address dials somebody in their own home.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lab.net import Host, Net, Process
+from lab.ns import LabError
+
+CLI = (sys.executable, "-m", "gridtrain.cli")
+PORT = 7700
+HOME_SUBNET = "192.168.178"
+UP_S = 30
+TICK_S = 0.1
+TAIL_LINES = 20
+NAT = ("none", "half", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a group is like.
+
+    Attributes:
+        nat: who sits behind a router: "none", "half" (the first ones, rounded up) or "all".
+        encrypted: False: the coordinator and thereby everybody talks in the clear.
+        cap: the workers' own upload and download limit, such as "20Mbit"; empty: none.
+        line: what each worker's cable (its router's, behind NAT) carries in each direction; empty: no limit.
+        relay: who may pass on what others send one another: "members", or "hub": the coordinator alone.
+        names: of the workers and their hosts; their machines call themselves "NAMEs-laptop".
+        environment: more variables for all processes.
+    """
+
+    workers: int = 4
+    nat: str = "none"
+    encrypted: bool = True
+    cap: str = ""
+    line: str = ""
+    names: tuple[str, ...] = ()
+    relay: str = "members"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.nat not in NAT:
+            raise ValueError(f"nat is {self.nat!r}; it must be one of {', '.join(NAT)}")
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return self.names or tuple(f"worker-{number}" for number in range(1, self.workers + 1))
+
+    @property
+    def behind_nat(self) -> frozenset[str]:
+        count = {"none": 0, "half": (self.workers + 1) // 2, "all": self.workers}[self.nat]
+        return frozenset(self.all_names[:count])
+
+
+@dataclass(slots=True)
+class Group:
+    """A started group.
+
+    Attributes:
+        lines: of each worker, the machine whose cable leads to the internet: its own or its router.
+        invitation: what the workers were started with.
+    """
+
+    folder: Path
+    hub: Host
+    coordinator: Process
+    invitation: str
+    hosts: dict[str, Host] = field(default_factory=dict)
+    lines: dict[str, Host] = field(default_factory=dict)
+    workers: dict[str, Process] = field(default_factory=dict)
+
+    def state(self, name: str) -> Path:
+        """What `name`'s machine keeps (XDG_STATE_HOME); "hub": the coordinator's."""
+        return self.folder / f"state-{name}"
+
+    def wait(self, timeout_s: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Until all workers and the coordinator have ended with exit code 0; `tick` is called meanwhile.
+
+        Raises `LabError` with the ends of the logs if one fails or they take longer.
+        """
+        waiting = {**self.workers, "hub": self.coordinator}
+        until_s = time.monotonic() + timeout_s
+        while waiting:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise LabError(f"{', '.join(waiting)} still run after {timeout_s:g} s\n{self.tails()}")
+            _until_one_ends(list(waiting.values()), min(left_s, TICK_S))
+            tick()
+            for name, process in list(waiting.items()):
+                if process.poll() is not None:
+                    del waiting[name]
+                    if process.returncode:
+                        raise LabError(f"{name} ended with exit code {process.returncode}\n{self.tails()}")
+
+    def tails(self) -> str:
+        return "\n".join(_tail(name, p) for name, p in {"hub": self.coordinator, **self.workers}.items())
+
+
+def start(net: Net, plan: Plan, folder: Path, script: Callable[[str], Sequence[str]]) -> Group:
+    """Build the hosts and start everything.
+
+    Args:
+        script: the training command of the worker of that name.
+
+    Raises `LabError` with the ends of the logs.
+    """
+    hub = net.host("hub")
+    address = f"tcp://{hub.address}:{PORT}"
+    group = Group(folder, hub, _coordinator(hub, plan, folder, address), "")
+    _place(net, plan, group)
+    group.invitation = _invitation(group, plan)
+    for name, host in group.hosts.items():
+        argv = (*CLI, "worker", group.invitation, *_worker_options(plan, name, folder), "--", *script(name))
+        env = _environment(plan, group.state(name))
+        group.workers[name] = host.run(argv, folder, env=env, hostname=hostname(name))
+    return group
+
+
+def hostname(name: str) -> str:
+    """What the machine of the worker `name` calls itself."""
+    return f"{name}s-laptop"
+
+
+def _place(net: Net, plan: Plan, group: Group) -> None:
+    for name in plan.all_names:
+        if name in plan.behind_nat:
+            router = net.router(f"home-of-{name}", subnet=HOME_SUBNET)
+            group.hosts[name], group.lines[name] = router.host(name), router
+        else:
+            group.hosts[name] = group.lines[name] = net.host(name)
+        group.lines[name].shape(up=plan.line, down=plan.line)
+
+
+# -- what is typed -------------------------------------------------------------------------------
+
+
+def _worker_options(plan: Plan, name: str, folder: Path) -> list[str]:
+    options = ["--name", name, "--export-dir", str(folder)]
+    if plan.cap:
+        options += ["--upload-limit", plan.cap, "--download-limit", plan.cap]
+    if plan.relay == "hub":
+        options += ["--no-relay"]
+    if not plan.encrypted:
+        options += ["--unencrypted"]
+    return options
+
+
+def _coordinator(hub: Host, plan: Plan, folder: Path, address: str) -> Process:
+    place = ("--listen", f"tcp://0.0.0.0:{PORT}", "--advertise", address)
+    ends = ("--min-workers", str(plan.workers), "--exit-when-finished")
+    state = folder / "state-hub"
+    state.mkdir(parents=True, mode=0o700)
+    clear = () if plan.encrypted else ("--unencrypted", "--benchmark")
+    argv = (*CLI, "coordinator", "--state", str(state), *place, *ends, *clear)
+    return hub.run(argv, folder, env=_environment(plan, state))
+
+
+def _invitation(group: Group, plan: Plan) -> str:
+    """What the workers are started with; waits until the coordinator is up."""
+    state = group.state("hub")
+    argv = (*CLI, "invite", "--state", str(state), "--uses", str(plan.workers), "--wait", f"{UP_S}s")
+    process = group.hub.run(argv, group.folder, env=_environment(plan, state), log="invite")
+    _until_one_ends([process, group.coordinator], 2 * UP_S)
+    if process.poll() != 0:
+        raise LabError(f"there is no invitation\n{_tail('invite', process)}\n{group.tails()}")
+    return process.stdout_path.read_text().strip()
+
+
+def _environment(plan: Plan, state: Path) -> dict[str, str]:
+    """Ours without the settings of another run; one thread for each worker, as they share the cores."""
+    inherited: Mapping[str, str] = {k: v for k, v in os.environ.items() if not k.startswith("GRIDTRAIN_")}
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**inherited, **threads, "XDG_STATE_HOME": str(state), **plan.environment}
+
+
+# -- waiting -------------------------------------------------------------------------------------
+
+
+def _until_one_ends(processes: Sequence[Process], timeout_s: float) -> None:
+    with ExitStack() as handles:
+        ends = select.poll()
+        for process in processes:
+            handle = os.pidfd_open(process.pid)
+            handles.callback(os.close, handle)
+            ends.register(handle, select.POLLIN)
+        ends.poll(timeout_s * 1000)
+
+
+def _tail(name: str, process: Process) -> str:
+    texts = [path.read_text(errors="replace") for path in (process.stdout_path, process.stderr_path)]
+    lines = [line for text in texts for line in text.splitlines()[-TAIL_LINES:]]
+    return "\n".join([f"--- {name}, exit code {process.poll()}, the end of its output:", *lines])

@@ -1,0 +1,216 @@
+"""How long a step of the demo model takes among volunteers: behind NAT or not, encrypted or not.
+
+Decides what is measured.  Never changes what is trained: `gridtrain.demo.train`, as in `gridtrain demo`.
+
+    python -m lab.volunteers --nat none half all                    what NAT and the relay cost
+    python -m lab.volunteers --encryption on off --cap 20Mbit       what CURVE costs
+    python -m lab.volunteers --line 20Mbit                          the cables, not the workers, are slow
+
+Runs of different settings take turns, so that a machine that slows down slows all of them.  Bytes are
+counted by the kernel at each machine's cable, from the first measured step to the end, a relay's share too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from gridtrain.demo.metrics import STEPS_FILE, Follower, StepRecord
+from gridtrain.demo.recipe import DENSITY, RECIPES, SIZES
+from lab.group import NAT, Group, Plan, start
+from lab.net import Host, Net, why_not
+from lab.ns import LabError
+
+WARM_UP_STEPS = 5
+"""The first steps are slower: memory is touched for the first time, TCP's windows open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    nat: str
+    encryption: str
+    exchange: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.exchange:5}  NAT {self.nat:4}  encryption {self.encryption:3}"
+
+
+@dataclass(slots=True)
+class Result:
+    """Of all runs of one setting.
+
+    Attributes:
+        step_s: one figure for each step after the warm-up; `runs_s`: the median of each run.
+        compute_s, select_s, communicate_s, wait_s: the first worker's, mean of a step.
+        worker_bytes: what the workers sent in a step, on the wire: one figure for each worker and run.
+        hub_bytes: what the coordinator sent in a step, which relays where nobody else can.
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    runs_s: list[float] = field(default_factory=list)
+    compute_s: list[float] = field(default_factory=list)
+    select_s: list[float] = field(default_factory=list)
+    communicate_s: list[float] = field(default_factory=list)
+    wait_s: list[float] = field(default_factory=list)
+    worker_bytes: list[float] = field(default_factory=list)
+    hub_bytes: list[float] = field(default_factory=list)
+
+
+def sent_bytes(host: Host) -> int:
+    """What has left the machine by its cable, all headers included."""
+    text = host.inside(lambda: Path("/proc/thread-self/net/dev").read_text())
+    line = next(line for line in text.splitlines() if line.strip().startswith(f"{host.interface}:"))
+    return int(line.partition(":")[2].split()[8])
+
+
+class Meter:
+    """Counts what everybody sends from the first step after the warm-up on."""
+
+    def __init__(self, group: Group, metrics: Path) -> None:
+        self._group, self._follower = group, Follower(metrics / STEPS_FILE)
+        self.records: list[StepRecord] = []
+        self._first_step = 0
+        self._before: dict[str, int] = {}
+        self._after: dict[str, int] = {}
+
+    def tick(self) -> None:
+        self.records += self._follower.new_records()
+        if not self.records or self.records[-1].step < WARM_UP_STEPS:
+            return
+        now = {name: sent_bytes(host) for name, host in {**self._group.lines, "hub": self._group.hub}.items()}
+        if not self._before:
+            self._before, self._first_step = now, self.records[-1].step
+        self._after = now
+
+    def bytes_a_step(self) -> dict[str, float]:
+        steps = self.records[-1].step - self._first_step
+        return {name: (self._after[name] - sent) / max(1, steps) for name, sent in self._before.items()}
+
+
+def measure(setting: Setting, options: argparse.Namespace, folder: Path, result: Result) -> None:
+    """One run.  Raises `LabError` with the ends of the logs."""
+    plan = Plan(
+        workers=options.workers,
+        nat=setting.nat,
+        encrypted=setting.encryption == "on",
+        cap=options.cap,
+        line=options.line,
+        relay=options.relay,
+    )
+    metrics = folder / "metrics"
+    metrics.mkdir(parents=True)
+    train = [sys.executable, "-m", "gridtrain.demo.train", "--exchange", setting.exchange]
+    train += ["--steps", str(options.steps), "--measure-every", str(options.steps), "--model", options.model]
+    train += ["--density", str(options.density), "--metrics", str(metrics)]
+    with Net() as net:
+        group = start(net, plan, folder, lambda name: train)
+        meter = Meter(group, metrics)
+        group.wait(options.timeout, meter.tick)
+    collect(meter, options.steps, result)
+
+
+def collect(meter: Meter, steps: int, result: Result) -> None:
+    """Raises `LabError` if a step is missing."""
+    records = meter.records
+    if [record.step for record in records] != list(range(1, steps + 1)):
+        raise LabError(f"{len(records)} steps were recorded, not {steps}")
+    took_s = [b.seconds - a.seconds for a, b in itertools.pairwise(records[WARM_UP_STEPS:])]
+    result.step_s += took_s
+    result.runs_s.append(statistics.median(took_s))
+    first, last = records[WARM_UP_STEPS].times, records[-1].times
+    for name in ("compute", "select", "communicate", "wait"):
+        mean_s = (getattr(last, name) - getattr(first, name)) / len(took_s)
+        getattr(result, f"{name}_s").append(mean_s)
+    sent = meter.bytes_a_step()
+    result.hub_bytes.append(sent.pop("hub"))
+    result.worker_bytes += sent.values()
+
+
+def table(results: dict[Setting, Result]) -> str:
+    """All times in milliseconds, bytes in kB (1000) for each step."""
+    heading = f"{'':34}  step  (runs)       p90 | compute select comm  wait | worker kB  (most)  hub kB"
+    lines = [heading]
+    for setting, r in results.items():
+        p90 = statistics.quantiles(r.step_s, n=10)[-1]
+        parts = (r.compute_s, r.select_s, r.communicate_s, r.wait_s)
+        compute, select, communicate, wait = (1e3 * statistics.mean(part) for part in parts)
+        lines.append(
+            f"{setting.label:34} {1e3 * statistics.median(r.step_s):5.0f}  "
+            f"({1e3 * min(r.runs_s):.0f}-{1e3 * max(r.runs_s):.0f}) {1e3 * p90:9.0f} | "
+            f"{compute:7.0f} {select:6.0f} {communicate:4.0f} {wait:5.0f} | "
+            f"{statistics.mean(r.worker_bytes) / 1e3:9.1f} {max(r.worker_bytes) / 1e3:7.1f} "
+            f"{statistics.mean(r.hub_bytes) / 1e3:7.1f}"
+        )
+    return "\n".join([*lines, *ratios(results)])
+
+
+def ratios(results: dict[Setting, Result]) -> list[str]:
+    """The median step of each setting against the first of its exchange."""
+    lines = []
+    for setting, result in results.items():
+        base = next(other for other in results if other.exchange == setting.exchange)
+        if base != setting:
+            change = statistics.median(result.step_s) / statistics.median(results[base].step_s) - 1
+            lines.append(f"{setting.label}: {change:+.1%} against  {base.label}")
+    return lines
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m lab.volunteers", description=__doc__.splitlines()[0])
+    parser.add_argument("--nat", nargs="+", choices=NAT, default=["none", "half", "all"])
+    parser.add_argument("--encryption", nargs="+", choices=("on", "off"), default=["on"])
+    parser.add_argument("--exchange", nargs="+", choices=sorted(RECIPES), default=["gtopk"])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each setting, taking turns")
+    parser.add_argument("--density", type=float, default=DENSITY)
+    parser.add_argument("--model", choices=sorted(SIZES), default="small")
+    parser.add_argument("--cap", default="20Mbit", help="each worker's own limits; '' for none")
+    parser.add_argument("--line", default="", help="what each worker's cable carries; '' for no limit")
+    parser.add_argument("--relay", choices=("members", "hub"), default="members", help="who may relay")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for each run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the figures, for later")
+    options = parser.parse_args(arguments)
+    if options.steps < WARM_UP_STEPS + 3 or options.workers < 1 or options.repeats < 1:
+        parser.error(f"--steps must be at least {WARM_UP_STEPS + 3}, --workers and --repeats at least 1")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    if reason := why_not():
+        print(f"no network lab here: {reason}", file=sys.stderr)
+        return 1
+    turns = [
+        Setting(*words) for words in itertools.product(options.nat, options.encryption, options.exchange)
+    ]
+    results = {setting: Result() for setting in turns}
+    with tempfile.TemporaryDirectory(prefix="gridtrain-lab-") as folder:
+        for number, setting in itertools.product(range(options.repeats), turns):
+            print(f"run {number + 1} of {options.repeats}: {setting.label}", file=sys.stderr, flush=True)
+            place = Path(folder, f"{number}-{setting.exchange}-{setting.nat}-{setting.encryption}")
+            try:
+                measure(setting, options, place, results[setting])
+            except LabError as error:
+                print(f"{setting.label}: {error}", file=sys.stderr)
+                return 1
+    print(f"{options.workers} workers, model {options.model}, cap {options.cap or 'none'}, ", end="")
+    print(f"cables {options.line or 'without limit'}, {options.steps} steps; milliseconds, kB a step")
+    print(table(results))
+    if options.json:
+        rows = [asdict(setting) | asdict(result) for setting, result in results.items()]
+        words = {key: str(value) for key, value in vars(options).items()}
+        options.json.write_text(json.dumps({"options": words, "results": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""`gridtrain kick`: options only; what it does is `protocol.door`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gridtrain.cli.main import EXIT_CODES
+from gridtrain.cli.orders import known_keys, of_a_run, operator_of, whom
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("who")
+@click.option("--reason", default="", metavar="TEXT", help="Told to the worker, and kept in the journal.")
+@of_a_run
+def kick(who: str, reason: str, run: str, state: Path | None) -> None:
+    """Remove a member from the run: WHO is its name, or at least 6 digits of its key.
+
+    It is cut off at once, and needs a new invitation to come back.  An open invitation with uses left
+    lets the same person in with another key: see `gridtrain invite --withdraw`.
+    """
+    from gridtrain.protocol.door_rules import tidy
+    from gridtrain.protocol.messages import Expel
+
+    with operator_of(run, state) as operator:
+        peer = whom(who, known_keys(operator.status()))
+        click.echo(operator.order(Expel(peer, False, tidy(reason))))

@@ -1,0 +1,126 @@
+"""`gridtrain members`: who is in, who may come in, who must not, and what was held against whom.
+
+Decides how it looks.  Names and reasons come from workers: they are never read as markup, and the client has
+cleaned them of control characters.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gridtrain.cli.main import EXIT_CODES
+from gridtrain.cli.orders import NO_NAME, SHOWN_DIGITS, known_keys, of_a_run, operator_of, shown_duration
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+PLAIN_WIDTH = 120
+COLUMNS = ("name", "key", "state", "strikes", "reach")
+MAX_LINES = 50  # of each kind, below the table
+
+
+@click.command(epilog=EXIT_CODES)
+@of_a_run
+@click.option("--json", "as_json", is_flag=True, help="Print members and door as one JSON object.")
+def members(run: str, state: Path | None, as_json: bool) -> None:
+    """List the members of the run that is coordinated on this machine, its invitations and its bans.
+
+    A member is a key that was let in; "away" is one whose worker is not running now.
+    """
+    with operator_of(run, state) as operator:
+        picture = operator.status()
+    if as_json:
+        click.echo(json.dumps({name: picture.get(name) for name in ("run", "members", "door")}))
+    else:
+        from rich.console import Console
+
+        Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(render(picture))
+
+
+def render(picture: Mapping[str, Any]) -> Group:
+    """The table, then the open invitations, the banned keys and the strikes."""
+    from rich.console import Group
+    from rich.text import Text
+
+    door = picture.get("door")
+    below = [*_invitations(door), *_banned(door), *_strikes(door, known_keys(picture))]
+    return Group(table(picture), *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
+
+
+def table(picture: Mapping[str, Any]) -> Table:
+    """First who has joined, by rank, then the members that are away."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    drawn.add_column("rank", justify="right", no_wrap=True)
+    for heading in COLUMNS:
+        drawn.add_column(heading, justify="right" if heading == "strikes" else "left", no_wrap=True)
+    for cells in rows(picture):
+        drawn.add_row(*(Text(cell) for cell in cells))
+    if not drawn.row_count:
+        drawn.add_row("-", Text("nobody was let in yet: gridtrain invite", style="dim"))
+    return drawn
+
+
+def rows(picture: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    joined = _lines(picture, "members")
+    here = {line.get("peer") for line in joined if isinstance(line.get("peer"), str)}
+    for line in sorted(joined, key=_rank):
+        rank = line.get("rank")
+        yield (
+            str(rank) if isinstance(rank, int) else "-",
+            str(line.get("name", "?")),
+            _key(line),
+            str(line.get("state", "?")),
+            _count(line.get("strikes")),
+            str(line.get("reach") or "-"),
+        )
+    for line in _lines(picture.get("door"), "enrolled"):
+        if _key(line) and line.get("peer") not in here:
+            yield ("-", NO_NAME, _key(line), "away", _count(line.get("strikes")), "-")
+
+
+def _rank(line: Mapping[str, Any]) -> tuple[bool, int]:
+    rank = line.get("rank")
+    return (False, rank) if isinstance(rank, int) else (True, 0)
+
+
+def _invitations(door: Any) -> Iterator[str]:
+    for line in _lines(door, "invitations")[:MAX_LINES]:
+        left_s = line.get("left_s")
+        left = shown_duration(left_s) if isinstance(left_s, int | float) else "?"
+        used = f"{_count(line.get('used'))} of {_count(line.get('uses'))} uses"
+        yield f"invitation {line.get('id', '?')!s}: {used}, {left} left"
+
+
+def _banned(door: Any) -> Iterator[str]:
+    for line in _lines(door, "banned")[:MAX_LINES]:
+        yield f"banned {_key(line)}: {line.get('reason', '')!s}"
+
+
+def _strikes(door: Any, known: Mapping[str, str]) -> Iterator[str]:
+    for line in _lines(door, "strikes")[:MAX_LINES]:
+        who = known.get(str(line.get("peer")), NO_NAME)
+        for one in _lines(line, "said"):
+            yield f"strike against {who} {_key(line)}, by {one.get('by', '?')!s}: {one.get('reason', '')!s}"
+
+
+def _key(line: Mapping[str, Any]) -> str:
+    return str(line.get("peer", "?"))[:SHOWN_DIGITS]
+
+
+def _count(value: Any) -> str:
+    return str(value) if isinstance(value, int) else "-"
+
+
+def _lines(place: Any, name: str) -> list[Mapping[str, Any]]:
+    lines = place.get(name) if isinstance(place, dict) else None
+    return [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []

@@ -1,0 +1,132 @@
+"""The single rules of the coordinator's door: bounds, defences, refusals, and how its entries are read.
+
+Decides one question a function, knows no state, touches nothing.  `protocol.door` looks each of them up in
+this module when it needs it, so that a test can take one away and show what happens without it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Container
+from hashlib import blake2b
+
+from gridtrain.protocol import messages as m
+
+MAX_INVITATIONS = 1000  # open ones
+MAX_USES = 10_000
+MAX_EXPIRES_S = 366 * 86_400.0
+MAX_MEMBERS = 10_000
+MAX_BANNED = 10_000
+MAX_KICKED = 10_000  # the longest known are forgotten: any open invitation lets them in again
+
+ENROLS, ENROLS_IN_S = 64, 600.0
+"""So many new members may come from one range of addresses within that time."""
+
+MAX_ENROLS = 4096  # from all ranges within that time
+JOINS, JOINS_IN_S = 20, 60.0
+"""A key may join so often within that time: a worker that crashes at its start does no harm."""
+
+MAX_JOINERS = 20_000
+MAX_REASON_BYTES = 200
+MAX_WALL_S = 1e12
+
+
+# -- defences ----------------------------------------------------------------------------------------
+
+
+def stored_form(key: m.PeerId) -> str:
+    """What is kept of an invitation's public key."""
+    return blake2b(key, digest_size=32, person=b"gridtrain door").hexdigest()
+
+
+def has_expired(until_s: float, wall_s: float) -> bool:
+    return wall_s >= until_s
+
+
+def is_used_up(used: int, uses: int) -> bool:
+    return used >= uses
+
+
+def is_banned(key: m.PeerId, banned: Container[m.PeerId]) -> bool:
+    return key in banned
+
+
+def is_too_old(invitation_serial: int, kicked_at_serial: int) -> bool:
+    """A kicked key needs an invitation that was made after the kick."""
+    return invitation_serial <= kicked_at_serial
+
+
+def may_order(key: m.PeerId, operator: m.PeerId | None) -> bool:
+    return operator is not None and key == operator
+
+
+def is_crowded(enrolled_from_range: int) -> bool:
+    return enrolled_from_range >= ENROLS
+
+
+def joins_too_often(joins: int) -> bool:
+    return joins >= JOINS
+
+
+def address_range(host: str) -> str:
+    """What belongs to one line or one household, roughly: an IPv4 /24, an IPv6 /48, or `host` itself.
+
+    Loopback is a range like any other: it is generous enough for the workers of one machine.
+    """
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return host[:64]
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return str(ipaddress.ip_network((address, 24 if address.version == 4 else 48), strict=False))
+
+
+def tidy(reason: str) -> str:
+    """As much of it as is kept and shown to others; printable, so that it fits wherever it is put."""
+    plain = "".join(letter if letter.isprintable() else " " for letter in reason)
+    return plain.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore").strip()
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+_ASK = "ask the run's owner for a new one"
+NOT_VALID = m.Refused("invitation", "this invitation is not valid (any more)", _ASK)
+BANNED = m.Refused("banned", "the run's owner has banned this worker's key", "ask the run's owner")
+NOT_YOURS = m.Refused("key", "this key is another one's", "start the worker with a key of its own")
+NOT_OPERATOR = m.Refused("operator", "only the run's owner may do that", "use the machine of the coordinator")
+TOO_MANY = m.Refused(
+    "too-many",
+    f"too many workers came in from your range of addresses in the last {ENROLS_IN_S / 60:.0f} minutes, "
+    "or there are too many altogether",
+    f"try again in {ENROLS_IN_S / 60:.0f} minutes",
+)
+TOO_OFTEN = m.Refused(
+    "too-often",
+    f"this worker joined {JOINS} times within {JOINS_IN_S:.0f} s",
+    "see in its output why it ends, then try again in a minute",
+)
+
+
+# -- entries of the journal: each raises `TypeError` or `ValueError` ----------------------------------
+
+
+def key_of(text: object) -> bytes:
+    key = bytes.fromhex(text_of(text))
+    if len(key) != 32:
+        raise ValueError(f"a key of {len(key)} bytes")
+    return key
+
+
+def text_of(text: object) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"a text is {text!r}")
+    return text
+
+
+def seconds_of(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"a time is {value!r}")
+    if not -MAX_WALL_S <= value <= MAX_WALL_S:  # NaN is not
+        raise ValueError(f"a time is {value!r}")
+    return float(value)

@@ -1,0 +1,174 @@
+"""Giving orders to the coordinator of this machine: for `gridtrain invite`, `kick`, and people's scripts.
+
+Decides where the coordinator and the operator's key are found.  What an order means is `protocol.door`;
+that it comes from whoever may read `operator.key` is all that gives it force.
+
+    state folder --find--> Contact --> Operator -- Invite Expel Pardon --> coordinator
+                                                <---- Done | Refused ----
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gridtrain.errors import ConfigError, JoinRefused, RemoteProtocolError
+from gridtrain.protocol.invitation import RUN_NAME, Invitation
+from gridtrain.protocol.messages import Done, Expel, Invite, Pardon, PeerId
+from gridtrain.runtime.client import DENIED, CoordinatorClient
+from gridtrain.runtime.naming import state_directory
+from gridtrain.transport.base import Transport
+from gridtrain.transport.contact import CONTACT_FILE, OPERATOR_KEY, ContactFile
+from gridtrain.transport.curve import Identity
+
+ANSWER_S = 5.0
+LOOK_S = 0.05
+"""How often to look for a file that a starting coordinator has not written yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """How an operator reaches its coordinator, and what it shows there.
+
+    Attributes:
+        address: what workers are told.
+        here: what this machine dials.
+    """
+
+    address: str
+    here: str
+    coordinator: PeerId
+    run: str
+    encrypted: bool
+    operator: Identity
+
+    @classmethod
+    def find(cls, run: str = "default", state: Path | None = None, *, wait_s: float = 0.0) -> Contact:
+        """Read the state folder of a run whose coordinator runs on this machine.
+
+        Args:
+            state: the folder; None: the default one of `run`.
+            wait_s: a coordinator that is starting gets so long to listen.
+
+        Raises:
+            ConfigError: no coordinator runs there, it coordinates another run, or a file cannot be read.
+        """
+        if not RUN_NAME.fullmatch(run):
+            raise ConfigError(f"{run!r} is no run's name", remedy="use the name given to the coordinator")
+        folder = state if state is not None else state_directory(run)
+        deadline_s = time.monotonic() + wait_s
+        while (found := _read(folder)) is None:
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                raise _nobody(folder, run)
+            time.sleep(min(left_s, LOOK_S))
+        if found.run != run and state is None:
+            raise ConfigError(
+                f'{folder / CONTACT_FILE} is of the run "{found.run}", not "{run}"',
+                remedy=f"name it: --run {found.run}, or its folder with --state",
+            )
+        operator = Identity.read(folder / OPERATOR_KEY)
+        return cls(found.address, found.here, found.coordinator, found.run, found.encrypted, operator)
+
+
+class Operator:
+    """A connection to the coordinator with the operator's key; a context manager.
+
+    Args:
+        transport: with the operator's identity; it is closed at the end.  None: ZeroMQ.
+
+    Raises `ConfigError`, `CoordinatorUnreachable`.
+    """
+
+    def __init__(self, contact: Contact, transport: Transport | None = None) -> None:
+        self.contact = contact
+        self._client = CoordinatorClient(
+            contact.here,
+            contact.coordinator,
+            contact.operator,
+            encrypted=contact.encrypted,
+            transport=transport,
+        )
+
+    def __enter__(self) -> Operator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.__exit__(kind, error, trace)
+
+    def order(self, message: Invite | Expel | Pardon, timeout_s: float = ANSWER_S) -> str:
+        """What the coordinator says when it is done; for people.
+
+        Raises:
+            CoordinatorUnreachable: no answer within `timeout_s`.
+            JoinRefused: it refuses, with its own code and words; code "denied": it does not know this key.
+            RemoteProtocolError: who answers is no coordinator.
+        """
+        with _explained(self.contact):
+            reply = self._client.ask(message, timeout_s)
+        if not isinstance(reply, Done):
+            raise RemoteProtocolError(
+                f"the coordinator answered an order with {type(reply).__name__}",
+                remedy="see that it and this program are of the same version",
+            )
+        return reply.text
+
+    def status(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """See `CoordinatorClient.status`.  Raises as `order`."""
+        with _explained(self.contact):
+            return self._client.status(timeout_s)
+
+    def invite(self, uses: int, expires_s: float, address: str = "") -> Invitation:
+        """A new invitation; its token is made here and never leaves but in the invitation.
+
+        Raises as `order`; `ConfigError` for an address that does not fit.
+        """
+        contact = self.contact
+        token = secrets.token_bytes(32)
+        invitation = Invitation(
+            address or contact.address, contact.coordinator, token, contact.run, contact.encrypted
+        )
+        self.order(Invite(Identity.from_secret(token).public, uses, expires_s))
+        return invitation
+
+    def withdraw(self, invitation: Invitation) -> str:
+        """Raises as `order`."""
+        return self.order(Invite(Identity.from_secret(invitation.token).public, 1, 0.0))
+
+
+@contextlib.contextmanager
+def _explained(contact: Contact) -> Iterator[None]:
+    """A refused operator's key is not a refused worker's: it says what to do."""
+    try:
+        yield
+    except JoinRefused as refusal:
+        if refusal.code != DENIED:
+            raise
+        raise JoinRefused(
+            DENIED,
+            f"the coordinator at {contact.here} does not know the key in {OPERATOR_KEY}",
+            remedy="restart the coordinator: it reads the file when it starts",
+        ) from None
+
+
+def _read(folder: Path) -> ContactFile | None:
+    try:
+        return ContactFile.read(folder)
+    except FileNotFoundError:
+        return None
+
+
+def _nobody(folder: Path, run: str) -> ConfigError:
+    more = "" if run == "default" else f" --run {run}"
+    return ConfigError(
+        f"no coordinator is running there: {folder / CONTACT_FILE} does not exist",
+        remedy=f"start it on this machine, as this user: gridtrain coordinator{more}; "
+        "or name the folder with its journal: --state FOLDER",
+    )

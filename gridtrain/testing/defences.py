@@ -1,0 +1,182 @@
+"""Switches that take one defence away, so that a test can show what it was for.
+
+Decides nothing that the product decides: the product has no such switch.  A defence is a small named
+function or constant of a module, which is looked up whenever it is needed; `without` puts something
+in its place that lets everything through, and puts it back.
+
+    with without("turn"):          gridtrain.protocol.collective._is_due = lambda event, due: True
+        attack()                   now succeeds: a payload of the wrong rank is summed
+                                   gridtrain.protocol.collective._is_due is again what it was
+
+A test of an attack comes twice: defended, and with its switch.  The second shows that the first is not
+green for another reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from gridtrain.errors import ConfigError
+
+_open: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Defence:
+    """One place of the product that keeps one attack out.
+
+    Attributes:
+        attack: what succeeds without it.
+        module, attribute: where it is; an attribute of a class is "Class.name".
+        replacement: what takes its place.
+    """
+
+    name: str
+    attack: str
+    module: str
+    attribute: str
+    replacement: Any
+
+    def place(self) -> tuple[Any, str]:
+        """The object that holds the defence, and the attribute's own name.
+
+        Raises `AttributeError` or `ImportError` if the product has no such defence (any more).
+        """
+        holder: Any = importlib.import_module(self.module)
+        *path, last = self.attribute.split(".")
+        for part in path:
+            holder = getattr(holder, part)
+        getattr(holder, last)
+        return holder, last
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Take these defences away inside of the block.  For one thread: modules are changed for all.
+
+    Raises:
+        ConfigError: a name is unknown, or its defence is away already.
+    """
+    for name in names:
+        if name not in DEFENCES:
+            raise ConfigError(
+                f"there is no defence {name!r}", remedy=f"choose from: {', '.join(sorted(DEFENCES))}"
+            )
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(_away(DEFENCES[name]))
+        yield
+
+
+@contextmanager
+def _away(defence: Defence) -> Iterator[None]:
+    if defence.name in _open:
+        raise ConfigError(f"the defence {defence.name!r} is away already", remedy="do not nest the same name")
+    holder, attribute = defence.place()
+    own = vars(holder)
+    inherited, original = (
+        attribute not in own,
+        own.get(attribute),
+    )  # as stored: no binding, staticmethods whole
+    _open.add(defence.name)
+    setattr(holder, attribute, defence.replacement)
+    try:
+        yield
+    finally:
+        _open.discard(defence.name)
+        if inherited:
+            delattr(holder, attribute)
+        else:
+            setattr(holder, attribute, original)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of a check that raises."""
+
+
+def _yes(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    return False
+
+
+def _as_it_came(_: Any, value: Any) -> Any:
+    return value
+
+
+_WIDE_OPEN = dict.fromkeys(
+    ("max_str_len", "max_bin_len", "max_array_len", "max_map_len", "max_ext_len"), 2**31 - 1
+)
+
+
+# module: rows of name, attribute, what takes its place, and the attack that then succeeds
+_TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
+    "gridtrain.wire.codec": [
+        ("frame-count", "_check_count", _nothing, "frames that nobody measures ride along"),
+        ("frame-size", "_check_sizes", _nothing, "a header or a payload of any size"),
+        ("parse-limits", "_PARSE_LIMITS", _WIDE_OPEN, "long strings and maps are built, then refused"),
+    ],
+    "gridtrain.wire.kinds": [
+        ("plain-text", "Text._forbidden", re.compile("(?!)"), "a name that moves a terminal's cursor"),
+        ("number-bounds", "Int.pack", _as_it_came, "counts that are negative or no SQLite integer"),
+        ("finite-figures", "Real.unpack", _as_it_came, "NaN in figures and averages"),
+        ("record-rules", "Record._check_rule", _nothing, "a state of 2^31 blocks, a page beyond the last"),
+    ],
+    "gridtrain.wire.sparse": [
+        ("sparse-kind", "_check_kind", _nothing, "values of another kind than the generation's"),
+        ("sparse-count", "_check_entries", _nothing, "more entries than k"),
+        ("sparse-length", "_check_length", _nothing, "bytes after the last value"),
+        ("sparse-padding", "_check_padding", _nothing, "bits after the last: one payload in two forms"),
+        (
+            "sparse-popcount",
+            "_check_popcount",
+            _nothing,
+            "a unary part of other than K entries",
+        ),
+        ("sparse-order", "_check_order", _nothing, "indices twice, in disorder, or beyond the vector"),
+        ("sparse-finite", "_check_finite", _nothing, "NaN among fp32 values"),
+        ("sparse-scale", "_check_scale", _nothing, "NaN among fp16 values"),
+    ],
+    "gridtrain.runtime.buffers": [
+        ("dense-length", "_check_length", _nothing, "a slice of another length"),
+        ("honest-values", "_check_honest", _nothing, "NaN, infinity, or values that make a sum overflow"),
+    ],
+    "gridtrain.runtime.statefeed": [
+        ("state-size", "_check_state", _nothing, "a state larger than the model can have"),
+        ("state-total", "_check_total", _nothing, "a state of more blocks than its table makes"),
+        ("state-block", "_check_block", _nothing, "a block of another size than the table makes"),
+        ("state-asks", "_asks_too_often", _no, "60 bytes, again and again, each answered with the model"),
+    ],
+    "gridtrain.protocol.collective": [
+        ("turn", "_is_due", _yes, "a payload twice, or of a rank whose turn it is not"),
+    ],
+    "gridtrain.protocol.round": [
+        ("root-counts", "_counts_votes", _yes, "votes at a member that is not the root"),
+        ("root-decides", "_decides", _yes, "a COMMIT that the root did not decide"),
+        ("one-vote", "_is_same_vote", _yes, "a vote that is changed afterwards"),
+    ],
+    "gridtrain.protocol.attempts": [
+        ("commit-proof", "_proves_commit", _yes, "one member makes another apply what nobody else applies"),
+        ("generation-fence", "_is_foreign", _no, "messages of a generation that never comes are held"),
+        ("stale", "_is_over", _no, "messages of rounds that are over are held"),
+        ("reach", "_check_reach", _nothing, "messages of a step that never comes are held"),
+        ("held-room", "_check_room", _nothing, "one member fills another's memory"),
+    ],
+    "gridtrain.protocol.means": [
+        ("mean-role", "_check_role", _nothing, "an average that the root did not make"),
+        ("mean-room", "MAX_OPEN", 2**31, "numbers for steps that never come fill the root's memory"),
+    ],
+}
+
+DEFENCES: dict[str, Defence] = {
+    name: Defence(name, attack, module, attribute, replacement)
+    for module, rows in _TABLE.items()
+    for name, attribute, replacement, attack in rows
+}

@@ -1,0 +1,71 @@
+"""TCP connections by their file descriptors: libzmq's ROUTER cannot close one of them, we can.
+
+Decides whether a descriptor is still the connection that it was.  Never reads or writes data.  libzmq
+owns the descriptors and closes them in a thread of its own, and numbers are reused; so each look goes
+through a duplicate, and a connection is cut only if both of its ends are the expected ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Iterator, Set
+
+MOST_DESCRIPTORS = 65536
+Remote = tuple[str, int]
+"""The host and port of the other end, as numbers."""
+
+
+def remote_of(fd: int, ports: Set[int]) -> Remote | None:
+    """The other end of a connection to one of our ports; None: it is no such connection."""
+    with _borrowed(fd) as connection:
+        return None if connection is None else _remote(connection, ports)
+
+
+def cut(fd: int, remote: Remote, ports: Set[int]) -> bool:
+    """Shut the connection with `remote` down, both ways.  False: the descriptor is not it any more."""
+    with _borrowed(fd) as connection:
+        if connection is None or _remote(connection, ports) != remote:
+            return False
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+
+def raise_descriptor_limit() -> None:
+    """Allow this process as many descriptors as it may allow itself, so that idle ones are no attack."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # some systems name a limit that they do not allow
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextlib.contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket | None]:
+    """A duplicate of the descriptor as a socket; None if it is none."""
+    copy = -1
+    try:
+        copy = os.dup(fd)
+        connection = socket.socket(fileno=copy)
+    except OSError:
+        if copy >= 0:
+            os.close(copy)
+        yield None
+        return
+    with connection:
+        yield connection
+
+
+def _remote(connection: socket.socket, ports: Set[int]) -> Remote | None:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return None
+    try:
+        if connection.getsockname()[1] not in ports:
+            return None
+        host, port, *_ = connection.getpeername()
+    except OSError:  # it was closed in the meantime
+        return None
+    return str(host), int(port)

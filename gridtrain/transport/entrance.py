@@ -1,0 +1,146 @@
+"""Connections that others made to us: the ROUTER, its doorman, and which descriptor is which connection.
+
+Decides which accepted connection is cut, and when one was lost.  Never opens a message, and never decides
+who is admitted: that is `admission.py`.
+
+              Zap <--handshake--+
+    others --------------------ROUTER --messages--> zeromq.py --greeted--> Link
+              Doorway <--accepted, closed-- monitor                          |
+                 +--too old, too many--> cut <--violation, revoked, farewell-+
+
+A monitor event carries a file descriptor and nothing else, and so does a frame (SRCFD).  Descriptors are
+reused, so the monitor is always read to its end before a descriptor is believed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import zmq
+
+from gridtrain.protocol.messages import PeerId
+from gridtrain.transport import admission, descriptors, doorway, sockets
+from gridtrain.transport.base import Gate
+from gridtrain.transport.curve import Identity
+from gridtrain.transport.links import Link
+from gridtrain.transport.zap import Zap
+
+FAREWELL_S = 1.0
+"""A guest is cut that long after `hang_up`, so that the answer that it came for still leaves."""
+
+
+class Entrance:
+    """Everything that connects to us.
+
+    Args:
+        identity: whom we prove to be; None: nothing is encrypted.
+    """
+
+    def __init__(
+        self, context: sockets.Context, gate: Gate, identity: Identity | None, receive_messages: int
+    ) -> None:
+        self.zap = Zap(context, gate) if identity is not None else None  # before anybody can connect
+        self.router = sockets.open_router(context, receive_messages, identity)
+        self.monitor = sockets.open_monitor(self.router, sockets.ACCEPTED_EVENTS)
+        self.links: dict[bytes, Link] = {}
+        self._encrypted = identity is not None
+        self._ports: set[int] = set()
+        self._remotes: dict[int, descriptors.Remote] = {}  # every accepted connection
+        self._by_fd: dict[int, Link] = {}
+        self._doorway = doorway.Doorway()
+        self._farewells: list[tuple[float, Link]] = []
+
+    def listen(self, address: str) -> str:
+        """Raises `TransportError`."""
+        descriptors.raise_descriptor_limit()
+        bound = sockets.bind(self.router, address)
+        self._ports.add(int(bound.rpartition(":")[2]))
+        return bound
+
+    def read(self) -> sockets.Incoming | None:
+        return sockets.read(self.router, encrypted=self._encrypted)
+
+    def read_monitor(self, now_s: float) -> list[Link]:
+        """Take note of who came and went; returns greeted connections that were lost."""
+        lost = []
+        for event, fd in sockets.monitor_events(self.monitor):
+            if fd in self._by_fd:
+                lost.append(self._by_fd.pop(fd))
+            self._doorway.left(fd)
+            self._remotes.pop(fd, None)
+            remote = descriptors.remote_of(fd, self._ports) if event == zmq.EVENT_ACCEPTED else None
+            if remote is not None:  # None: it is closed again, as the monitor will say
+                self._remotes[fd] = remote
+                self._doorway.accepted(fd, remote[0], now_s)
+        return lost
+
+    def is_open(self, fd: int) -> bool:
+        """Whether this is a connection, as far as the monitor was read; yes if libzmq tells no descriptor."""
+        return fd < 0 or fd in self._remotes
+
+    def greeted(self, link: Link) -> Link | None:
+        """Keep the link.  Returns one that had its descriptor before, and is lost without a word."""
+        self.links[link.routing_id] = link
+        older = self._by_fd.get(link.fd)
+        if link.fd >= 0:
+            self._by_fd[link.fd] = link
+        self._doorway.left(link.fd)
+        return older
+
+    def ignore(self, incoming: sockets.Incoming) -> Link | None:
+        """Nothing more is taken from this connection, which has not greeted; None: it is gone already."""
+        fd = incoming.fd
+        if fd not in self._remotes:
+            return None
+        link = Link(b"", b"", routing_id=incoming.routing_id, user_id=incoming.user_id, fd=fd, state="shut")
+        self.links[link.routing_id] = self._by_fd[fd] = link  # until the monitor says that it is closed
+        return link
+
+    def of(self, key: PeerId) -> list[Link]:
+        """The connections of a peer, the oldest first; not those of guests, nor those that were cut."""
+        return [
+            link
+            for link in self.links.values()
+            if link.key == key and not link.guest and link.state != "shut"
+        ]
+
+    def surplus_guests(self) -> list[Link]:
+        """Those who came first, as far as there are too many."""
+        guests = [link for link in self.links.values() if link.guest and link.state != "shut"]
+        return guests[: max(0, len(guests) - admission.MOST_GUESTS)]
+
+    def forget(self, link: Link) -> None:
+        if self.links.get(link.routing_id) is link:
+            del self.links[link.routing_id]
+
+    def cut(self, link: Link) -> None:
+        """Close this connection, and nobody else's.  Call `read_monitor` before."""
+        link.state = "shut"
+        if self._by_fd.get(link.fd) is link:
+            self._cut(link.fd)
+
+    def say_farewell(self, link: Link, now_s: float) -> None:
+        """Cut it when what was sent to it has had time to leave."""
+        self._farewells.append((now_s + FAREWELL_S, link))
+
+    def due_s(self) -> float:
+        """When `tend` has something to do."""
+        return min(self._doorway.due_s(), *(due_s for due_s, _ in self._farewells), math.inf)
+
+    def tend(self, heard_s: float, now_s: float) -> None:
+        """Cut who has been too long or too many.  All that was said until `heard_s` has been read."""
+        for fd in doorway.overstayers(self._doorway, heard_s):
+            self._cut(fd)
+        for due_s, link in self._farewells:
+            if now_s >= due_s:
+                self.cut(link)
+        self._farewells = [(due_s, link) for due_s, link in self._farewells if now_s < due_s]
+
+    def close(self) -> None:
+        sockets.close(self.router, self.monitor)
+        if self.zap is not None:
+            self.zap.close()
+
+    def _cut(self, fd: int) -> None:
+        if fd in self._remotes:
+            descriptors.cut(fd, self._remotes[fd], self._ports)

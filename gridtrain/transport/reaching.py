@@ -1,0 +1,146 @@
+"""Finding out whether a peer can be dialled: fresh connections that end with the handshake.
+
+Decides which of some addresses answers with a peer's key.  Never touches a connection that carries
+messages, and never looks a name up: the addresses are what somebody says of itself.
+
+    reach(peer, addresses) --> one attempt each, all at once, as room permits
+                                  handshake done ----> Reached(peer, address)
+                                  all failed, or time over --> Reached(peer, "")
+
+That the handshake came to its end proves the peer's key.  Without encryption there is no such proof, and
+a Hello that names the key has to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from gridtrain.errors import GridtrainError, TransportError
+from gridtrain.protocol.messages import Hello, PeerId
+from gridtrain.transport import sockets
+from gridtrain.transport.base import Reached
+from gridtrain.wire import codec
+
+MOST_ADDRESSES = 4
+MOST_ATTEMPTS = 64
+"""Connections at a time; whoever comes later waits, within its own time limit."""
+
+PROBE = "gridtrain reach"
+"""Without encryption the software of a Hello that asks who is there, and is no greeting."""
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    address: str
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    peer: PeerId
+    deadline_s: float
+    untried: list[str]
+    attempts: list[_Attempt] = field(default_factory=list)
+
+
+class Reaching:
+    """All questions that are open.
+
+    Args:
+        open_dealer: makes a socket that accepts nobody but the peer that it is given.
+        hello: what to ask with if there is no encryption; None: there is.
+        may_dial: false for addresses that this transport must not use.
+    """
+
+    def __init__(
+        self,
+        open_dealer: Callable[[PeerId], zmq.Socket[bytes]],
+        hello: sockets.Frames | None,
+        may_dial: Callable[[str], bool],
+    ) -> None:
+        self._open_dealer = open_dealer
+        self._hello = hello
+        self._may_dial = may_dial
+        self._questions: list[_Question] = []
+
+    def ask(self, peer: PeerId, addresses: Sequence[str], deadline_s: float) -> None:
+        possible = [address for address in dict.fromkeys(addresses) if sockets.is_numeric(address)]
+        allowed = [address for address in possible if self._may_dial(address)]
+        self._questions.append(_Question(peer, deadline_s, allowed[:MOST_ADDRESSES]))
+
+    def interests(self) -> list[tuple[sockets.Waitable, int]]:
+        attempts = [attempt for question in self._questions for attempt in question.attempts]
+        sources = [attempt.monitor if self._hello is None else attempt.socket for attempt in attempts]
+        if self._hello is not None:
+            sources += [attempt.monitor for attempt in attempts]
+        return [(source, zmq.POLLIN) for source in sources]
+
+    def due_s(self) -> float:
+        """When a question's time is over."""
+        return min((question.deadline_s for question in self._questions), default=float("inf"))
+
+    def turn(self, now_s: float) -> list[Reached]:
+        """Go on as far as possible; returns the answers that are found."""
+        answers = []
+        for question in list(self._questions):
+            self._begin(question)
+            address = self._heard(question)
+            failed = not question.untried and not question.attempts
+            if address or failed or now_s >= question.deadline_s:
+                answers.append(Reached(question.peer, address))
+                self._end(question)
+        return answers
+
+    def close(self) -> None:
+        for question in list(self._questions):
+            self._end(question)
+
+    def _begin(self, question: _Question) -> None:
+        """Open connections while there is room."""
+        while question.untried and sum(len(other.attempts) for other in self._questions) < MOST_ATTEMPTS:
+            address = question.untried.pop(0)
+            try:
+                dealer = self._open_dealer(question.peer)
+            except zmq.ZMQError:  # no key at all, or no descriptor left
+                continue
+            attempt = _Attempt(address, dealer, sockets.open_monitor(dealer))
+            try:
+                sockets.connect(dealer, address)
+            except TransportError:
+                sockets.close(attempt.socket, attempt.monitor)
+                continue
+            if self._hello is not None:
+                sockets.write(dealer, self._hello)
+            question.attempts.append(attempt)
+
+    def _heard(self, question: _Question) -> str:
+        """The address that answered, if one has; attempts that have failed are closed."""
+        for attempt in list(question.attempts):
+            events = [event for event, _ in sockets.monitor_events(attempt.monitor)]
+            if self._answered(attempt, question.peer, events):
+                return attempt.address
+            if any(event in sockets.LOST_EVENTS for event in events):
+                sockets.close(attempt.socket, attempt.monitor)
+                question.attempts.remove(attempt)
+        return ""
+
+    def _answered(self, attempt: _Attempt, peer: PeerId, events: list[int]) -> bool:
+        if self._hello is None:
+            return zmq.EVENT_HANDSHAKE_SUCCEEDED in events
+        incoming = sockets.read(attempt.socket, encrypted=False)
+        if incoming is None:
+            return False
+        try:
+            message = codec.decode(incoming.frames)
+        except GridtrainError:
+            return False
+        return isinstance(message, Hello) and message.peer == peer
+
+    def _end(self, question: _Question) -> None:
+        self._questions.remove(question)
+        for attempt in question.attempts:
+            sockets.close(attempt.socket, attempt.monitor)

@@ -1,0 +1,42 @@
+"""The transport as every loop uses it: direct connections, relays on top, credits on top of both.
+
+    loop      done(peer, nbytes) for each bulk message that it has dealt with
+      |       dial(peer, "tcp://..." | "relay:<key>")        everything else as `base.Transport` says
+    CreditTransport      bulk waits for credit, end to end, over whatever the edge runs
+      |
+    RelayingTransport    sealed edges through a third peer; passing on for others, if `may_relay`
+      |
+    ZeroMQTransport | MemoryTransport                        direct connections, the gate, the caps
+
+Credit is counted end to end, so a relay holds at most the windows of the edges through it.  Decides nothing.
+"""
+
+from __future__ import annotations
+
+from gridtrain.transport.base import Transport
+from gridtrain.transport.credits import WINDOW_BYTES, CreditTransport
+from gridtrain.transport.curve import Identity
+from gridtrain.transport.forwarder import MayRelay, nobody
+from gridtrain.transport.relay import RelayingTransport
+
+
+def over(
+    inner: Transport,
+    identity: Identity,
+    *,
+    may_relay: MayRelay = nobody,
+    software: str = "gridtrain",
+    window_bytes: int = WINDOW_BYTES,
+) -> CreditTransport:
+    """The whole stack over `inner`.
+
+    Args:
+        inner: whose key is `identity`'s.
+        may_relay: asked for each message that `origin` wants to have passed on to `to`; called on the
+            loop's thread.  A worker says yes to members of its generation, the coordinator to members of
+            the run; guests are never among them.
+        software: our name and version.
+        window_bytes: for tests; the protocol fixes it.
+    """
+    relaying = RelayingTransport(inner, identity, may_relay=may_relay, software=software)
+    return CreditTransport(relaying, window_bytes=window_bytes)

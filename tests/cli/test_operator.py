@@ -1,0 +1,362 @@
+"""The operator's commands against a real door, over encrypted sockets on loopback."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from gridtrain.cli import orders
+from gridtrain.cli.invite import explained
+from gridtrain.cli.main import cli, exit_code
+from gridtrain.cli.members import rows
+from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.door import Door
+from gridtrain.protocol.invitation import Invitation, parse
+from gridtrain.runtime.operator import Contact, Operator
+from gridtrain.transport import base
+from gridtrain.transport.contact import CONTACT_FILE, OPERATOR_KEY, ContactFile
+from gridtrain.transport.curve import Identity
+from gridtrain.transport.zeromq import ZeroMQTransport
+
+ANNA, BERT, CARL = ("a1" * 32, "b2" * 32, "a1a1a1" + "c3" * 29)
+MEMBERS = [
+    {"rank": 1, "name": "anna", "peer": ANNA, "state": "active", "strikes": 0, "reach": "direct"},
+    {"rank": 0, "name": "[red]bert", "peer": BERT, "state": "active", "strikes": 1, "reach": "relayed"},
+]
+
+
+@dataclass
+class Desk:
+    """A coordinator that has nothing but a door, in a thread, beside its files."""
+
+    folder: Path
+    keys: Identity = field(default_factory=Identity.generate)
+    members: list[dict[str, Any]] = field(default_factory=list)
+
+    def __enter__(self) -> Desk:
+        operator = Identity.kept_in(self.folder / OPERATOR_KEY)
+        self.door = Door(run="default", operator=operator.public, coordinator=self.keys.public)
+        self.transport = ZeroMQTransport(
+            self.keys, "test", gate=lambda key: base.Standing(self.door.standing(key, time.time()).value)
+        )
+        here = self.transport.listen("tcp://127.0.0.1:0")
+        self.contact = ContactFile("tcp://192.0.2.7:7700", here, self.keys.public, "default", True)
+        self.contact.write(self.folder)
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop.set()
+        self.transport.wake()
+        self.thread.join(10.0)
+
+    def serve(self) -> None:
+        while not self.stop.is_set():
+            for event in self.transport.poll(1.0):
+                if isinstance(event, base.Received):
+                    self.transport.send(event.peer, self.answer(event.peer, event.message))
+        self.transport.close()
+
+    def answer(self, peer: m.PeerId, message: m.Message) -> m.Message:
+        if isinstance(message, m.Invite | m.Expel | m.Pardon):
+            return self.door.order(peer, message, time.time()).reply
+        picture = {"run": "default", "members": self.members, "door": self.door.picture(time.time())}
+        return m.StatusReply(json.dumps(picture).encode())
+
+    def enrol(self, *peers: str) -> None:
+        key = Identity.generate().public
+        self.door.invite(key, len(peers), 60.0, time.time())
+        for peer in peers:
+            answer = self.door.enrol(key, bytes.fromhex(peer), "", time.time())
+            assert isinstance(answer.reply, m.Enrolled)
+
+    def standing(self, key: str | bytes) -> str:
+        return str(self.door.standing(bytes.fromhex(key) if isinstance(key, str) else key, time.time()))
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with Desk(tmp_path) as desk:
+        yield desk
+
+
+def gridtrain(desk: Desk, line: str) -> Result:
+    return CliRunner().invoke(cli, [*line.split(), "--state", str(desk.folder)])
+
+
+def fine(desk: Desk, line: str) -> str:
+    result = gridtrain(desk, line)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def complaint(result: Result, code: int) -> str:
+    assert isinstance(result.exception, GridtrainError), result.output
+    assert exit_code(result.exception) == code and result.exception.remedy
+    assert result.stdout == ""
+    return result.exception.reason
+
+
+# -- invite ----------------------------------------------------------------------------------------
+
+
+def test_an_invitation_is_all_that_stdout_gets_and_it_opens_the_door(desk: Desk) -> None:
+    result = gridtrain(desk, "invite --uses 3 --expires 12h")
+    assert result.exit_code == 0, result.output
+    invitation = parse(result.stdout)
+    assert result.stdout == invitation.text() + "\n", "so that $(gridtrain invite) works"
+    assert invitation.address == "tcp://192.0.2.7:7700" and invitation.coordinator == desk.keys.public
+    assert desk.standing(Identity.from_secret(invitation.token).public) == "guest"
+    (line,) = desk.door.picture(time.time())["invitations"]
+    assert (line["uses"], line["used"]) == (3, 0) and 43_000 < line["left_s"] <= 43_200
+
+    told = result.stderr
+    assert 'run "default" for 3 workers, valid for 12 h (until ' in told
+    assert "  gridtrain worker INVITATION -- python train.py" in told
+    assert invitation.text() not in told, "a log of stderr lets nobody in"
+
+
+def test_the_token_never_reaches_the_coordinator(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[m.Message] = []
+    answer = desk.answer
+
+    def listening(peer: m.PeerId, message: m.Message) -> m.Message:
+        heard.append(message)
+        return answer(peer, message)
+
+    monkeypatch.setattr(desk, "answer", listening)
+    invitation = parse(fine(desk, "invite"))
+    assert heard == [m.Invite(Identity.from_secret(invitation.token).public, 1, 7 * 86_400.0)]
+
+
+def test_another_address_for_this_volunteer(desk: Desk) -> None:
+    assert parse(fine(desk, "invite --address lab-pc")).address == "tcp://lab-pc:7700"
+
+
+def test_an_invitation_is_withdrawn(desk: Desk) -> None:
+    text = fine(desk, "invite --uses 9").strip()
+    guest = Identity.from_secret(parse(text).token).public
+    assert desk.standing(guest) == "guest"
+    assert fine(desk, f"invite --withdraw {text}") == ""
+    assert desk.standing(guest) == "stranger"
+    assert "no such invitation" in complaint(gridtrain(desk, f"invite --withdraw {text}"), 4)
+
+
+def test_the_coordinator_refuses(desk: Desk) -> None:
+    assert "over the bounds" in complaint(gridtrain(desk, "invite --expires 400d"), 4)
+
+
+def test_an_invitation_for_this_machine_alone_says_so() -> None:
+    local = Invitation("tcp://127.0.0.1:7700", bytes(32), bytes(32), "r", encrypted=False)
+    told = explained(local, 1, 60.0, 0.0)
+    assert "for one worker, valid for 1 min" in told and "--listen tcp://0.0.0.0:7700" in told
+    assert "gridtrain worker INVITATION --unencrypted --" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90.0), ("15m", 900.0), ("12h", 43_200.0), ("7d", 604_800.0), (" 1.5h ", 5400.0)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    context = click.Context(cli)
+    assert orders.seconds(context, cli.params[0], text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "7 d", "-1d", "1w", "1e3s", "9999999999s", "infd"])
+def test_no_durations(text: str) -> None:
+    result = CliRunner().invoke(cli, ["invite", "--expires", text])
+    assert result.exit_code == 2 and "write for instance 90s, 15m, 12h or 7d" in result.output
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0 s"), (59.6, "1 min"), (3600, "1 h"), (604_799, "6 d 23 h"), (86_460, "1 d"), (-5, "0 s")],
+)
+def test_durations_as_they_are_shown(seconds: float, shown: str) -> None:
+    assert orders.shown_duration(seconds) == shown
+
+
+# -- members ---------------------------------------------------------------------------------------
+
+DRAWN = """\
+rank name      key          state  strikes reach
+   0 [red]bert b2b2b2b2b2b2 active       1 relayed
+   1 anna      a1a1a1a1a1a1 active       0 direct
+   - (away)    a1a1a1c3c3c3 away         0 -
+invitation {id}: 2 of 5 uses, 59 min 59 s left
+banned d4d4d4d4d4d4: spam  [2J
+strike against [red]bert b2b2b2b2b2b2, by coordinator: no msgpack
+"""
+
+
+def test_the_table(desk: Desk) -> None:
+    desk.members = MEMBERS
+    key = bytes(range(32))
+    now_s = time.time()
+    desk.door.invite(key, 5, 3600.0, now_s)
+    for peer in (ANNA, BERT):
+        desk.door.enrol(key, bytes.fromhex(peer), "", now_s)
+    desk.enrol(CARL)
+    desk.door.strike(bytes.fromhex(BERT), "no msgpack", None, 0.0)
+    desk.door.expel(b"\xd4" * 32, True, "spam \x1b[2J")
+    drawn = "".join(line.rstrip() + "\n" for line in fine(desk, "members").splitlines())
+    shown_id = desk.door.picture(now_s)["invitations"][0]["id"]
+    drawn = re.sub("(59 min [0-9]+ s|1 h) left", "59 min 59 s left", drawn)
+    assert drawn == DRAWN.format(id=shown_id)
+
+
+def test_the_same_as_json(desk: Desk) -> None:
+    desk.members = MEMBERS
+    desk.enrol(ANNA)
+    shown = json.loads(fine(desk, "members --json"))
+    assert shown["run"] == "default" and shown["members"] == MEMBERS
+    assert [line["peer"] for line in shown["door"]["enrolled"]] == [ANNA]
+
+
+def test_nobody_yet(desk: Desk) -> None:
+    assert "nobody was let in yet: gridtrain invite" in fine(desk, "members")
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        {},
+        {"members": 3, "door": []},
+        {"members": [None, {"rank": "x", "peer": 7, "name": []}], "door": {"enrolled": [{}, {"peer": None}]}},
+    ],
+)
+def test_whatever_the_coordinator_says_can_be_drawn(picture: dict[str, Any]) -> None:
+    assert all(len(cells) == 6 for cells in rows(picture))
+    assert orders.known_keys(picture) == {}
+
+
+# -- kick, ban, unban ------------------------------------------------------------------------------
+
+
+def test_kick_by_name_and_ban_by_key(desk: Desk) -> None:
+    desk.members = MEMBERS
+    desk.enrol(ANNA, BERT)
+    assert fine(desk, "kick anna") == "a1a1a1a1a1a1 is out; it needs a new invitation to come back\n"
+    assert desk.standing(ANNA) == "stranger"
+    assert fine(desk, "ban b2B2b2 --reason spam") == "b2b2b2b2b2b2 is banned until you unban it\n"
+    assert desk.door.picture(time.time())["banned"] == [{"peer": BERT, "reason": "spam"}]
+    assert "can come back" in fine(desk, "unban b2b2b2")
+    assert desk.door.picture(time.time())["banned"] == []
+
+
+def test_a_key_that_never_came_can_be_banned(desk: Desk) -> None:
+    assert "is banned" in fine(desk, f"ban {CARL}")
+    assert "means nobody" in complaint(gridtrain(desk, f"kick {CARL}"), 2)
+    assert "is not banned" in complaint(gridtrain(desk, f"unban {ANNA}"), 4)
+
+
+def test_who_is_meant_must_be_clear(desk: Desk) -> None:
+    desk.members = MEMBERS
+    desk.enrol(ANNA, BERT, CARL)
+    both = complaint(gridtrain(desk, "kick a1a1a1"), 2)
+    assert both == "'a1a1a1' means 2: anna a1a1a1a1a1a1, (away) a1a1a1c3c3c3"
+    nobody = complaint(gridtrain(desk, "kick dora"), 2)
+    assert nobody == (
+        "'dora' means nobody; there is anna a1a1a1a1a1a1, (away) a1a1a1c3c3c3, [red]bert b2b2b2b2b2b2"
+    )
+    assert "means nobody" in complaint(gridtrain(desk, "kick a1a1a"), 2), "5 digits are too few"
+    assert "means nobody" in complaint(gridtrain(desk, "kick (away)"), 2)
+    assert all(desk.standing(peer) == "peer" for peer in (ANNA, BERT, CARL))
+
+
+def test_two_of_one_name_and_a_name_like_a_key() -> None:
+    known = {ANNA: "anna", BERT: "anna", CARL: "b2b2b2"}
+    for who in ("anna", "b2b2b2"):
+        with pytest.raises(ConfigError, match=r"means 2: .*give more digits"):
+            orders.whom(who, known)
+    assert orders.whom(CARL, known) == bytes.fromhex(CARL)
+
+
+def test_a_long_list_of_candidates_is_cut() -> None:
+    known = {f"{number:064x}": "x" for number in range(30)}
+    with pytest.raises(ConfigError, match="and 20 more -> "):
+        orders.whom("x", known)
+
+
+# -- where the coordinator is ----------------------------------------------------------------------
+
+
+def test_no_coordinator_has_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    result = CliRunner().invoke(cli, ["invite", "--run", "mine"])
+    assert "no coordinator is running there" in complaint(result, 2)
+    assert "gridtrain coordinator --run mine" in str(result.exception)
+    for run in ("../other", ""):
+        with pytest.raises(ConfigError, match="no run's name"):
+            Contact.find(run)
+
+
+def test_the_folder_is_that_of_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(desk.folder))
+    (desk.folder / "gridtrain").mkdir()
+    (desk.folder / "gridtrain" / "default").symlink_to(desk.folder)
+    (desk.folder / "gridtrain" / "mine").symlink_to(desk.folder)
+    assert Contact.find().here == desk.contact.here
+    with pytest.raises(ConfigError, match='is of the run "default", not "mine" -> name it: --run default'):
+        Contact.find("mine")
+
+
+def test_a_coordinator_that_is_starting_is_waited_for(desk: Desk) -> None:
+    path = desk.folder / CONTACT_FILE
+    path.unlink()
+    found: list[Contact] = []
+    thread = threading.Thread(target=lambda: found.append(Contact.find(state=desk.folder, wait_s=20.0)))
+    thread.start()
+    desk.contact.write(desk.folder)
+    thread.join(20.0)
+    assert [contact.coordinator for contact in found] == [desk.keys.public]
+
+
+def test_waiting_for_a_coordinator_has_an_end(tmp_path: Path) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(ConfigError, match="no coordinator is running there"):
+        Contact.find(state=tmp_path, wait_s=0.2)
+    assert 0.2 <= time.monotonic() - started_s < 10.0
+
+
+def test_the_operators_key_must_be_private(desk: Desk) -> None:
+    (desk.folder / OPERATOR_KEY).chmod(0o640)
+    assert "others may read it" in complaint(gridtrain(desk, "invite"), 2)
+
+
+def test_another_operators_key_is_not_let_in(desk: Desk) -> None:
+    (desk.folder / OPERATOR_KEY).unlink()
+    Identity.generate().write(desk.folder / OPERATOR_KEY)
+    result = gridtrain(desk, "invite")
+    assert "does not know the key in operator.key" in complaint(result, 4)
+    assert isinstance(result.exception, JoinRefused) and result.exception.code == "denied"
+    assert desk.door.picture(time.time())["invitations"] == []
+
+
+def test_a_members_key_gives_no_orders(desk: Desk) -> None:
+    member = Identity.generate()
+    desk.enrol(member.public.hex(), BERT)
+    contact = Contact(desk.contact.address, desk.contact.here, desk.keys.public, "default", True, member)
+    with Operator(contact) as operator, pytest.raises(JoinRefused, match="only the run's owner may do that"):
+        operator.order(m.Expel(bytes.fromhex(BERT), True, ""))
+    assert desk.standing(BERT) == "peer"
+
+
+def test_whoever_answers_with_another_key_is_no_coordinator(desk: Desk) -> None:
+    stranger = ContactFile(desk.contact.address, desk.contact.here, b"\x01" * 32, "default", True)
+    stranger.write(desk.folder)
+    with Operator(Contact.find(state=desk.folder)) as operator, pytest.raises(CoordinatorUnreachable):
+        operator.order(m.Pardon(bytes(32)), timeout_s=0.5)

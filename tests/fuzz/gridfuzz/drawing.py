@@ -1,0 +1,105 @@
+"""A value for every field of the schema, from the choices that bytes make.
+
+Decides which values are likely: what fits the moment (`Hints`), the bounds, and anything between.
+Whatever is drawn is within the schema's bounds; what lies outside of them is the codec's target.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gridfuzz.source import Source
+from gridtrain.protocol import messages as m
+from gridtrain.wire import kinds, schema
+from gridtrain.wire.codec import TYPE_CODES
+
+Hints = Mapping[str, Sequence[Any]]
+"""By a field's name, or its kind's: values that make sense now."""
+
+_TEXTS = (
+    "",
+    "a",
+    "run",
+    "tcp://127.0.0.1:7700",
+    "tcp://[::1]:1",
+    "relay:" + "ab" * 32,
+    "memory://x",
+    "../../etc",
+    "\u202e\u00e9\U0001f600",
+    "%s%n{0}",
+    "a" * 64,
+    "\u00e9" * 32,
+    "x" * 512,
+)
+_PEERS = tuple(bytes([letter]) * 32 for letter in b"abcdef")
+
+
+def record_of(cls: type) -> kinds.Record:
+    return schema.MESSAGES[TYPE_CODES[cls]]
+
+
+def message(source: Source, classes: Sequence[type], hints: Hints) -> m.Message:
+    drawn: m.Message = value(record_of(source.choice(classes)), source, hints)
+    return drawn
+
+
+def value(kind: kinds.Kind, source: Source, hints: Hints, name: str = "") -> Any:
+    known = hints.get(name) or hints.get(kind.name)
+    if known and source.byte() < 208:
+        return source.choice(known)
+    match kind:
+        case kinds.Int(low=low, high=high):
+            return source.integer(low, high)
+        case kinds.Flag():
+            return bool(source.byte() & 1)
+        case kinds.Real(low=low, high=high):
+            return _real(source, low, high)
+        case kinds.Binary(low=low, high=high):
+            if low == high == 32:
+                return source.bytes(32) if source.one_in(8) else source.choice(_PEERS)
+            size = min(high, low + source.choice((0, 32, 1, high - low)))
+            return source.bytes(size)
+        case kinds.Text(max_bytes=max_bytes):
+            return source.choice(_TEXTS).encode()[:max_bytes].decode(errors="ignore")
+        case kinds.Choice(words=words):
+            return source.choice(sorted(words))
+        case kinds.OneOf(enum=enum):
+            return source.choice(list(enum))
+        case kinds.Maybe(kind=inner):
+            return value(inner, source, hints, name) if source.byte() & 1 else None
+        case kinds.Many(kind=inner, max_items=most):
+            count = min(most, source.byte() % 5)
+            return tuple(value(inner, source, hints, name) for _ in range(count))
+        case kinds.Group(kinds=inners):
+            return tuple(value(inner, source, hints, name) for inner in inners)
+        case kinds.Frame():
+            return source.bytes(source.choice((0, 8, 40, 200)))
+        case kinds.Record(cls=cls, kinds=inner_kinds):
+            fields = {name: value(inner, source, hints, name) for name, inner in inner_kinds.items()}
+            return _put_right(cls(**fields))
+    raise TypeError(f"nothing draws a {type(kind).__name__}")
+
+
+def _real(source: Source, low: float, high: float) -> float:
+    how = source.byte() % 8
+    if how < 5:
+        return min(high, max(low, (0.0, 1.0, low, high, 0.01)[how]))
+    (drawn,) = struct.unpack("<d", source.bytes(8))
+    return drawn if low <= drawn <= high else low
+
+
+def _put_right(drawn: Any) -> Any:
+    """A drawn value that breaks its record's rule is put right."""
+    match drawn:
+        case m.Span(start, stop):
+            return m.Span(min(start, stop), max(start, stop))
+        case m.LedgerSpec(epochs=epochs, steps=steps) if (epochs is None) == (steps is None):
+            return replace(drawn, steps=7 if epochs is None else None)
+        case m.Roster(page=page, pages=pages):
+            return replace(drawn, page=page % pages)
+        case m.StateBlock(index=index, total=total):
+            return replace(drawn, index=index % total)
+    return drawn

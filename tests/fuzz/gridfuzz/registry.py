@@ -1,0 +1,45 @@
+"""All targets by name.  A target's module, and the product with it, is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+from gridfuzz.targets.base import Target
+
+_MODULES = {
+    "codec": "frames",
+    "sparse": "payloads",
+    "merge": "payloads",
+    "status": "texts",
+    "addresses": "texts",
+    "invitation": "texts",
+    "journal": "stores",
+    "stateblocks": "stores",
+    "state": "stores",
+    "sealed": "seals",
+    "collectives": "exchanges",
+    "attempts": "rounds",
+    "member": "members",
+    "membership": "coordinators",
+    "door": "doors",
+}
+_NEEDS = {
+    "invitation": "gridtrain.protocol.invitation",
+    "sealed": "gridtrain.transport.sealed",
+    "door": "gridtrain.protocol.door",
+    "state": "torch",
+}
+NAMES = tuple(_MODULES)
+
+
+def missing(name: str) -> str:
+    """What the target needs and is not there; empty: it can run."""
+    need = _NEEDS.get(name, "gridtrain")
+    return "" if importlib.util.find_spec(need) is not None else need
+
+
+def find(name: str) -> Target:
+    module = importlib.import_module(f"gridfuzz.targets.{_MODULES[name]}")
+    (target,) = [target for target in module.TARGETS if target.name == name]
+    return target

@@ -1,0 +1,1 @@
+"""What is fuzzed: one `Target` each, looked up by name in `registry`."""

@@ -1,0 +1,129 @@
+"""One collective of one round, as one rank sees it: what is due in any order, and what is not due.
+
+    input:  u8 kind, u8 ranks, u8 rank, u8 slices, then for each arrival one byte of what, and what it takes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from gridfuzz.source import Source
+from gridfuzz.targets.base import Target, must
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol.allgather import AllGather
+from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, SendTo
+from gridtrain.protocol.gtopk import Butterfly, schedule
+from gridtrain.protocol.messages import Phase, Place
+from gridtrain.protocol.ring import Ring
+
+Due = list[tuple[int, Place]]
+
+
+def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
+    """(sender, place) of all that this rank is to be sent, from the exchanges' definitions."""
+    ranks = range(world_size)
+    match kind:
+        case 0:
+            left, last = (rank - 1) % world_size, world_size - 2
+            hops = range(last + 1)
+            reduce = [Place(Phase.REDUCE, hop, (left - hop) % world_size, s) for hop in hops for s in range(slices)]
+            gather = [Place(Phase.GATHER, hop, (rank - hop) % world_size, s) for hop in hops for s in range(slices)]
+            return [(left, place) for place in [*reduce, *gather]] if world_size > 1 else []
+        case 1:
+            due = []
+            for origin in ranks:
+                distance = (origin - rank) % world_size
+                if distance:
+                    hop = distance.bit_length() - 1
+                    due.append(((rank + (1 << hop)) % world_size, Place(Phase.SPREAD, hop, origin)))
+            return due
+        case _:
+            return [(hop.partner, hop.place) for hop in schedule(rank, world_size) if hop.receives]
+
+
+def run(data: bytes) -> bool:
+    source = Source(data)
+    kind, world_size = source.below(3), 1 + source.below(9)
+    rank, slices = source.below(world_size), 1 + source.below(3)
+    if kind == 0:
+        core: Collective = Ring(rank, world_size, slices, False)
+    else:
+        core = (AllGather, Butterfly)[kind - 1](rank, world_size, False)
+    due, sent = expected(kind, rank, world_size, slices), 0
+    awaited = len(due)
+    sent += _check(core.start(0.0), rank, world_size, completes=not due)
+    for _ in range(256):
+        if source.empty:
+            break
+        if due and not source.one_in(3):
+            arrival = due[0] if kind == 0 else source.choice(due)
+            must(arrival[0] in core.waiting_for() or kind == 2, "something is due from a rank that is not waited for")
+            due.remove(arrival)
+            effects = core.handle(Arrived(*arrival, bool(source.byte() & 1), b"x"), 1.0)
+            sent += _check(effects, rank, world_size, completes=not due)
+            continue
+        wrong = _wrong(source, world_size, due)
+        try:
+            effects = core.handle(wrong, 1.0)
+        except RemoteProtocolError:
+            continue  # that it moved nothing shows in what follows
+        must((wrong.from_rank, wrong.place) in due, f"what was not due is taken: {wrong}")
+        due.remove((wrong.from_rank, wrong.place))
+        sent += _check(effects, rank, world_size, completes=not due)
+    must(core.complete == (not due), "complete although something is missing, or not although all is there")
+    if not due:
+        must(not core.waiting_for(), "nothing is due, and somebody is waited for")
+        must(sent == _to_send(kind, rank, world_size, slices), f"another number of payloads is sent: {sent}")
+    return awaited > 0 and not due
+
+
+def _wrong(source: Source, world_size: int, due: Due) -> Arrived:
+    if due and source.one_in(2):
+        sender, place = source.choice(due)
+        sender = source.choice((sender, (sender + 1) % world_size, world_size))
+        if source.one_in(2):
+            place = Place(place.phase, place.hop, source.choice((place.segment, place.segment + 1)), 2**31 - 1)
+    else:
+        numbers = [source.choice((0, 1, 2, 3, world_size, 2**31 - 1)) for _ in range(3)]
+        sender, place = source.below(world_size + 1), Place(source.choice(list(Phase)), *numbers)
+    return Arrived(sender, place, False, b"wrong")
+
+
+def _check(effects: Sequence[CollectiveEffect], rank: int, world_size: int, completes: bool) -> int:
+    """What was sent; it goes to other ranks of the group, and `Complete` comes once, last."""
+    sends = [effect for effect in effects if isinstance(effect, SendTo)]
+    must(all(0 <= s.to_rank < world_size and s.to_rank != rank for s in sends), "sent to no other rank")
+    done = [isinstance(effect, Complete) for effect in effects]
+    must(sum(done) == completes and (not completes or done[-1]), "Complete at another moment")
+    return len(sends)
+
+
+def _to_send(kind: int, rank: int, world_size: int, slices: int) -> int:
+    if kind == 0:
+        return 2 * (world_size - 1) * slices
+    if kind == 2:
+        return sum(hop.sends for hop in schedule(rank, world_size))
+    reached = range(world_size)  # each rank passes payloads on as the tree of each origin has it
+    return sum(
+        (1 << hop) + (origin - rank) % world_size < world_size
+        for origin in reached
+        for hop in range(((origin - rank) % world_size).bit_length(), (world_size - 1).bit_length())
+    )
+
+
+def valid(random: Random) -> bytes:
+    head = bytes(random.randrange(9) for _ in range(4))
+    return head + bytes(random.choice((0, 0, 1, random.randrange(256))) for _ in range(random.choice((6, 40, 200))))
+
+
+TARGETS = (
+    Target(
+        "collectives",
+        "arrivals into ring, all-gather and butterfly",
+        run,
+        valid,
+        ("gridtrain.protocol.ring", "gridtrain.protocol.allgather", "gridtrain.protocol.gtopk"),
+        max_bytes=600,
+    ),
+)

@@ -1,0 +1,475 @@
+"""A worker's core in its real loop, in a generation of three: what peers, strangers and the coordinator
+may send it.
+
+What is not real is the network below the loop and the trainer above it, and both are honest: whatever goes
+wrong is the product's fault.  The schedule decides what comes from outside, and when.
+
+    input:  u8 rank, u8 exchange, then a schedule: one byte of what, and what it takes
+
+    Rig: schedule --Received, PeerUp ..--> Driver --> Watched core --> Driver --> Wire (checks what leaves)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from gridfuzz import drawing
+from gridfuzz.source import Source
+from gridfuzz.targets.base import Target, must
+from gridfuzz.targets.exchanges import expected
+from gridtrain.config import JoinConfig
+from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolError, TransportError
+from gridtrain.protocol import allgather, gtopk, ring
+from gridtrain.protocol import member_io as io
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.attempts import MAX_HELD_BYTES, MAX_HELD_MESSAGES
+from gridtrain.protocol.member import MAX_EXPECTED, MemberCore
+from gridtrain.protocol.round import HISTORY_START, ROOT, extend_history
+from gridtrain.runtime import driver as loop
+from gridtrain.runtime.acquaintances import Acquaintances
+from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
+from gridtrain.transport.base import PeerDown, PeerUp, Received, Standing, Traffic, Violation
+from gridtrain.wire.codec import encode as to_frames
+from gridtrain.wire.sparse import ValueKind, encode
+
+KEYS = tuple(bytes([letter]) * 32 for letter in b"abc")
+COORDINATOR, STRANGER = b"C" * 32, b"s" * 32
+CHANNEL = m.Channel()
+N, K, KIND = 24, 4, ValueKind.FP16
+SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(size=40, seed=0, steps=30), 4, None)
+EDGES = (ring.neighbours, allgather.neighbours, gtopk.neighbours)
+OF_MEMBERS = (m.Data, m.Vote, m.Decision, m.Progress, m.MeanAsk, m.MeanTell, m.StateRequest, m.StateBlock)
+OF_COORDINATOR = (
+    *(m.Welcome, m.Rejoin, m.Refused, m.Reach, m.Expect, m.Admitted, m.Freeze, m.Roster, m.View, m.Start),
+    *(m.RunState, m.BeatReply),
+)
+ANY = tuple(drawing.TYPE_CODES)
+
+
+@dataclass(frozen=True)
+class Before:
+    """How the core stood before an event."""
+
+    term: int
+    generation: int
+    applied: int
+    prepared: m.RoundId | None
+    members: frozenset[m.PeerId]
+    running: bool
+
+
+class Watched(MemberCore):
+    """The product's core; the rig sees each event with its effects."""
+
+    rig: Rig
+
+    def handle(self, event: io.Event, now_s: float) -> list[io.Effect]:
+        before = self.rig.standing()
+        effects = super().handle(event, now_s)
+        self.rig.check(event, effects, before)
+        return effects
+
+    def tick(self, now_s: float) -> list[io.Effect]:
+        before = self.rig.standing()
+        effects = super().tick(now_s)
+        self.rig.check(None, effects, before)
+        return effects
+
+
+class Wire:
+    """Below the loop: nothing leaves that has no connection or is no message."""
+
+    def __init__(self, me: m.PeerId, up: set[m.PeerId]) -> None:
+        self.me, self.up, self.traffic = me, up, Traffic()
+
+    def send(self, peer: m.PeerId, message: m.Message) -> None:
+        to_frames(message)  # a LocalProtocolError here is one that others have caused
+        if peer not in self.up:
+            raise TransportError("there is no connection")
+
+    def dial(self, peer: m.PeerId, address: str) -> None:
+        must(peer != self.me, "dials itself")
+
+    def hang_up(self, peer: m.PeerId) -> None:
+        self.up.discard(peer)
+
+    def connected(self, peer: m.PeerId) -> bool:
+        return peer in self.up
+
+    def done(self, peer: m.PeerId, nbytes: int) -> None:
+        must(nbytes > 0, "credit for nothing")
+
+    def backlog_bytes(self, peer: m.PeerId) -> int:
+        return 0
+
+    def wake(self) -> None:
+        pass
+
+
+class Rig:
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.me = KEYS[source.below(3)]
+        self.kind = source.below(3)
+        self.now_s = 100.0
+        self.up: set[m.PeerId] = set()
+        self.yes: dict[m.RoundId, dict[m.PeerId, bytes]] = {}
+        self.ended: dict[m.RoundId, bool] = {}
+        self.resolved: set[m.RoundId] = set()
+        self.due: list[tuple[int, m.Place]] = []
+        self.generation = 0
+        config = JoinConfig("tcp://127.0.0.1:1", COORDINATOR.hex())
+        self.gate = Acquaintances(COORDINATOR)
+        self.loop = loop.Driver(Wire(self.me, self.up), config, self.gate)  # type: ignore[arg-type]
+        join = m.Join("run", "me", "tcp://127.0.0.1:1")
+        self.core = Watched(self.me, COORDINATOR, join, config.deadlines)
+        self.core.rig = self
+        self.loop._core = self.core
+
+    @property
+    def open(self) -> m.RoundId | None:
+        return self.loop._open.id if self.loop._open is not None else None
+
+    def go(self, most: int) -> None:
+        self._enter()
+        for _ in range(most):
+            if self.source.empty:
+                break
+            self.step()
+
+    # -- from outside ------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        self.edge(COORDINATOR)
+        self.tell(m.Welcome(1, "run", "s"))
+        self.loop._handle(io.Enter(SETUP, EDGES[self.kind]))
+        self.next_generation(KEYS, -1, HISTORY_START, m.LedgerState(), joining=KEYS[1:])
+
+    def next_generation(
+        self,
+        order: tuple[m.PeerId, ...],
+        applied: int,
+        history: bytes,
+        state: m.LedgerState,
+        joining: tuple[m.PeerId, ...] = (),
+    ) -> None:
+        """As an honest coordinator makes it; members that lack the state are given it."""
+        self.generation = max(self.generation, self.core.generation) + 1
+        term, generation = self.core.term, self.generation
+        roster = tuple(m.Member(p, "n", f"tcp://127.0.0.1:{p[0]}", 4, p in joining) for p in order)
+        self.tell(m.Roster(term, generation, 0, 1, roster))
+        decided = None
+        view = m.View(term, generation, len(order), m.Verdict.ABORT, decided, applied, history, state, "why")
+        self.tell(view)
+        for peer in order:
+            if peer != self.me:
+                self.edge(peer)
+        if not self.core.synced and self.source.byte() % 8 < 7:
+            self.loop._handle(io.Restored(term, generation))
+        self.tell(m.Start(term, generation))
+
+    def edge(self, peer: m.PeerId) -> None:
+        if peer not in self.up and self.gate(peer) is Standing.PEER and peer != self.me:
+            self.up.add(peer)
+            self.loop._transport_event(PeerUp(peer))
+
+    def tell(self, message: m.Message) -> None:
+        self.edge(COORDINATOR)
+        self.loop._transport_event(Received(COORDINATOR, message, sum(map(len, to_frames(message)))))
+
+    def step(self) -> None:
+        source = self.source
+        self.now_s += source.choice((0.0, 0.0, 0.01, 0.3, 3.0, 30.0))
+        self._train()
+        match source.byte() % 20:
+            case 0 | 1 | 2 | 3:
+                self._due_data()
+            case 4 | 5 | 6:
+                self._others_vote()
+            case 7 | 8 | 9:
+                self.hear(source.choice(KEYS), drawing.message(source, OF_MEMBERS, self.hints()))
+            case 10:
+                self.tell(drawing.message(source, OF_COORDINATOR, self.hints()))
+            case 11:
+                message = drawing.message(source, ANY, self.hints())
+                self.hear(source.choice((*KEYS, STRANGER, COORDINATOR)), message)
+            case 12:
+                self._flap(source.choice((*KEYS, COORDINATOR)))
+            case 13:
+                self.loop.note({"loss": 1.0})
+                self.loop._beat()
+            case 14:
+                if self.now_s >= self.core.deadline_s:
+                    self.loop._carry_out(self.core.tick(self.now_s))
+                self.loop._give_credit()
+            case 15:
+                self.loop._handle(io.AskMean(self.core.step, source.below(3), 1.5))
+            case 16:
+                self.tell(m.Freeze(self.core.term, self.core.generation, "why"))
+                if source.byte() & 1:
+                    self._generation_after_freeze()
+            case 17:
+                self._generation_after_freeze()
+            case 18:
+                peer = source.choice(KEYS)
+                if peer in self.up:
+                    self.loop._transport_event(Violation(peer, "x" * source.choice((1, 600))))
+            case _:
+                self.loop._handle(source.choice((io.Broke("here"), io.Probed(()), io.Depart("why"))))
+        self.loop._publish()
+
+    def hear(self, peer: m.PeerId, message: m.Message) -> None:
+        """The transport passes on nothing of who is no acquaintance, or is not connected."""
+        if peer not in self.up or self.gate(peer) is not Standing.PEER:
+            return
+        match message:
+            case m.Vote(round_id, True, digest):
+                self.yes.setdefault(round_id, {}).setdefault(peer, digest)
+        try:
+            nbytes = sum(map(len, to_frames(message)))
+        except LocalProtocolError:  # a drawn message that is larger than a header may be cannot come
+            return
+        self.loop._transport_event(Received(peer, message, nbytes))
+
+    def hints(self) -> drawing.Hints:
+        core, source = self.core, self.source
+        here = self.open or core.next_round or m.RoundId(core.term, core.generation, core.step, 0)
+        step = max(0, here.step + source.choice((0, 1, -1)))
+        spans = (m.Span(here.step * 4, here.step * 4 + 4),)
+        return {
+            "RoundId": (here, replace(here, step=step), replace(here, attempt=here.attempt + 1)),
+            "term": (core.term, core.term, core.term + 1, max(0, core.term - 1)),
+            "generation": (core.generation, core.generation + 1, max(0, core.generation - 1)),
+            "step": (max(0, core.step), core.step + 1),
+            "applied": (core.applied, max(-1, core.applied - 1), core.applied + 1),
+            "history": (core.history, HISTORY_START),
+            "Channel": (CHANNEL,),
+            "Place": [place for _, place in self.due] or [m.Place(m.Phase.SWAP)],
+            "peer": (*KEYS, STRANGER),
+            "digest": tuple(self.yes.get(here, {}).values()) or (b"", b"d" * 32),
+            "LedgerState": (core.ledger, m.LedgerState(requeued=spans), m.LedgerState(holders=((KEYS[0], spans),))),
+            "world_size": (3, 1, 2),
+            "index": (0, 1),
+            "total": (1, 2),
+            "page": (0, 1),
+            "pages": (1, 2),
+            "share": (4, 0, 2**31 - 1),
+            "payload": (b"", bytes(8), bytes(32), bytes(N * 4), self._payload()),
+        }
+
+    def _due_data(self) -> None:
+        """What the exchange waits for, with a good payload or nearly one."""
+        if self.open is None or not self.due or self.core.seat is None:
+            return
+        rank, place = self.source.choice(self.due[:1] if self.kind == 0 else self.due)
+        self.due.remove((rank, place))
+        if rank >= len(self.core.seat.roster):
+            return
+        payload = self._payload()
+        if self.kind == 0:
+            start, stop = place.segment * N // self.world, (place.segment + 1) * N // self.world
+            payload = bytes(4 * (stop - start))
+        if self.source.one_in(12):
+            damaged = bytearray(payload)
+            damaged[self.source.below(len(damaged) or 1) : 1] = self.source.bytes(1)
+            payload = bytes(damaged)
+        data = m.Data(self.open, CHANNEL, place, self.source.one_in(16), payload)
+        self.hear(self.core.seat.roster[rank].peer, data)
+
+    def _payload(self) -> bytes:
+        count = self.source.byte() % (K + 1)
+        indices = np.arange(count, dtype=np.int64) * 5
+        return encode(indices, np.full(count, 0.5 + count, np.float32), n=N, kind=KIND)
+
+    def _others_vote(self) -> None:
+        seat = self.core.seat
+        if self.open is None or seat is None:
+            return
+        round_id = self.open
+        mine = self.yes.get(round_id, {}).get(self.me)
+        if seat.rank == ROOT:
+            peer = self.source.choice([x.peer for x in seat.roster])
+            yes = not self.source.one_in(8)
+            self.hear(peer, m.Vote(round_id, yes, mine or b"d" * 32 if yes else b"", "why"))
+        elif mine is not None or self.source.one_in(4):
+            verdict = m.Verdict(not self.source.one_in(6))
+            self.hear(seat.roster[ROOT].peer, m.Decision(round_id, verdict, "why"))
+
+    def _flap(self, peer: m.PeerId) -> None:
+        if peer in self.up:
+            self.up.discard(peer)
+            self.loop._transport_event(PeerDown(peer, "broke"))
+        else:
+            self.edge(peer)
+            if peer == COORDINATOR and self.core.term < 2**62:
+                self.tell(m.Welcome(self.core.term + self.source.one_in(8), "run", "s"))
+
+    def _generation_after_freeze(self) -> None:
+        core, source = self.core, self.source
+        applied, history, state = core.applied, core.history, core.ledger
+        prepared = core._attempts.prepared if core._attempts is not None else None
+        if prepared is not None and core.synced and source.byte() & 1:
+            applied, history = prepared.id.step, extend_history(history, prepared.digest)
+            state = replace(state, step=applied + 1)
+        others = [peer for peer in KEYS if peer != self.me and source.byte() % 4]
+        order = tuple(sorted([self.me, *others], reverse=source.one_in(2)))
+        joining = () if core.synced else (self.me,) if len(order) > 1 else ()
+        self.next_generation(order, applied, history, state, joining)
+
+    # -- the trainer ---------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> int:
+        return self.core.seat.world_size if self.core.seat is not None else 1
+
+    def _train(self) -> None:
+        core = self.core
+        if self.core.seat is not None and self.loop._intake.complete_for(core.generation) and not core.synced:
+            self._restore()
+        if core.next_round is None or core.seat is None or self.open is not None or self.source.one_in(6):
+            return
+        must(core.me in core.assignment(), "this worker has no place in the assignment")
+        rank, round_id = core.seat.rank, core.next_round
+        self.due = expected(self.kind, rank, self.world, 1)
+        workspace: Any
+        if self.kind == 0:
+            workspace = DenseWorkspace(np.ones(N, np.float32), self.world)
+        elif self.kind == 1:
+            workspace = GatherWorkspace(rank, self.world, self._payload(), n=N, k=K, kind=KIND)
+        else:
+            workspace = ButterflyWorkspace(self._payload(), n=N, k=K, kind=KIND)
+        collective = workspace.collective(rank, self.world, self.source.one_in(16))
+        self.loop._open = loop._OpenRound(round_id, {CHANNEL: workspace}, b"salt")
+        self.loop._handle(io.Submit(round_id, {CHANNEL: collective}))
+
+    def _restore(self) -> None:
+        try:
+            term, generation, _ = self.loop.take_state()
+        except RemoteProtocolError:  # the trainer's affair: a donor that lies costs the joiner its start
+            return
+        self.loop._handle(io.Restored(term, generation))
+
+    # -- what must hold ------------------------------------------------------------------------------
+
+    def standing(self) -> Before:
+        core = self.core
+        prepared = core._attempts.prepared if core._attempts is not None else None
+        return Before(
+            core.term,
+            core.generation,
+            core.applied,
+            prepared.id if prepared is not None else None,
+            self._members(),
+            core.stage is io.Stage.RUNNING,
+        )
+
+    def _members(self) -> frozenset[m.PeerId]:
+        return frozenset(x.peer for x in self.core.seat.roster) if self.core.seat is not None else frozenset()
+
+    def check(self, cause: io.Event | None, effects: list[io.Effect], before: Before) -> None:
+        core = self.core
+        if isinstance(cause, io.Sealed) and self.open is not None:
+            self.yes.setdefault(self.open, {})[self.me] = cause.digest
+        by_view = isinstance(cause, io.Heard) and isinstance(cause.message, m.View)
+        allowed = before.members | self._members() | core.acquaintances | {COORDINATOR}
+        if isinstance(cause, io.Heard):
+            allowed |= {cause.peer}
+        for effect in effects:
+            match effect:
+                case io.Post(peer, message):
+                    must(peer in allowed and peer != self.me, f"posted to no acquaintance: {message}")
+                    voted = isinstance(message, m.Vote)
+                    must(not voted or before.running or core.stage is io.Stage.RUNNING, "a vote while frozen")
+                case io.Ship(peer) | io.GiveState(peer):
+                    must(peer in allowed and peer != self.me, "shipped to no member")
+                case io.Resolve(round_id, committed) if not by_view:
+                    self._check_resolved(round_id, committed, cause, before)
+        must(core.term >= before.term, "the term goes back")
+        must(core.generation >= before.generation, "the generation goes back")
+        must(core.applied >= before.applied or by_view, "the applied step goes back without a VIEW")
+        must(core.deadline_s == core.deadline_s, "the deadline is no number")
+        must(len(core._expected) <= MAX_EXPECTED, "too many are expected")
+        for peer in self._members():
+            must(core.held_bytes(peer) <= MAX_HELD_BYTES, "too many bytes are held")
+            held = core._attempts._held.get(peer) if core._attempts is not None else None
+            must(held is None or len(held.messages) <= MAX_HELD_MESSAGES, "too many messages are held")
+
+    def _check_resolved(self, round_id: m.RoundId, committed: bool, cause: Any, before: Before) -> None:
+        if isinstance(cause, io.Submit) and not committed and self.core._attempts is not None:
+            self.resolved.add(round_id)
+            return  # it came too late
+        must(round_id not in self.resolved, f"a round is resolved twice: {round_id}")
+        self.resolved.add(round_id)
+        self.ended[round_id] = committed
+        seat = self.core.seat
+        must(seat is not None, "a round is resolved outside of any generation")
+        assert seat is not None
+        root = seat.roster[ROOT].peer
+        votes = self.yes.get(round_id, {})
+        if committed:
+            must(self.me in votes, "COMMIT of a round that was not prepared here")
+            if self.me == root:
+                same = {votes.get(x.peer) for x in seat.roster}
+                must(len(same) == 1 and None not in same, "COMMIT without everybody's YES for one digest")
+            else:
+                must(isinstance(cause, io.Heard) and cause.peer == root, f"COMMIT by {type(cause).__name__}")
+        elif round_id == before.prepared and self.me != root:
+            decided = isinstance(cause, io.Heard) and isinstance(cause.message, m.Decision)
+            must(decided and cause.peer == root, "aborts alone after its YES")
+
+
+@contextmanager
+def clock_of(rig: Rig) -> Iterator[None]:
+    """The loop's clock is the schedule's, and it says nothing."""
+    real, level = loop.time, loop.log.level
+    loop.time = SimpleNamespace(monotonic=lambda: rig.now_s)  # type: ignore[assignment]
+    loop.log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        loop.time = real
+        loop.log.setLevel(level)
+
+
+def run(data: bytes) -> bool:
+    rig = Rig(Source(data))
+    with clock_of(rig):
+        try:
+            rig.go(80)
+        except JoinRefused:
+            pass  # dismissed: the end of this worker, as the coordinator wishes
+    return any(rig.ended.values())
+
+
+def valid(random: Random) -> bytes:
+    head = bytes((random.randrange(3), random.randrange(3)))
+    if random.random() < 0.5:
+        return head + random.randbytes(random.choice((30, 150, 600)))
+    # Mostly what an honest group does: data, votes, and a change of the generation now and then.
+    likely = bytes((0, 0, 0, 0, 1, 1, 4, 4, 5, 4, 13, 16, 17))
+    steps = bytearray()
+    for _ in range(random.choice((10, 30, 70))):
+        steps += bytes((random.randrange(3), random.randrange(5), random.choice(likely)))
+        steps += bytes(random.randrange(4))
+    return head + bytes(steps)
+
+
+TARGETS = (
+    Target(
+        "member",
+        "a worker's core in a running generation",
+        run,
+        valid,
+        ("gridtrain.protocol.member", "gridtrain.protocol.attempts", "gridtrain.protocol.means"),
+        max_bytes=800,
+        cpu_s=0.5,
+    ),
+)

@@ -1,0 +1,123 @@
+"""Payloads of the sparse exchanges into `wire.sparse.decode`, and two of them into `merge`.
+
+    input:  u8 n, u8 largest K, u8 kind of values (indices of the tables below), then the payload
+            merge: the same, u16 length of the first payload, both payloads
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+
+from gridfuzz.source import Source
+from gridfuzz.targets.base import Target, must
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.sparsify.merge import merge
+from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
+
+_N = (1, 2, 7, 8, 9, 64, 1000, 65537, 1 << 20, 2**32)
+_ENTRIES = (0, 1, 2, 7, 64, 1000, 2**31)
+_KINDS = tuple(ValueKind)
+
+
+def _format(source: Source) -> tuple[int, int, ValueKind]:
+    return source.choice(_N), source.choice(_ENTRIES), source.choice(_KINDS)
+
+
+def _checked(payload: bytes, n: int, most: int, kind: ValueKind) -> Sparse:
+    """Raises `RemoteProtocolError`; whatever comes out is as promised."""
+    sparse = decode(payload, n=n, max_entries=most, kind=kind)
+    indices, values = sparse.indices, sparse.values
+    must(indices.dtype == np.int64 and values.dtype == np.float32, "another dtype came out")
+    must(indices.shape == values.shape and indices.size <= min(most, n), "another number of entries")
+    must(bool((indices[1:] > indices[:-1]).all()), "indices do not increase")
+    must(indices.size == 0 or 0 <= indices[0] <= indices[-1] < n, "an index is out of range")
+    must(bool(np.isfinite(values).all()), "a value is not finite")
+    must(encode(indices, values, n=n, kind=kind) == payload, "the encoding is not canonical")
+    return sparse
+
+
+def run(data: bytes) -> bool:
+    source = Source(data)
+    n, most, kind = _format(source)
+    try:
+        _checked(source.rest(), n, most, kind)
+    except RemoteProtocolError:
+        return False
+    return True
+
+
+def run_merge(data: bytes) -> bool:
+    source = Source(data)
+    n, most, kind = _format(source)
+    first = source.bytes(min(source.below(1 << 16), 2048))
+    try:
+        mine, theirs = _checked(first, n, most, kind), _checked(source.rest(), n, most, kind)
+        k = max(1, min(most, n))
+        merged = merge(mine, theirs, n=n, k=k, kind=kind)
+    except RemoteProtocolError:
+        return False
+    sums: dict[int, np.float32] = {}
+    with np.errstate(over="ignore"):
+        for index, number in [*zip(mine.indices, mine.values, strict=True)] + [
+            *zip(theirs.indices, theirs.values, strict=True)
+        ]:
+            sums[int(index)] = np.float32(sums.get(int(index), np.float32(0)) + number)
+    after: dict[int, float] = {}
+    for indices, values in (
+        (merged.sparse.indices, merged.sparse.values),
+        (merged.kept_indices, merged.kept_values),
+    ):
+        for index, number in zip(indices, values, strict=True):
+            after[int(index)] = after.get(int(index), 0.0) + float(number)
+    lost = {i: (float(s), after.get(i, 0.0)) for i, s in sums.items() if float(s) != after.get(i, 0.0)}
+    must(not lost and after.keys() <= sums.keys(), f"a merge lost or made something: {lost}")
+    must(merged.sparse.indices.size <= k, "a merge has more than k entries")
+    _checked(merged.payload, n, k, kind)
+    swapped = merge(theirs, mine, n=n, k=k, kind=kind)
+    must(swapped.payload == merged.payload, "the two sides of a merge differ")
+    return True
+
+
+def _payload(random: Random, n: int, most: int, kind: ValueKind) -> bytes:
+    k = random.randint(0, min(n, most, 60))
+    indices = np.array(sorted(random.sample(range(n), k)), np.int64)
+    scale = 2.0 ** random.choice((0, 0, -10, 30, -140, 127))
+    few = random.random() < 0.4
+    values = [random.choice((-2.0, -1.0, 1.0, 2.0)) if few else random.uniform(-2, 2) for _ in range(k)]
+    floats = np.array([v * scale for v in values], np.float32)
+    floats[~np.isfinite(floats)] = np.finfo(np.float32).max
+    return encode(indices, floats, n=n, kind=kind)
+
+
+def _drawn_format(random: Random) -> tuple[bytes, int, int, ValueKind]:
+    choices = bytes((random.randrange(len(_N)), random.randrange(len(_ENTRIES)), random.randrange(2)))
+    return choices, _N[choices[0]], _ENTRIES[choices[1]], _KINDS[choices[2]]
+
+
+def valid(random: Random) -> bytes:
+    choices, n, most, kind = _drawn_format(random)
+    return choices + _payload(random, n, most, kind)
+
+
+def valid_merge(random: Random) -> bytes:
+    choices, n, most, kind = _drawn_format(random)
+    first = _payload(random, n, most, kind)
+    return choices + len(first).to_bytes(2, "little") + first + _payload(random, n, most, kind)
+
+
+_TOKENS = (b"\xff\xff\xff\xff", b"\0\0\0\x80", b"\xff\x7f", b"\0\x7c", b"\x01\0", b"\0\0\xc0\x7f", b"\0\0\x80\x7f")
+
+TARGETS = (
+    Target("sparse", "payloads of sparse exchanges", run, valid, ("gridtrain.wire.sparse",), None, _TOKENS),
+    Target(
+        "merge",
+        "two payloads, summed and cut",
+        run_merge,
+        valid_merge,
+        ("gridtrain.sparsify.merge", "gridtrain.wire.sparse"),
+        None,
+        _TOKENS,
+    ),
+)

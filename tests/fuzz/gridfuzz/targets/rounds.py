@@ -1,0 +1,189 @@
+"""Votes, decisions and data into `protocol.attempts`, at the root and elsewhere; the local side is honest.
+
+    input:  u8 ranks, u8 rank, then a schedule: one byte of what, and what it takes
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from gridfuzz import drawing
+from gridfuzz.source import Source
+from gridfuzz.targets.base import Target, must
+from gridfuzz.targets.exchanges import expected
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol import member_io as io
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.attempts import MAX_HELD_MESSAGES, AttemptEffect, Attempts, Committed, Seat
+from gridtrain.protocol.ring import Ring
+from gridtrain.protocol.round import ROOT, Failed, Moved, Prepared
+
+GOOD, BAD = b"good", b"bad"
+CHANNEL = m.Channel()
+FIRST_STEP = 5
+
+
+class Play:
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        world_size = 1 + source.below(4)
+        roster = tuple(m.Member(bytes([65 + i]) * 32, "", "", 1, False) for i in range(world_size))
+        self.seat = Seat(roster[source.below(world_size)].peer, 1, 2, roster)
+        self.core = Attempts(self.seat, FIRST_STEP)
+        self.now_s = 0.0
+        self.yes: dict[m.RoundId, set[int]] = {}  # who has voted YES for `GOOD`
+        self.told: dict[m.RoundId, m.Verdict] = {}  # by the root
+        self.ended: dict[m.RoundId, bool] = {}
+        self.due = expected(0, self.seat.rank, world_size, 1)
+        self.progress = 0
+        self.offended: set[m.PeerId] = set()
+
+    def step(self) -> None:
+        source, core = self.source, self.core
+        if core.round is None and not core.stuck and not source.one_in(4):
+            ring = Ring(self.seat.rank, self.seat.world_size, 1, source.one_in(16))
+            self.due = expected(0, self.seat.rank, self.seat.world_size, 1)
+            self.take(core.submit(core.next_round, {CHANNEL: ring}, 5.0, self.now_s), ROOT)
+            return
+        self.now_s += source.choice((0.0, 0.0, 0.1, 6.0))
+        match source.byte() % 12:
+            case 0 | 1 | 2 if self.due:
+                rank, place = self.due.pop(0)
+                self.hear(rank, m.Data(self.here, CHANNEL, place, source.one_in(16), b""))
+            case 3 | 4:
+                self.hear(self.any_rank(), m.Vote(self.here, True, GOOD, ""))
+            case 5:
+                self.hear(ROOT, m.Decision(self.here, source.choice(list(m.Verdict)), ""))
+            case 6:
+                self.take(core.advance(Failed("here"), self.now_s), None)
+            case 7:
+                self.take(core.edge_down("broke", self.now_s), None)
+                if (rank := self.any_rank()) != self.seat.rank:
+                    self.take(core.edge_up(self.seat.roster[rank].peer), None)
+            case 8:
+                self.take(core.tick(self.now_s), None)
+                self.take(core.advance(Moved(self.any_rank(), source.one_in(2)), self.now_s), None)
+            case 9:
+                self.progress += 1
+                rank = self.any_rank()
+                self.progressed(rank, m.Progress(self.some_round(), self.progress))
+            case _:
+                classes = (m.Data, m.Vote, m.Decision)
+                hints = {
+                    "RoundId": (self.here, self.some_round(), self.some_round()),
+                    "Channel": (CHANNEL,),
+                    "digest": (GOOD, BAD),
+                    "Place": [place for _, place in self.due] or [m.Place(m.Phase.REDUCE)],
+                }
+                message = drawing.message(source, classes, hints)
+                self.hear(self.any_rank(), message)
+
+    @property
+    def here(self) -> m.RoundId:
+        return self.core.round.id if self.core.round is not None else self.core.next_round
+
+    def some_round(self) -> m.RoundId:
+        here, source = self.here, self.source
+        step = max(0, here.step + source.choice((0, 1, -1, 2)))
+        attempt = max(0, here.attempt + source.choice((0, 1, -1)))
+        return m.RoundId(here.term, here.generation + source.one_in(8), step, attempt)
+
+    def any_rank(self) -> int:
+        return self.source.below(self.seat.world_size)
+
+    def progressed(self, rank: int, message: m.Progress) -> None:
+        try:
+            self.core.progressed(self.seat.roster[rank].peer, message, self.now_s)
+        except RemoteProtocolError:
+            pass
+
+    def hear(self, rank: int, message: m.Data | m.Vote | m.Decision) -> None:
+        peer = self.seat.roster[rank].peer
+        if rank == self.seat.rank or peer in self.offended:
+            return
+        if isinstance(message, m.Vote) and message.yes and message.digest == GOOD:
+            self.yes.setdefault(message.round, set()).add(rank)
+        if isinstance(message, m.Decision) and rank == ROOT:
+            self.told.setdefault(message.round, message.verdict)
+        try:
+            self.take(self.core.receive(peer, message, 0, self.now_s), rank, message)
+        except RemoteProtocolError:
+            self.offend(peer)
+
+    def offend(self, peer: m.PeerId) -> None:
+        """As the member's core treats an offence: the peer is not listened to any more."""
+        if self.source.one_in(2):
+            self.offended.add(peer)
+            self.core.forget(peer)
+        self.take(self.core.edge_down("offence", self.now_s), None)
+
+    def take(self, effects: list[AttemptEffect], by: int | None, cause: object = None) -> None:
+        for effect in effects:
+            match effect:
+                case io.Post(peer, message):
+                    must(self.seat.rank_of(peer) is not None and peer != self.seat.me, "posted to no member")
+                    if isinstance(message, m.Vote):
+                        must(peer == self.seat.roster[ROOT].peer, "a vote that does not go to the root")
+                    if isinstance(message, m.Decision) and message.round in self.ended:
+                        committed = message.verdict is m.Verdict.COMMIT
+                        must(committed == self.ended[message.round], "another decision is repeated")
+                case io.Ship(peer):
+                    must(self.seat.rank_of(peer) is not None and peer != self.seat.me, "shipped to no member")
+                case io.Seal():
+                    self.yes.setdefault(self.here, set()).add(self.seat.rank)
+                    self.take(self.core.advance(Prepared(GOOD), self.now_s), None)
+                case Committed(round_id):
+                    self.end(round_id, True)
+                    votes = self.yes.get(round_id, set())
+                    must(self.seat.rank in votes, "COMMIT of a round that was not prepared here")
+                    if self.seat.rank == ROOT:
+                        must(len(votes) == self.seat.world_size, "COMMIT without everybody's YES")
+                    else:
+                        by_root = self.told.get(round_id) is m.Verdict.COMMIT or by == ROOT
+                        must(by_root, f"COMMIT by the word of rank {by}: {cause}")
+                case io.Resolve(round_id, committed):
+                    must(not committed, "Attempts resolves aborts alone")
+                    self.end(round_id, False)
+                case _ if type(effect).__name__ == "Offended":
+                    self.offended.add(effect.peer)  # type: ignore[union-attr]
+
+    def end(self, round_id: m.RoundId, committed: bool) -> None:
+        must(round_id not in self.ended, f"decided twice: {round_id}")
+        last = max(self.ended, default=None)
+        must(last is None or last < round_id, "a round ended after a later one")
+        if last is not None:
+            must((round_id.step > last.step) == self.ended[last], "the step does not follow from the verdict")
+        self.ended[round_id] = committed
+
+    def check(self) -> None:
+        held = self.core._held
+        for member in self.seat.roster:
+            early = held.get(member.peer)
+            must(early is None or len(early.messages) <= MAX_HELD_MESSAGES, "too much is held")
+        must(self.core.deadline_s == self.core.deadline_s, "the deadline is no number")
+
+
+def run(data: bytes) -> bool:
+    play = Play(Source(data))
+    for _ in range(300):
+        if play.source.empty:
+            break
+        play.step()
+        play.check()
+    return any(play.ended.values())
+
+
+def valid(random: Random) -> bytes:
+    return bytes((random.randrange(4), random.randrange(4))) + random.randbytes(random.choice((20, 80, 300)))
+
+
+TARGETS = (
+    Target(
+        "attempts",
+        "votes, decisions and data into the rounds of one generation",
+        run,
+        valid,
+        ("gridtrain.protocol.attempts", "gridtrain.protocol.round"),
+        max_bytes=1000,
+    ),
+)

@@ -1,0 +1,202 @@
+"""What is read back, or taken over as a whole: the journal, blocks of a donor's state, the state itself.
+
+    journal      input is JSON, a list of [kind, body]
+    stateblocks  a schedule: blocks of an honest state, in any order, and others
+    state        input is what the blocks make: u64, JSON, safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from random import Random
+
+from gridfuzz.mutate import JSON
+from gridfuzz.source import Source
+from gridfuzz.targets.base import Target, must
+from gridfuzz.targets.texts import change_json
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.recovery import generation_entry, recover
+from gridtrain.runtime.statefeed import BLOCK_BYTES, StateIntake, cut
+
+# -- journal ---------------------------------------------------------------------------------------
+
+
+def run_journal(data: bytes) -> bool:
+    try:
+        entries = [(str(kind), body) for kind, body in json.loads(data)]
+        json.dumps(entries, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return False  # SQLite and the store would not have given that back
+    if not all(isinstance(body, dict) for _, body in entries):
+        return False
+    try:
+        recovered = recover(entries)
+    except (KeyError, TypeError, ValueError):
+        return False
+    if recovered.view is not None:
+        again = json.loads(json.dumps(generation_entry(recovered.view, recovered.roster)))
+        must(recover([("generation", again)]).view == recovered.view, "a VIEW is another after writing it down")
+    return True
+
+
+def valid_journal(random: Random) -> bytes:
+    a, b = b"a" * 32, b"b" * 32
+    spec = {"size": 100, "seed": 0, "epochs": 1, "steps": None}
+    entries: list[tuple[str, object]] = [("term", {"term": 1, "run": "r", "software": "s"})]
+    entries.append(("run", {"facts": {"model": "m"}, "ledger": spec, "global_batch_size": None}))
+    for generation in range(1, random.randrange(1, 4)):
+        roster = (m.Member(a, "a", "tcp://1:1", 4, False), m.Member(b, "b", "", 4, True))
+        spans = (m.Span(8, 12),)
+        holders = random.choice((None, ((a, spans), (b, ()))))
+        state = m.LedgerState(2, 12, (), 8 if holders else 12, 0, holders)
+        decided = random.choice((None, m.RoundId(1, generation, 2, 0)))
+        view = m.View(1, generation, 2, random.choice(list(m.Verdict)), decided, 1, bytes(32), state, "why")
+        entries.append(("generation", generation_entry(view, roster)))
+        entries.append(("state", {"state": random.choice(("training", "waiting", "finished")), "reason": ""}))
+    return json.dumps(entries).encode()
+
+
+# -- blocks of a state -----------------------------------------------------------------------------
+
+
+def run_stateblocks(data: bytes) -> bool:
+    source, intake = Source(data), StateIntake()
+    blobs = [source.bytes(source.byte() % 40) for _ in range(source.byte() % 4)]
+    blocks = [bytes(block) for block in cut(blobs)]
+    accepted, honest = False, True
+    for _ in range(64):
+        if source.empty:
+            break
+        generation = 1 + source.one_in(8)
+        if source.one_in(3):
+            honest = False
+            total = source.choice((len(blocks), 1, 2, 3, 65536, 65537, 2**31 - 1))
+            index = source.choice((0, 1, total - 1))
+            payload = source.choice((b"", source.bytes(source.byte()), bytes(8), b"\xff" * 16, bytes(BLOCK_BYTES + 1)))
+            block = m.StateBlock(1, generation, min(index, total - 1), total, payload)
+        else:
+            index = source.below(len(blocks))
+            block = m.StateBlock(1, generation, index, len(blocks), memoryview(blocks[index]))
+        try:
+            intake.take(block)
+            if intake.complete_for(generation):
+                term, of, came = intake.blobs()
+                must((term, of) == (1, generation), "the state is of another generation")
+                must(not honest or came == blobs, "the state changed on its way")
+                accepted = True
+        except RemoteProtocolError:
+            continue
+    return accepted
+
+
+def valid_stateblocks(random: Random) -> bytes:
+    return random.randbytes(random.choice((4, 30, 120, 400)))
+
+
+# -- the state -------------------------------------------------------------------------------------
+
+
+def run_state(data: bytes) -> bool:
+    """A refusal that comes in time leaves the worker as it was; a state that was taken can be given on.
+
+    Not asked for: that the optimizer can step with it.  What a torch optimizer needs in its state is known
+    to nobody but itself, so a donor that lies there costs the joiner its start, and nobody else anything.
+    """
+    import torch
+
+    from gridtrain.optim import state_sync
+
+    model, optimizer, scheduler = _trained(seed=2)
+    before = [t.clone() for t in model.state_dict().values()]
+    try:
+        state_sync.restore(data, model, optimizer, {"schedule": scheduler})
+    except RemoteProtocolError as error:
+        if "does not fit" not in error.reason:
+            same = all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
+            must(same, "a refused state changed the model")
+        return False
+    state_sync.digest(model, optimizer)
+    state_sync.hyper_digest(optimizer)
+    state_sync.capture(model, optimizer, {"schedule": scheduler})
+    return True
+
+
+def _trained(seed: int):  # type: ignore[no-untyped-def]
+    import torch
+    from torch import nn
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    if seed % 2:
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    _step(model, optimizer, scheduler)
+    return model, optimizer, scheduler
+
+
+def _step(model, optimizer, scheduler) -> None:  # type: ignore[no-untyped-def]
+    import torch
+
+    model(torch.ones(4, 3) * torch.arange(4.0)[:, None]).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+
+
+def valid_state(random: Random) -> bytes:
+    from gridtrain.optim import state_sync
+
+    model, optimizer, scheduler = _trained(seed=random.choice((2, 2, 2, 4, 3)))
+    return b"".join(state_sync.capture(model, optimizer, {"schedule": scheduler}))
+
+
+def change_state(data: bytes, random: Random) -> bytes:
+    """A value in one of the two JSON documents becomes another, and the lengths are put right."""
+    try:
+        (size,) = struct.unpack_from("<Q", data)
+        text, tail = data[8 : 8 + size], data[8 + size :]
+        (head_size,) = struct.unpack_from("<Q", tail)
+        head, numbers = tail[8 : 8 + head_size], tail[8 + head_size :]
+    except struct.error:
+        return data
+    if random.random() < 0.75:
+        text = change_json(text, random)
+    else:
+        head = change_json(head, random)
+    return b"".join((struct.pack("<Q", len(text)), text, struct.pack("<Q", len(head)), head, numbers))
+
+
+TARGETS = (
+    Target(
+        "journal",
+        "the coordinator's journal",
+        run_journal,
+        valid_journal,
+        ("gridtrain.protocol.recovery",),
+        change_json,
+        (*JSON, b'"verdict"', b'"holders"', b'"decided"', b'"COMMIT"'),
+    ),
+    Target(
+        "stateblocks",
+        "blocks of a donor's state",
+        run_stateblocks,
+        valid_stateblocks,
+        ("gridtrain.runtime.statefeed",),
+    ),
+    Target(
+        "state",
+        "a donor's state: JSON and safetensors, into model, optimizer and scheduler",
+        run_state,
+        valid_state,
+        ("gridtrain.optim.state_sync",),
+        change_state,
+        (*JSON, b'"tensor"', b'"dict"', b'"tuple"', b'"list"', b'"counter"', b'"F32"', b'"data_offsets"'),
+        max_bytes=8192,
+        cpu_s=1.0,
+        memory_bytes=64 << 20,
+    ),
+)

@@ -1,0 +1,201 @@
+"""Texts that come from others: the coordinator's status, addresses, invitations."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+from gridfuzz.mutate import JSON
+from gridfuzz.source import Source
+from gridfuzz.targets.base import Target, must
+from gridtrain.cli.status import render
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.protocol import invitation, routes
+from gridtrain.runtime.client import MAX_TEXT, _parsed, coordinator_address
+from gridtrain.runtime.naming import state_directory
+
+# -- status: input is the payload of StatusReply --------------------------------------------------
+
+
+def run_status(data: bytes) -> bool:
+    try:
+        picture = _parsed("tcp://there:1", data)
+    except RemoteProtocolError:
+        return False
+    _check_printable(picture, 0)
+    render(picture)
+    return True
+
+
+def _check_printable(value: object, depth: int) -> None:
+    match value:
+        case str():
+            must(len(value) <= MAX_TEXT and value.isprintable(), "a text reaches the terminal as it came")
+        case list():
+            for item in value[:100]:
+                _check_printable(item, depth + 1)
+        case dict():
+            for key, item in value.items():
+                _check_printable(key, depth + 1)
+                _check_printable(item, depth + 1)
+
+
+def valid_status(random: Random) -> bytes:
+    figures = {"loss": random.random(), "computing_s": random.choice((0.01, 3.0, None, "x"))}
+    member = {"rank": random.choice((0, None)), "name": "a\u202e\x1b[31m", "state": "active", "share": 4}
+    member |= {"figures": figures, "last_heard_s": 0.1, "sent_Bps": random.choice((0, 1e3, 1e300, True))}
+    event = {"at_s": 1.5, "event": "joined", "name": "[bold]x"}
+    picture = {
+        **{"run": "r", "phase": random.choice(("training", "no such")), "term": 1, "generation": 2, "step": 3},
+        **{"facts": {"model": "x" * random.choice((1, 600))}, "members": [member] * random.randrange(3)},
+        **{"events": [event] * random.randrange(8), "now_s": 2.0, "steps_per_s": 0.1, "finished": False},
+    }
+    return json.dumps(picture, ensure_ascii=random.random() < 0.5).encode()
+
+
+def change_json(data: bytes, random: Random) -> bytes:
+    """One value somewhere becomes another one."""
+    odd = (None, True, -1, 0, 1.5, 1e308, 10**400, "", "x" * 600, "\x1b[2J", [], [[]], {}, {"a": 1}, [None] * 9)
+    try:
+        plain = json.loads(data)
+        plain = _replaced(plain, random, odd)
+        return json.dumps(plain).encode()
+    except (ValueError, RecursionError):
+        return data
+
+
+def _replaced(node: object, random: Random, odd: tuple[object, ...]) -> object:
+    if isinstance(node, dict) and node and random.random() < 0.85:
+        key = random.choice(list(node))
+        if random.random() < 0.15:
+            return {k: v for k, v in node.items() if k != key}
+        return {**node, key: _replaced(node[key], random, odd)}
+    if isinstance(node, list) and node and random.random() < 0.85:
+        at = random.randrange(len(node))
+        if random.random() < 0.15:
+            return node[:at] + node[at:][: random.randrange(2)] * 2
+        return [*node[:at], _replaced(node[at], random, odd), *node[at + 1 :]]
+    if isinstance(node, int | float) and random.random() < 0.5:
+        return random.choice((node + 1, -node, 2**63 - 1, 2**63, 2**64, 1e19, 0.5))
+    if isinstance(node, str) and node and random.random() < 0.5:
+        return random.choice((node[:-1], node + node, node.upper(), "zz", "00"))
+    return random.choice(odd)
+
+
+# -- addresses: input is UTF-8 ---------------------------------------------------------------------
+
+
+def run_addresses(data: bytes) -> bool:
+    text = data.decode(errors="replace")
+    accepted = False
+    try:
+        address = coordinator_address(text)
+        must(address.startswith("tcp://") and len(address) < len(text) + 20, "another address came out")
+        accepted = True
+    except ConfigError:
+        pass
+    key = routes.relay_of(text)
+    must(key is None or (len(key) == 32 and text == f"relay:{key.hex()}"), "a relay's key is not 32 bytes")
+    source = Source(data)
+    host = source.bytes(source.byte() % 24).decode(errors="replace").rstrip("\0")
+    place = routes.Place(source.rest().decode(errors="replace"), host, "")
+    for candidate in routes.candidates(place):
+        must(candidate == place.claimed or candidate.startswith("tcp://"), "a candidate that is no TCP address")
+    folder = state_directory(text)
+    must("gridtrain" in folder.parts[-2:] and ".." not in folder.parts, f"a run's name leads elsewhere: {text!r}")
+    must(not invitation.RUN_NAME.fullmatch(text) or folder.name == text, f"two runs share a folder: {text!r}")
+    return accepted
+
+
+def valid_address(random: Random) -> bytes:
+    host = random.choice(("127.0.0.1", "[::1]", "[fe80::1%eth0]", "host.example", "a_b", "*", "-x", ".."))
+    text = random.choice(("tcp://", "", "relay:", "memory://")) + host + random.choice(("", ":1", ":7700", ":65536"))
+    return random.choice((text, "relay:" + random.randbytes(32).hex(), "10.0.0.7\0" + text, f" {text}\n")).encode()
+
+
+# -- invitation: input is UTF-8 --------------------------------------------------------------------
+
+
+def run_invitation(data: bytes) -> bool:
+    text = data.decode(errors="replace")
+    meant = invitation.looks_like(text)
+    try:
+        parsed = invitation.parse(text)
+    except ConfigError as error:
+        must(len(str(error)) < 1000, "a refusal repeats all that it was given")
+        return False
+    must(meant, "an invitation that does not look like one")
+    must(invitation.parse(parsed.text()) == parsed, "an invitation is another after writing it down")
+    must(parsed.token.hex() not in repr(parsed), "the token shows")
+    return True
+
+
+def valid_invitation(random: Random) -> bytes:
+    run = random.choice(("default", "r", "a.b-c_d", "x" * 64))
+    made = invitation.Invitation(
+        random.choice(("tcp://192.168.1.20:7700", "tcp://[::1]:1", "memory://c")),
+        random.randbytes(32),
+        random.randbytes(32),
+        run,
+        random.random() < 0.5,
+    )
+    text = made.text()
+    return random.choice((text, f'"{text}"\n', " ".join(text), text.replace("1:", "2:"), text[:-1])).encode()
+
+
+def change_invitation(data: bytes, random: Random) -> bytes:
+    """What lies under the checksum is damaged, and the checksum put right."""
+    import base64
+
+    text = data.decode(errors="replace").strip()
+    packed = text.removeprefix(invitation.PREFIX)
+    try:
+        body = bytearray(base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)))[:-8]
+    except ValueError:
+        return data
+    for _ in range(random.choice((1, 1, 2, 8))):
+        if body:
+            at = random.choice((0, 65, random.randrange(len(body)), len(body) - 1))
+            match random.randrange(4):
+                case 0 if at < len(body):
+                    body[at] = random.randrange(256)
+                case 1:
+                    body[at:at] = random.choice((b"\0", b"\xff", b"/", b"..", b"\n", b"x" * 100))
+                case 2:
+                    del body[at:]
+                case _:
+                    del body[at : at + 1]
+    made = base64.urlsafe_b64encode(bytes(body) + invitation.checksum(bytes(body))).decode()
+    return (invitation.PREFIX + made.rstrip("=")).encode()
+
+
+TARGETS = (
+    Target(
+        "status",
+        "what a coordinator answers to `gridtrain status`, down to the table",
+        run_status,
+        valid_status,
+        ("gridtrain.cli.status",),
+        change_json,
+        JSON,
+    ),
+    Target(
+        "addresses",
+        "addresses, relays and run names",
+        run_addresses,
+        valid_address,
+        ("gridtrain.protocol.routes",),
+        None,
+        (b"tcp://", b"relay:", b":0", b":65536", b"[", b"]", b"%", b"..", b"/", b"\0", "\u202e".encode()),
+        max_bytes=1024,
+    ),
+    Target(
+        "invitation",
+        "what somebody pastes as an invitation",
+        run_invitation,
+        valid_invitation,
+        ("gridtrain.protocol.invitation",),
+        change_invitation,
+        (b"gridtrain1:", b"gridtrain2:", b"gridtrain", b"=", b"-", b"_", b"+", b"/", b" ", "\u200b".encode()),
+    ),
+)

@@ -1,0 +1,134 @@
+"""One target in one process, until its time or its inputs are used up.
+
+    worker   fuzzes; leaves `result.json`, and in pool/ what reached something new
+    measure  runs pool/ and the corpus under our own tracing, the same for both roads: the lines reached
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MEMORY_BYTES = 8 << 30
+"""An input that asks for all memory gets a MemoryError, which is a finding, and the machine lives on."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """`inputs` None: by time.  `folder`: for what the job leaves."""
+
+    name: str
+    seed: int
+    seconds: float
+    inputs: int | None
+    road: str
+    folder: Path
+
+    def argument(self) -> str:
+        return json.dumps({**asdict(self), "folder": str(self.folder)})
+
+    @classmethod
+    def parse(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(**{**fields, "folder": Path(fields["folder"])})
+
+
+def work(job: Job) -> int:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    if job.road == "atheris":
+        from gridfuzz import guided
+
+        target = guided.find(job.name)
+    else:
+        from gridfuzz import registry
+
+        target = registry.find(job.name)
+    from gridfuzz import corpus
+    from gridfuzz.trial import Trial
+
+    pool = job.folder / "pool"
+    pool.mkdir(parents=True, exist_ok=True)
+    trial = Trial(target, job.folder / "current")
+    began_s = time.monotonic()
+
+    def over() -> bool:
+        if job.inputs is not None:
+            return trial.inputs >= job.inputs
+        return trial.inputs % 16 == 0 and time.monotonic() - began_s >= job.seconds
+
+    def end() -> None:
+        result = {
+            "inputs": trial.inputs,
+            "accepted": trial.accepted,
+            "seconds": time.monotonic() - began_s,
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+            "findings": [
+                {"signature": f.signature, "text": f.text, "data": f.data.hex()}
+                for f in trial.findings.values()
+            ],
+        }
+        (job.folder / "result.json").write_text(json.dumps(result))
+
+    kept = corpus.load(job.name)
+    if job.road == "atheris":
+        seeds = job.folder / "seeds"
+        _seed(seeds, target, job.seed, kept)
+        guided.fuzz(trial, [pool, seeds], job.seed, over, end)
+    else:
+        from gridfuzz import own
+        from gridfuzz.reach import Reach
+
+        for data in own.fuzz(trial, Reach(target.watched), list(kept.values()), job.seed, over):
+            (pool / corpus.digest(data)).write_bytes(data)
+        end()
+    return 0
+
+
+def _seed(folder: Path, target: Any, seed: int, kept: dict[str, bytes]) -> None:
+    from random import Random
+
+    from gridfuzz.own import FRESH
+
+    folder.mkdir(parents=True, exist_ok=True)
+    random = Random(f"{seed} {target.name}")
+    for number, data in enumerate([*kept.values(), *(target.valid(random) for _ in range(FRESH))]):
+        (folder / f"{number:04}").write_bytes(data)
+
+
+def grown(job: Job) -> list[Path]:
+    """What the job began with and what it found worth keeping; libFuzzer does not copy the former."""
+    folders = [job.folder / "pool", job.folder / "seeds"]
+    return [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+
+
+def measure(job: Job) -> int:
+    """Adds the lines reached to `result.json`."""
+    from gridfuzz import corpus, registry
+    from gridfuzz.reach import Reach
+    from gridfuzz.trial import Trial
+
+    target = registry.find(job.name)
+    reach, trial = Reach(target.watched), Trial(target)
+    inputs = corpus.load(job.name)
+    for path in sorted(grown(job)):
+        inputs.setdefault(path.name, path.read_bytes())
+    for data in inputs.values():
+        reach.add(reach.trace(lambda data=data: trial.one(data)))  # type: ignore[misc]
+    path = job.folder / "result.json"
+    result = json.loads(path.read_text())
+    result |= {"lines": reach.lines, "lines_in_all": reach.lines_in_all}
+    path.write_text(json.dumps(result))
+    return 0
+
+
+def main(kind: str, text: str) -> int:
+    job = Job.parse(text)
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        sys.exit("a worker needs PYTHONHASHSEED=0: the order of sets is part of what a seed repeats")
+    return {"work": work, "measure": measure}[kind](job)

@@ -1,0 +1,134 @@
+"""How each pair of workers connects, as pictures: who is told what about whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain.protocol.routes import Place, Routes, candidates, relay_of
+
+COORDINATOR = b"0" * 32
+A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
+NAMES = {COORDINATOR: "coordinator", A: "a", B: "b", C: "c", D: "d"}
+
+
+def open_place(name: str) -> Place:
+    return Place(f"tcp://{name}:1", name, f"tcp://{name}:1")
+
+
+def behind(router: str, name: str) -> Place:
+    return Place(f"tcp://{name}:1", router, "")
+
+
+def routes(**places: Place) -> Routes:
+    made = Routes(COORDINATOR)
+    for name, place in places.items():
+        made.learn(name.encode() * 32, place)
+    return made
+
+
+def told(made: Routes, *peers: bytes) -> dict[str, str]:
+    """What each is told about each other: "a>b": the address."""
+    relays = made.willing(peers)
+    ways = {}
+    for viewer in peers:
+        for other in peers:
+            if viewer != other:
+                way = made.address(viewer, other, relays)
+                relay = relay_of(way)
+                ways[f"{NAMES[viewer]}>{NAMES[other]}"] = f"through {NAMES[relay]}" if relay else way
+    return ways
+
+
+def test_of_two_that_can_both_be_dialled_one_dials() -> None:
+    assert told(routes(a=open_place("a"), b=open_place("b")), A, B) == {"a>b": "", "b>a": "tcp://a:1"}
+
+
+def test_whoever_is_behind_nat_dials() -> None:
+    made = routes(a=open_place("a"), b=behind("router", "b"))
+    assert told(made, A, B) == {"a>b": "", "b>a": "tcp://a:1"}
+    made = routes(a=behind("router", "a"), b=open_place("b"))
+    assert told(made, A, B) == {"a>b": "tcp://b:1", "b>a": ""}
+
+
+def test_two_behind_different_routers_meet_at_a_third() -> None:
+    made = routes(a=behind("r1", "a"), b=behind("r2", "b"), c=open_place("c"))
+    assert told(made, A, B, C) == {
+        "a>b": "through c",
+        "b>a": "through c",
+        "a>c": "tcp://c:1",
+        "b>c": "tcp://c:1",
+        "c>a": "",
+        "c>b": "",
+    }
+
+
+def test_the_coordinator_relays_where_nobody_else_can() -> None:
+    made = routes(a=behind("r1", "a"), b=behind("r2", "b"))
+    assert told(made, A, B) == {"a>b": "through coordinator", "b>a": "through coordinator"}
+
+
+def test_a_worker_that_will_not_relay_is_not_asked_to() -> None:
+    unwilling = Place("tcp://c:1", "c", "tcp://c:1", relays=False)
+    made = routes(a=behind("r1", "a"), b=behind("r2", "b"), c=unwilling)
+    assert told(made, A, B, C)["a>b"] == "through coordinator"
+
+
+def test_two_behind_one_router_try_each_other_first_and_then_a_relay() -> None:
+    made = routes(a=behind("r1", "a"), b=behind("r1", "b"), c=open_place("c"))
+    assert told(made, A, B, C)["b>a"] == "tcp://a:1"
+    relays = made.willing((A, B, C))
+    assert made.block(B, A, relays) == "tcp://a:1"  # the router keeps its guests apart
+    assert told(made, A, B, C)["a>b"] == "tcp://b:1"  # the other way round
+    assert made.block(A, B, relays) == "tcp://b:1"
+    assert told(made, A, B, C)["a>b"] == "through c"
+    assert told(made, A, B, C)["b>a"] == "through c"
+    made.block(A, B, relays)  # c cannot connect them either
+    assert told(made, A, B, C)["b>a"] == "through coordinator"
+
+
+def test_an_address_that_only_some_can_reach_is_given_up_pair_by_pair() -> None:
+    made = routes(a=open_place("a"), b=open_place("b"), c=open_place("c"))
+    assert made.block(B, A, ()) == "tcp://a:1"
+    ways = told(made, A, B, C)
+    assert (ways["a>b"], ways["b>a"]) == ("tcp://b:1", "")
+    assert (ways["a>c"], ways["c>a"]) == ("", "tcp://a:1")
+
+
+def test_a_worker_that_has_moved_is_tried_again() -> None:
+    made = routes(a=open_place("a"), b=open_place("b"))
+    made.block(B, A, ())
+    made.learn(A, open_place("elsewhere"))
+    assert told(made, A, B)["b>a"] == "tcp://elsewhere:1"
+
+
+def test_both_sides_are_told_what_fits_together() -> None:
+    """Exactly one dials, or both go through the same relay: for every mix of places and failures."""
+    kinds = (open_place("x"), behind("r1", "x"), behind("r2", "x"))
+    for i, a in enumerate(kinds):
+        for b in kinds:
+            for c in kinds:
+                made = routes(a=a, b=b, c=c)
+                for _ in range(8):
+                    ways = told(made, A, B, C)
+                    for x, y in (("a", "b"), ("a", "c"), ("b", "c")):
+                        pair = {ways[f"{x}>{y}"], ways[f"{y}>{x}"]}
+                        relayed = any(way.startswith("through") for way in pair)
+                        assert len(pair) == 1 if relayed else "" in pair and len(pair) == 2, (i, ways)
+                    made.block(A, B, made.willing((A, B, C)))
+                    made.block(C, B, made.willing((A, B, C)))
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (Place("tcp://10.0.0.5:70", "1.2.3.4", ""), ("tcp://10.0.0.5:70", "tcp://1.2.3.4:70")),
+        (Place("tcp://1.2.3.4:70", "1.2.3.4", ""), ("tcp://1.2.3.4:70",)),
+        (Place("tcp://[fe80::1]:70", "2001:db8::1", ""), ("tcp://[fe80::1]:70", "tcp://[2001:db8::1]:70")),
+        (Place("memory://a", "memory", ""), ("memory://a",)),
+        (Place("", "1.2.3.4", ""), ()),
+    ],
+)
+def test_the_coordinator_calls_back_where_a_worker_says_and_where_it_came_from(
+    place: Place, expected: tuple[str, ...]
+) -> None:
+    assert candidates(place) == expected

@@ -1,0 +1,378 @@
+"""Every defence and what it is for: the attack fails, and without the defence the same attack succeeds.
+
+Each attack below does what a hostile member would, and returns the harm that it has done; None or an
+exception other than `RemoteProtocolError` (our own crash) count as described in `harm_of`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.attempts import Attempts, Seat
+from gridtrain.protocol.collective import AddSlice, Arrived, Source
+from gridtrain.protocol.means import Means
+from gridtrain.protocol.member_io import MeanKnown
+from gridtrain.protocol.ring import Ring
+from gridtrain.protocol.round import Decided, DecisionCame, Prepared, Round, VoteCame
+from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.runtime.statefeed import MAX_ASKS, StateIntake, StateOutlet, cut
+from gridtrain.testing.defences import DEFENCES, without
+from gridtrain.wire.codec import MAX_PAYLOAD_BYTES, decode
+from gridtrain.wire.sparse import ValueKind, encode
+from gridtrain.wire.sparse import decode as decode_sparse
+
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+ROSTER = tuple(m.Member(peer, "", "", 1, False) for peer in (A, B, C))
+ROUND = m.RoundId(1, 5, 7, 0)
+DATA = [50, [1, 2, 3, 0], [0, 0, 0], [0, 0, 0, 0], False]
+N, K = 64, 4
+
+
+def header(*fields: Any) -> bytes:
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+# -- wire ------------------------------------------------------------------------------------------
+
+
+def frames_that_nobody_measures() -> Any:
+    return decode([header(*DATA), b"", bytes(2**20)])
+
+
+def a_payload_of_65_mib() -> Any:
+    return decode([header(*DATA), memoryview(bytes(MAX_PAYLOAD_BYTES + 1))])
+
+
+def a_map_is_built() -> Any:
+    """What is built before a field refuses it: 300 strings of 100 bytes as keys of a map."""
+    try:
+        decode([header(54, {f"{i:0100}": i for i in range(300)})])
+    except RemoteProtocolError as error:
+        return "holds a map" in error.reason or None
+
+
+def a_cursor_that_moves() -> Any:
+    return decode([header(10, "run", "\x1b[2J", "tcp://h:1", True)])
+
+
+def a_negative_count() -> Any:
+    return decode([header(54, -(2**63))])
+
+
+def a_loss_that_is_no_number() -> Any:
+    return decode([header(13, 0, 0, 0, [["loss", float("nan")]])])
+
+
+def a_state_without_end() -> Any:
+    return decode([header(57, 1, 1, 0, 2**31 - 1), b""])
+
+
+def sparse(change: Callable[[bytearray], None], kind: ValueKind = ValueKind.FP32, k: int = K) -> Any:
+    """Entries 3, 10, 11, 40 of 64: header 8 bytes, low bits a3 8b, high bits 27, then the values."""
+    honest = encode(np.array([3, 10, 11, 40]), floats(1, -2, 0.5, 3), n=N, kind=kind)
+    hostile = bytearray(honest)
+    change(hostile)
+    return decode_sparse(bytes(hostile), n=N, max_entries=k, kind=kind)
+
+
+def put(at: int, value: bytes) -> Callable[[bytearray], None]:
+    return lambda buffer: buffer.__setitem__(slice(at, at + len(value)), value)
+
+
+def values_of_another_kind() -> Any:
+    """fp16's mark on fp32 values."""
+    return sparse(put(6, b"\x01\x00"))
+
+
+def more_entries_than_k() -> Any:
+    return sparse(lambda _: None, k=3)
+
+
+def bytes_after_the_last() -> Any:
+    return sparse(lambda buffer: buffer.extend(bytes(4096)))
+
+
+def bits_after_the_last() -> Any:
+    return sparse(put(10, b"\xa7"))
+
+
+def a_unary_part_of_three() -> Any:
+    return sparse(put(10, b"\x07"))
+
+
+def the_same_index_twice() -> Any:
+    return sparse(put(8, b"\xaa"))  # 10, 10 instead of 3, 10
+
+
+def a_value_that_is_no_number() -> Any:
+    return sparse(put(11, struct.pack("<f", float("nan"))))
+
+
+def a_half_that_is_no_number() -> Any:
+    return sparse(put(11, b"\x00\x7e"), ValueKind.FP16)
+
+
+# -- the exchange ----------------------------------------------------------------------------------
+
+
+def a_slice_of_one_value_for_all() -> Any:
+    """Broadcast over the segment: one value is added to all."""
+    work = DenseWorkspace(floats(1, 2, 3, 4), 2)
+    work.apply(AddSlice(0, 0, floats(9).tobytes(), Source(1, 1, 2, 1)))
+    return work.update_N.tolist() != [1, 2, 3, 4] or None
+
+
+def a_nan_in_the_sum() -> Any:
+    work = DenseWorkspace(floats(1, 2, 3, 4), 2)
+    work.apply(AddSlice(0, 0, floats(np.nan, 0).tobytes(), Source(1, 1, 2, 1)))
+    return np.isnan(work.update_N).any() or None
+
+
+def anothers_turn() -> Any:
+    """Rank 0 of three: what is due comes from rank 2; rank 1 sends it."""
+    ring = Ring(0, 3, slices=1, skip=False)
+    ring.start(0.0)
+    return ring.handle(Arrived(1, m.Place(m.Phase.REDUCE, 0, 2), False, "mine"), 0.0)
+
+
+def a_state(blobs: list[bytes], *, total: int | None = None) -> list[m.StateBlock]:
+    blocks = cut(blobs)
+    return [m.StateBlock(1, 5, i, total or len(blocks), block) for i, block in enumerate(blocks)]
+
+
+def a_state_too_large() -> Any:
+    intake = StateIntake(max_bytes=1000)
+    for block in a_state([bytes(3000)]):
+        intake.take(block)
+    return intake.held_bytes > 1000 or None
+
+
+def a_state_with_a_false_total() -> Any:
+    intake = StateIntake(max_bytes=1000)
+    for block in a_state([b"abc"], total=40_000):
+        intake.take(block)
+    return "taken"
+
+
+def a_block_of_another_size() -> Any:
+    intake = StateIntake(max_bytes=1000)
+    table, block = a_state([b"abc"])
+    intake.take(table)
+    intake.take(m.StateBlock(1, 5, 1, block.total, bytes(2**20)))
+    return intake.held_bytes > 1000 or None
+
+
+def asking_again_and_again() -> Any:
+    outlet, wire = StateOutlet(), Wire()
+    outlet.fill(5, [bytes(1000)])
+    for _ in range(10 * MAX_ASKS):
+        outlet.ask(C, 1, 5)
+        outlet.pump(wire)  # type: ignore[arg-type]
+    return wire.sent > 2 * MAX_ASKS or None
+
+
+class Wire:
+    """Counts what a donor sends."""
+
+    sent = 0
+
+    def backlog_bytes(self, peer: m.PeerId) -> int:
+        return 0
+
+    def send(self, peer: m.PeerId, message: m.Message) -> None:
+        self.sent += 1
+
+
+# -- the vote --------------------------------------------------------------------------------------
+
+
+def round_of(rank: int) -> Round:
+    return Round(ROUND, rank, 3, patience_s=5.0, now_s=0.0)
+
+
+def a_vote_at_a_member() -> Any:
+    """Two votes NO at a member that is not the root, and it aborts what the root may commit."""
+    return round_of(1).handle(VoteCame(2, False, b"", ""), 0.0)
+
+
+def a_commit_of_a_member() -> Any:
+    mine = round_of(1)
+    mine.handle(Prepared(b"u"), 0.0)
+    return mine.handle(DecisionCame(2, m.Verdict.COMMIT, ""), 0.0)
+
+
+def another_vote_afterwards() -> Any:
+    root = round_of(0)
+    root.handle(VoteCame(2, True, b"u", ""), 0.0)
+    root.handle(VoteCame(2, True, b"v", ""), 0.0)
+    root.handle(VoteCame(1, True, b"v", ""), 0.0)
+    decided = root.handle(Prepared(b"v"), 0.0)
+    return [effect for effect in decided if isinstance(effect, Decided)] or None
+
+
+def attempts_of_rank_1(voted: bool = False) -> Attempts:
+    mine = Attempts(Seat(B, 1, 5, ROSTER), step=7)
+    if voted:
+        mine.submit(ROUND, {m.Channel(): Ring(1, 3, 1, False)}, 5.0, 0.0)
+        mine.advance(Prepared(b"u"), 0.0)
+    return mine
+
+
+def data(round_id: m.RoundId, payload: bytes = b"") -> m.Data:
+    return m.Data(round_id, m.Channel(), m.Place(m.Phase.REDUCE), False, payload)
+
+
+def a_step_that_others_did_not_commit() -> Any:
+    """Rank 2 pretends to be at the next step; the root has decided nothing."""
+    mine = attempts_of_rank_1(voted=True)
+    mine.receive(C, data(m.RoundId(1, 5, 8, 0)), 100, 0.0)
+    return None if mine.prepared is not None else "applied alone"
+
+
+def held_of(round_id: m.RoundId, count: int = 1, nbytes: int = 100) -> Any:
+    mine = attempts_of_rank_1(voted=True)
+    for _ in range(count):
+        mine.receive(C, data(round_id), nbytes, 0.0)
+    return mine.held_bytes(C) or None
+
+
+def a_generation_that_never_comes() -> Any:
+    return held_of(m.RoundId(1, 2**62, 0, 0))
+
+
+def a_round_that_is_over() -> Any:
+    return held_of(m.RoundId(1, 5, 6, 0))
+
+
+def a_step_that_never_comes() -> Any:
+    return held_of(m.RoundId(1, 5, 2**62, 0))
+
+
+def more_than_there_is_room_for() -> Any:
+    return held_of(m.RoundId(1, 5, 8, 0), count=20, nbytes=60 << 20)
+
+
+def an_average_that_a_member_made() -> Any:
+    mine = Means(Seat(B, 1, 5, ROSTER))
+    mine.ask((7, 0), 1.0)
+    return MeanKnown(9.0) in mine.heard(C, m.MeanTell(1, 5, 7, 0, 9.0)) or None
+
+
+def numbers_for_steps_that_never_come() -> Any:
+    root = Means(Seat(A, 1, 5, ROSTER))
+    for step in range(5000):
+        root.heard(C, m.MeanAsk(1, 5, 2**40 + step, 0, 1.0))
+    return len(root._asked) > 1000 or None
+
+
+ATTACKS: dict[str, Callable[[], Any]] = {
+    "frame-count": frames_that_nobody_measures,
+    "frame-size": a_payload_of_65_mib,
+    "parse-limits": a_map_is_built,
+    "plain-text": a_cursor_that_moves,
+    "number-bounds": a_negative_count,
+    "finite-figures": a_loss_that_is_no_number,
+    "record-rules": a_state_without_end,
+    "sparse-kind": values_of_another_kind,
+    "sparse-count": more_entries_than_k,
+    "sparse-length": bytes_after_the_last,
+    "sparse-padding": bits_after_the_last,
+    "sparse-popcount": a_unary_part_of_three,
+    "sparse-order": the_same_index_twice,
+    "sparse-finite": a_value_that_is_no_number,
+    "sparse-scale": a_half_that_is_no_number,
+    "dense-length": a_slice_of_one_value_for_all,
+    "honest-values": a_nan_in_the_sum,
+    "turn": anothers_turn,
+    "state-size": a_state_too_large,
+    "state-total": a_state_with_a_false_total,
+    "state-block": a_block_of_another_size,
+    "state-asks": asking_again_and_again,
+    "root-counts": a_vote_at_a_member,
+    "root-decides": a_commit_of_a_member,
+    "one-vote": another_vote_afterwards,
+    "commit-proof": a_step_that_others_did_not_commit,
+    "generation-fence": a_generation_that_never_comes,
+    "stale": a_round_that_is_over,
+    "reach": a_step_that_never_comes,
+    "held-room": more_than_there_is_room_for,
+    "mean-role": an_average_that_a_member_made,
+    "mean-room": numbers_for_steps_that_never_come,
+}
+
+
+def harm_of(attack: Callable[[], Any]) -> Any:
+    """What the attack has done: its own account of it, or our crash; None: it was fended off."""
+    try:
+        return attack()
+    except RemoteProtocolError as error:
+        assert error.remedy, "a refusal says what to do next"
+        return None
+    except Exception as error:
+        return f"crashed: {error!r}"
+
+
+@pytest.mark.parametrize("name", sorted(ATTACKS))
+def test_the_attack_fails(name: str) -> None:
+    assert harm_of(ATTACKS[name]) is None
+
+
+@pytest.mark.parametrize("name", sorted(ATTACKS))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_without_the_defence_the_attack_succeeds(name: str) -> None:
+    with without(name):
+        assert harm_of(ATTACKS[name]) is not None
+    assert harm_of(ATTACKS[name]) is None  # and it is back
+
+
+# -- the switches themselves -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(DEFENCES))
+def test_every_defence_is_there(name: str) -> None:
+    defence = DEFENCES[name]
+    holder, attribute = defence.place()
+    before = getattr(holder, attribute)
+    with without(name):
+        assert getattr(holder, attribute) is not before
+    assert getattr(holder, attribute) is before or getattr(holder, attribute) == before
+    assert defence.name == name and defence.attack
+
+
+def test_every_defence_of_the_protocol_is_attacked_here() -> None:
+    modules = {defence.module for name, defence in DEFENCES.items() if name in ATTACKS}
+    mine = {name for name, defence in DEFENCES.items() if defence.module in modules}
+    assert mine == set(ATTACKS)
+
+
+def test_several_at_once_and_back_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), without("turn", "one-vote"):
+        anothers_turn()
+        1 / 0  # noqa: B018
+    with pytest.raises(RemoteProtocolError):
+        anothers_turn()
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no defence 'tunr' -> choose from: .*turn"), without("tunr"):
+        pass
+
+
+def test_the_same_name_cannot_be_nested() -> None:
+    with without("turn"):
+        with pytest.raises(ConfigError, match="'turn' is away already"), without("turn"):
+            pass
+        assert anothers_turn()  # the outer block still holds

@@ -1,0 +1,573 @@
+"""One hostile member among honest ones: what it sends is refused where it arrives, and it alone is blamed.
+
+Here are the cores, collectives and workspaces; whole groups are in test_hostile_group.py, the codec's
+bounds one by one in tests/wire/test_limits.py, and each defence with its switch in test_defences.py.
+"""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.protocol import attempts, gtopk
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.attempts import Attempts, Offended, Seat
+from gridtrain.protocol.collective import Arrived, CollectiveEffect, Complete, SendTo
+from gridtrain.protocol.gtopk import Butterfly
+from gridtrain.protocol.member_io import Fill, Post
+from gridtrain.protocol.ring import Ring
+from gridtrain.protocol.round import Prepared
+from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace, Workspace
+from gridtrain.runtime.statefeed import BLOCK_BYTES, MAX_BLOBS, StateIntake, cut
+from gridtrain.sparsify.merge import largest_summable
+from gridtrain.testing.collectives import CollectiveGroup
+from gridtrain.testing.defences import without
+from gridtrain.wire.sparse import ValueKind, decode, encode
+
+Seeds = Callable[[int], Iterator[int]]
+KINDS = ("dense", "topk", "gtopk")
+N, K = 48, 6
+
+
+# -- a group of collectives, one rank of which is hostile ------------------------------------------
+
+
+def workspaces_of(kind: str, world_size: int, rng: np.random.Generator, scale: float) -> list[Workspace]:
+    """Everybody's contribution, as large as `scale` times what an honest member may bring."""
+    limit = scale * largest_summable(world_size)
+    made: list[Workspace] = []
+    for rank in range(world_size):
+        if kind == "dense":
+            vector = np.asarray(rng.uniform(-limit, limit, N), np.float32)
+            made.append(DenseWorkspace(vector, world_size, slice_bytes=16))
+            continue
+        indices = np.sort(rng.choice(N, K, replace=False))
+        values = np.asarray(rng.choice([-limit, limit], K), np.float32)
+        payload = encode(indices, values, n=N, kind=ValueKind.FP16)
+        if kind == "topk":
+            made.append(GatherWorkspace(rank, world_size, payload, n=N, k=K, kind=ValueKind.FP16))
+        else:
+            made.append(ButterflyWorkspace(payload, n=N, k=K, kind=ValueKind.FP16))
+    return made
+
+
+class HostileGroup(CollectiveGroup):
+    """As the driver does it: what a workspace refuses ends the round there, and its sender is blamed."""
+
+    def __init__(self, workspaces: list[Workspace], seed: int, hostile: int, spoil: Any) -> None:
+        self.hostile, self.spoil = hostile, spoil
+        self.blamed: set[int] = set()
+        self.broken: set[int] = set()
+        super().__init__(workspaces, seed=seed)
+
+    def _deliver(self, src: int, dst: int, message: Arrived) -> None:
+        for copy in self.spoil(message) if src == self.hostile else [message]:
+            if dst in self.broken or dst == self.hostile:
+                return
+            try:
+                effects = self.cores[dst].handle(copy, self.network.clock.now_s)
+            except RemoteProtocolError as error:
+                assert f"rank {src} sent" in error.reason and error.remedy
+                self.blamed.add(src)
+                self.broken.add(dst)
+                return
+            self._execute(dst, effects)
+
+    def _execute(self, rank: int, effects: Any) -> None:
+        for effect in effects:
+            before = state_of(self.workspaces[rank])
+            try:
+                super()._execute(rank, [effect])
+            except RemoteProtocolError as error:
+                assert f"rank {effect.source.rank}" in error.reason and error.remedy
+                assert state_of(self.workspaces[rank]) == before, "nothing of it was applied"
+                self.blamed.add(effect.source.rank)
+                self.broken.add(rank)
+                return
+
+
+def state_of(workspace: Workspace) -> Any:
+    match workspace:
+        case DenseWorkspace():
+            return workspace.update_N.tobytes()
+        case GatherWorkspace():
+            return [payload and bytes(payload) for payload in workspace._payloads]
+        case ButterflyWorkspace():
+            return bytes(workspace._payload), len(workspace.kept)
+    raise AssertionError(type(workspace))
+
+
+def with_payload(message: Arrived, payload: bytes) -> list[Arrived]:
+    return [replace(message, payload=payload)]
+
+
+def flipped(message: Arrived, random: Random) -> list[Arrived]:
+    payload = bytearray(message.payload)
+    for _ in range(random.randint(1, 4)):
+        if payload:
+            payload[random.randrange(len(payload))] ^= 1 << random.randrange(8)
+    return with_payload(message, bytes(payload))
+
+
+def damaged(kind: str, what: str, random: Random) -> Callable[[Arrived], list[Arrived]]:
+    """What the hostile rank makes of each message that it should send."""
+
+    def spoil(message: Arrived) -> list[Arrived]:
+        place = message.place
+        if random.random() < 0.5:
+            return [message]  # not always: it is to get far
+        match what:
+            case "flip":
+                return flipped(message, random)
+            case "cut":
+                return with_payload(message, bytes(message.payload)[: -random.randint(1, 3)])
+            case "long":
+                return with_payload(message, bytes(message.payload) + bytes(random.randint(1, 5000)))
+            case "twice":
+                return [message, message]
+            case "elsewhere":
+                other = replace(place, **{random.choice(["hop", "segment", "slice"]): random.randrange(40)})
+                return [replace(message, place=other)]
+            case "largest":
+                return with_payload(message, largest(kind, message))
+        raise AssertionError(what)
+
+    return spoil
+
+
+def largest(kind: str, message: Arrived) -> bytes:
+    """Finite, well-formed, and as large as float32 can hold."""
+    if kind == "dense":
+        return np.full(len(message.payload) // 4, np.finfo(np.float32).max, "<f4").tobytes()
+    values = np.full(K, 3.2e38, np.float32)
+    return encode(np.arange(K), values, n=N, kind=ValueKind.FP16)
+
+
+@pytest.mark.parametrize("what", ["flip", "cut", "long", "twice", "elsewhere", "largest"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_hostile_rank_is_blamed(kind: str, what: str, seeds: Seeds) -> None:
+    """Everybody's values are as large as honest ones can be, so that a sum near the bound is common."""
+    ran = caught = 0
+    for seed in seeds(25):
+        random, rng = Random(seed), np.random.default_rng(seed)
+        world_size = random.randint(2, 9)
+        hostile = random.randrange(world_size)
+        scale = random.choice([1.0, 1e-30])
+        made = workspaces_of(kind, world_size, rng, scale)
+        group = HostileGroup(made, seed, hostile, damaged(kind, what, random))
+        group.run()
+        assert group.blamed <= {hostile}, f"seed {seed}: {sorted(group.blamed)} blamed, not only {hostile}"
+        ran, caught = ran + 1, caught + bool(group.blamed)
+    # Most flipped bits of a dense slice make another honest value.
+    assert caught > ran // 3 or ran == 1 or (kind, what) == ("dense", "flip")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("error")
+def test_the_largest_honest_values_are_blamed_on_nobody(kind: str, seeds: Seeds) -> None:
+    for seed in seeds(60):
+        random = Random(seed)
+        world_size = random.randint(1, 17)
+        made = workspaces_of(kind, world_size, np.random.default_rng(seed), 1.0)
+        group = HostileGroup(made, seed, -1, None)
+        group.run()
+        assert not group.blamed and not group.broken, f"seed {seed}"
+        assert len({workspace.seal() for workspace in made}) == 1, f"seed {seed}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_at_the_very_bound_are_never_an_honest_members_fault(kind: str, seeds: Seeds) -> None:
+    """The sharpest frame-up: as much as is just accepted, so that the next one's sum is above its bound."""
+    for seed in seeds(60):
+        random = Random(seed)
+        world_size = random.randint(3, 9)
+        hostile = random.randrange(world_size)
+
+        def just_accepted(message: Arrived, world_size: int = world_size) -> list[Arrived]:
+            members = members_behind(kind, message, world_size)
+            bound = members * largest_summable(world_size)
+            factor = 1 + 2.0**-21 if kind == "dense" else 1.0
+            if kind == "dense":
+                full = np.full(len(message.payload) // 4, bound * factor, "<f4").tobytes()
+                return with_payload(message, full)
+            values = np.full(K, min(bound * factor, 3.3e38), np.float32)
+            return with_payload(message, encode(np.arange(K), values, n=N, kind=ValueKind.FP16))
+
+        made = workspaces_of(kind, world_size, np.random.default_rng(seed), 1.0)
+        group = HostileGroup(made, seed, hostile, just_accepted)
+        group.run()
+        assert not group.blamed, f"seed {seed}: {group.blamed} blamed for what is within the bounds"
+
+
+def members_behind(kind: str, message: Arrived, world_size: int) -> int:
+    place = message.place
+    match place.phase:
+        case m.Phase.REDUCE:
+            return place.hop + 1
+        case m.Phase.SPREAD | m.Phase.FOLD:
+            return 1
+        case m.Phase.SWAP:
+            partner = message.from_rank ^ (1 << place.hop)
+            (hop,) = [hop for hop in gtopk.schedule(partner, world_size) if hop.place == place]
+            return hop.members
+    return world_size
+
+
+@pytest.mark.parametrize("kind", ["topk", "gtopk"])
+def test_without_the_bound_an_honest_member_is_blamed_for_a_sum_that_overflows(kind: str) -> None:
+    """What the bound on each hop is for: else the first sum that overflows is blamed on who passed it on."""
+    framed = 0
+    for seed in range(40):
+        random = Random(seed)
+        world_size = random.randint(4, 9)
+        hostile = random.randrange(world_size)
+        made = workspaces_of(kind, world_size, np.random.default_rng(seed), 1.0)
+        with without("honest-values"):
+            group = HostileGroup(made, seed, hostile, damaged(kind, "largest", random))
+            try:
+                group.run()
+            except RemoteProtocolError:  # of the last sum, which has no single sender
+                framed += 1
+        framed += bool(group.blamed - {hostile})
+    assert framed
+
+
+@pytest.mark.parametrize("world_size", range(1, 40))
+def test_the_members_behind_each_swap_are_those_that_were_merged(world_size: int) -> None:
+    """Counted by letting sets of ranks go through the butterfly instead of payloads."""
+    cores = [Butterfly(rank, world_size, False) for rank in range(world_size)]
+    mine = [{rank} for rank in range(world_size)]
+    queue: list[tuple[int, CollectiveEffect]] = []
+    for rank, core in enumerate(cores):
+        queue += [(rank, effect) for effect in core.start(0.0)]
+    while queue:
+        rank, effect = queue.pop(0)
+        match effect:
+            case SendTo(to_rank, place, skip):
+                arrived = Arrived(rank, place, skip, set(mine[rank]))
+                queue += [(to_rank, e) for e in cores[to_rank].handle(arrived, 0.0)]
+            case Complete():
+                assert mine[rank] == set(range(world_size))
+            case _:
+                assert len(effect.payload) == effect.source.members  # type: ignore[union-attr]
+                mine[rank] = mine[rank] | effect.payload  # type: ignore[union-attr]
+
+
+def test_random_bytes_are_refused_or_canonical_and_cost_no_memory(seeds: Seeds) -> None:
+    for seed in seeds(3000):
+        random = Random(seed)
+        n, kind = random.choice([1, 7, 1000, 2**32]), random.choice(list(ValueKind))
+        k = random.randint(0, min(n, 200))
+        buffer = struct.pack("<IhH", random.choice([k, k, 2**32 - 1]), random.randint(-170, 120), kind)
+        buffer += random.randbytes(random.choice([0, 3 * k, random.randint(0, 2000)]))
+        tracemalloc.start()
+        try:
+            entries = decode(buffer, n=n, max_entries=200, kind=kind)
+            assert encode(entries.indices, entries.values, n=n, kind=kind) == buffer, f"seed {seed}"
+        except RemoteProtocolError:
+            pass
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes < 100_000 + 64 * len(buffer), f"seed {seed}"
+
+
+# -- one member's attempts -------------------------------------------------------------------------
+
+A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
+ROSTER = tuple(m.Member(peer, "", "", 1, False) for peer in (A, B, C))
+STEP = 7
+
+
+def round_id(step: int = STEP, attempt: int = 0, generation: int = 5) -> m.RoundId:
+    return m.RoundId(1, generation, step, attempt)
+
+
+def attempts_of(me: m.PeerId, roster: tuple[m.Member, ...] = ROSTER) -> Attempts:
+    return Attempts(Seat(me, 1, 5, roster), STEP)
+
+
+def begin(mine: Attempts) -> list[Any]:
+    ring = Ring(mine.rank, mine.seat.world_size, 1, False)
+    return mine.submit(mine.next_round, {m.Channel(): ring}, 5.0, 0.0)
+
+
+def reduce(segment: int, hop: int = 0, *, at: m.RoundId | None = None, channel: int = 0) -> m.Data:
+    place = m.Place(m.Phase.REDUCE, hop, segment)
+    return m.Data(at or round_id(), m.Channel(index=channel), place, False, b"")
+
+
+REFUSED = [
+    pytest.param(B, C, reduce(1), "rank 2 sent Place", id="another's turn"),
+    pytest.param(B, A, reduce(2), "rank 0 sent Place.*due was Place.*hop=1", id="a place that is not due"),
+    pytest.param(B, A, reduce(0, channel=9), "rank 0 sent data for Channel.*1 chan", id="unknown channel"),
+    pytest.param(B, A, reduce(0, at=round_id(STEP + 2)), "rank 0 is at step 9", id="two steps ahead"),
+    pytest.param(B, A, reduce(0, at=round_id(2**63 - 1)), "at step 9223372036854775807", id="absurd step"),
+    pytest.param(B, A, reduce(0, at=round_id(attempt=2)), "attempt 2; nobody", id="a third attempt"),
+    pytest.param(B, C, m.Vote(round_id(), True, b"", ""), "rank 2 voted at rank 1", id="vote at a member"),
+    pytest.param(
+        B, C, m.Vote(round_id(STEP - 1), True, b"", ""), "rank 2 voted at rank 1", id="old vote at a member"
+    ),
+    pytest.param(
+        B, C, m.Decision(round_id(), m.Verdict.ABORT, ""), "rank 2 sent a decision", id="a member decides"
+    ),
+    pytest.param(
+        A,
+        C,
+        m.Decision(round_id(), m.Verdict.ABORT, ""),
+        "rank 2 sent a decision to rank 0",
+        id="to the root",
+    ),
+    pytest.param(
+        B,
+        A,
+        m.Decision(round_id(), m.Verdict.COMMIT, ""),
+        "without the YES of rank 1",
+        id="COMMIT before YES",
+    ),
+]
+
+
+@pytest.mark.parametrize(("me", "peer", "message", "words"), REFUSED)
+def test_what_no_honest_member_sends(me: m.PeerId, peer: m.PeerId, message: Any, words: str) -> None:
+    mine = attempts_of(me)
+    begin(mine)
+    with pytest.raises(RemoteProtocolError, match=words) as caught:
+        mine.receive(peer, message, 100, 0.0)
+    assert caught.value.remedy
+    assert mine.round is not None and mine.round.voted is None and mine.held_bytes(peer) == 0
+
+
+ROLES = [param for param in REFUSED if "vote" in str(param.id) or "decides" in str(param.id)]
+
+
+@pytest.mark.parametrize(("me", "peer", "message", "words"), ROLES)
+def test_a_role_that_is_not_the_senders_is_refused_before_the_round_is_open(
+    me: m.PeerId, peer: m.PeerId, message: Any, words: str
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
+        attempts_of(me).receive(peer, message, 100, 0.0)
+
+
+HONEST_RACES = [
+    pytest.param(reduce(0, at=round_id(STEP - 1)), id="of a round that is over"),
+    pytest.param(reduce(0, at=round_id(generation=4)), id="of an earlier generation"),
+    pytest.param(reduce(0, at=round_id(generation=6)), id="of a later generation"),
+    pytest.param(m.Vote(round_id(generation=4), True, b"", ""), id="a vote, when it was the root"),
+    pytest.param(m.Decision(round_id(generation=6), m.Verdict.COMMIT, ""), id="a decision, when it will be"),
+]
+
+
+@pytest.mark.parametrize("message", HONEST_RACES)
+def test_what_comes_late_is_dropped_without_blame(message: Any) -> None:
+    mine = attempts_of(B)
+    begin(mine)
+    assert mine.receive(C, message, 100, 0.0) == [] and mine.held_bytes(C) == 0
+
+
+def test_the_same_payload_twice() -> None:
+    mine = attempts_of(B)
+    begin(mine)
+    mine.receive(A, reduce(0), 100, 0.0)
+    with pytest.raises(RemoteProtocolError, match=r"rank 0 sent Place.*due was Place"):
+        mine.receive(A, reduce(0), 100, 0.0)
+
+
+def test_a_payload_is_blamed_on_its_sender_also_when_it_is_merged_later() -> None:
+    """Rank 1 of six waits for rank 5's fold; what ranks 0 and 3 sent before is merged after it."""
+    roster = tuple(m.Member(bytes([65 + rank]) * 32, "", "", 1, False) for rank in range(6))
+    peers = [member.peer for member in roster]
+    mine = Attempts(Seat(peers[1], 1, 5, roster), STEP)
+
+    def swap(phase: m.Phase, hop: int) -> m.Data:
+        return m.Data(round_id(), m.Channel(), m.Place(phase, hop), False, b"")
+
+    mine.receive(peers[0], swap(m.Phase.SWAP, 0), 100, 0.0)  # held here, then by the butterfly
+    mine.submit(mine.next_round, {m.Channel(): Butterfly(1, 6, False)}, 5.0, 0.0)
+    mine.receive(peers[3], swap(m.Phase.SWAP, 1), 100, 0.0)
+    effects = mine.receive(peers[5], swap(m.Phase.FOLD, 0), 100, 0.0)
+    assert [e.peer for e in effects if isinstance(e, Fill)] == [peers[5], peers[0], peers[3]]
+
+
+def test_an_early_payload_that_turns_out_wrong_costs_the_round_and_names_its_sender() -> None:
+    mine = attempts_of(B)
+    mine.receive(C, reduce(1), 100, 0.0)  # not its turn, but that shows only now
+    mine.receive(C, reduce(0, at=round_id(STEP + 1)), 100, 0.0)
+    effects = begin(mine)
+    (offended,) = [effect for effect in effects if isinstance(effect, Offended)]
+    assert offended.peer == C and "rank 2 sent" in offended.reason
+    votes = [e.message for e in effects if isinstance(e, Post)]
+    assert [vote.yes for vote in votes if isinstance(vote, m.Vote)] == [False]
+    assert mine.held_bytes(C) == 0  # the rest of what it sent is gone, too
+
+
+def test_only_the_roots_next_step_proves_a_commit() -> None:
+    """Rank 2 may be lying, and rank 1 would apply alone; the root knows, since it decides."""
+    mine = attempts_of(B)
+    begin(mine)
+    mine.advance(Prepared(b"u"), 0.0)
+    mine.receive(C, reduce(0, at=round_id(STEP + 1)), 100, 0.0)
+    assert mine.prepared is not None
+    mine.receive(A, reduce(0, at=round_id(STEP + 1)), 100, 0.0)
+    assert mine.prepared is None and mine.next_round == round_id(STEP + 1)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "fits"), [(0, attempts.MAX_HELD_MESSAGES), (10 << 20, attempts.MAX_HELD_BYTES // (10 << 20))]
+)
+def test_one_member_cannot_fill_our_memory_or_crowd_out_another(nbytes: int, fits: int) -> None:
+    mine = attempts_of(B)
+    early = reduce(0, at=round_id(STEP + 1))
+    for _ in range(fits):
+        mine.receive(C, early, nbytes, 0.0)
+    assert mine.held_bytes(C) == fits * nbytes
+    with pytest.raises(RemoteProtocolError, match=f"rank 2 has sent {fits + 1} early messages"):
+        mine.receive(C, early, nbytes, 0.0)
+    assert mine.receive(A, early, 32 << 20, 0.0) == [] and mine.held_bytes(A) == 32 << 20
+    mine.forget(C)
+    assert mine.held_bytes(C) == 0 and mine.held_bytes(A) == 32 << 20
+
+
+def test_what_was_held_is_free_once_its_round_is_open() -> None:
+    mine = attempts_of(B)
+    mine.receive(A, reduce(0), 1000, 0.0)
+    mine.receive(A, reduce(0, at=round_id(STEP + 1)), 500, 0.0)
+    assert mine.held_bytes(A) == 1500
+    begin(mine)
+    assert mine.held_bytes(A) == 500
+
+
+def test_progress_of_a_step_that_nobody_is_at() -> None:
+    mine = attempts_of(A)
+    begin(mine)
+    mine.progressed(B, m.Progress(round_id(STEP + 1, attempt=2), 5), 1.0)
+    mine.progressed(B, m.Progress(round_id(2**62, generation=4), 6), 1.0)  # late: of another generation
+    with pytest.raises(RemoteProtocolError, match="rank 1 is at step 4611686018427387904"):
+        mine.progressed(B, m.Progress(round_id(2**62), 7), 1.0)
+
+
+def test_progress_that_goes_back_and_forth_does_not_count_as_movement() -> None:
+    """Else a member that only counts 1, 2, 1, 2 could keep a round open for ever."""
+    mine = attempts_of(A)
+    begin(mine)
+    for now_s in range(1, 20):
+        mine.progressed(B, m.Progress(round_id(), now_s % 2 + 1), float(now_s))
+        mine.progressed(C, m.Progress(round_id(), 1), float(now_s))
+    assert mine.round is not None and mine.round._stirred_s < 3.0
+
+
+# -- our own bugs ----------------------------------------------------------------------------------
+
+
+class Buggy:
+    """A collective that finds us, not a peer, at fault."""
+
+    complete = False
+
+    def start(self, now_s: float) -> list[CollectiveEffect]:
+        return []
+
+    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
+        raise LocalProtocolError("a bug of ours")
+
+    def waiting_for(self) -> frozenset[int]:
+        return frozenset()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_our_own_bug_is_not_blamed_on_a_peer(early: bool) -> None:
+    mine = attempts_of(B)
+    if early:
+        mine.receive(A, reduce(0), 100, 0.0)
+    with pytest.raises(LocalProtocolError, match="a bug of ours"):
+        mine.submit(mine.next_round, {m.Channel(): Buggy()}, 5.0, 0.0)
+        mine.receive(A, reduce(0), 100, 0.0)
+
+
+# -- a joiner's state ------------------------------------------------------------------------------
+
+
+def blocks_of(*blobs: bytes, generation: int = 5, total: int | None = None) -> list[m.StateBlock]:
+    cuts = cut(blobs)
+    return [m.StateBlock(1, generation, i, total or len(cuts), block) for i, block in enumerate(cuts)]
+
+
+BLOBS = (b"first", b"", bytes(BLOCK_BYTES + 3), b"x" * BLOCK_BYTES)
+
+
+def test_an_honest_state_arrives() -> None:
+    intake = StateIntake()
+    for block in blocks_of(*BLOBS):
+        assert not intake.complete_for(5)
+        intake.take(block)
+    assert intake.complete_for(5) and not intake.complete_for(6)
+    assert intake.blobs() == (1, 5, list(BLOBS))
+    assert intake.held_bytes == 0
+
+
+def test_a_connection_that_breaks_is_nobodys_offence() -> None:
+    """0 1 | 3 of the old connection, the table again, and all of it; then some of it twice."""
+    intake, blocks = StateIntake(), blocks_of(*BLOBS)
+    for block in (blocks[0], blocks[1], blocks[3], *blocks, blocks[0], blocks[2]):
+        intake.take(block)
+    assert intake.blobs() == (1, 5, list(BLOBS))
+
+
+def test_a_block_without_its_table_is_dropped() -> None:
+    intake, blocks = StateIntake(), blocks_of(*BLOBS)
+    intake.take(blocks[2])
+    assert intake.held_bytes == 0 and not intake.complete_for(5)
+
+
+def test_a_newer_generation_begins_anew() -> None:
+    intake = StateIntake()
+    intake.take(blocks_of(*BLOBS)[0])
+    for block in blocks_of(b"new", generation=6):
+        intake.take(block)
+    intake.take(blocks_of(*BLOBS)[1])  # of the old one, late
+    assert intake.blobs() == (1, 6, [b"new"])
+
+
+LIES = [
+    pytest.param([blocks_of(bytes(2000))[0]], "a state of 2000 bytes; at most 1000", id="too large"),
+    pytest.param(
+        [m.StateBlock(1, 5, 0, 2, struct.pack("<2Q", 2**63, 2**63))], "at most 1000", id="absurd lengths"
+    ),
+    pytest.param([m.StateBlock(1, 5, 0, 2, b"1234567")], "table of lengths has 7 bytes", id="half a length"),
+    pytest.param(
+        [m.StateBlock(1, 5, 0, 2, bytes(8 * MAX_BLOBS + 8))], "table of lengths has 32776", id="many blobs"
+    ),
+    pytest.param(blocks_of(b"abc", total=9), "a state of 9 blocks; .* makes 2", id="more blocks than bytes"),
+    pytest.param(
+        [blocks_of(b"abc")[0], m.StateBlock(1, 5, 1, 7, b"abc")], "a state of 7 blocks", id="another total"
+    ),
+    pytest.param(
+        [blocks_of(b"abc")[0], m.StateBlock(1, 5, 1, 2, b"abcd")],
+        "block 1 of a state has 4 bytes",
+        id="longer",
+    ),
+    pytest.param(
+        [blocks_of(b"abc")[0], m.StateBlock(1, 5, 1, 2, b"")], "block 1 of a state has 0 bytes", id="empty"
+    ),
+]
+
+
+@pytest.mark.parametrize(("blocks", "words"), LIES)
+def test_a_state_that_lies_about_itself(blocks: list[m.StateBlock], words: str) -> None:
+    intake = StateIntake(max_bytes=1000)
+    with pytest.raises(RemoteProtocolError, match=words) as caught:
+        for block in blocks:
+            intake.take(block)
+    assert caught.value.remedy and intake.held_bytes <= 16 and not intake.complete_for(5)
+
+
+def test_a_state_that_is_not_there_is_not_read() -> None:
+    with pytest.raises(LocalProtocolError, match="read before"):
+        StateIntake().blobs()
