@@ -68,7 +68,7 @@ class Reception:
             case m.Join() if not self._door.allow_join(peer, now_s):
                 return [io.Send(peer, door_rules.TOO_OFTEN), io.Dismiss(peer)]
             case _ if self.is_operator(peer):
-                text = f"the operator's key gives orders and asks for the status; it sent {type(message).__name__}"
+                text = f"the operator's key is no worker's; it sent {type(message).__name__}"
                 return [io.Send(peer, m.Refused("operator", text, "join with an invitation"))]
         return None
 

@@ -6,14 +6,19 @@ from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.membership_io import (
+    CallBack,
     CalledBack,
     Dismiss,
     Effect,
     Event,
+    Expelled,
     Heard,
     Journal,
+    Lost,
     RunPhase,
     Send,
+    Strike,
+    Up,
 )
 
 ME = b"0" * 32
@@ -112,3 +117,105 @@ def test_who_holds_up_one_step_three_times_is_taken_out_although_it_moves() -> N
             run.start(A, B)
     run.start(A)
     assert run.core.snapshot(run.now_s)["world_size"] == 1
+
+
+# -- how members reach each other --------------------------------------------------------------------
+
+
+def told(run: Run, viewer: m.PeerId) -> dict[m.PeerId, str]:
+    """The addresses in the Roster that `viewer` was sent last."""
+    rosters = [
+        e.message
+        for e in run.effects
+        if isinstance(e, Send) and e.peer == viewer and isinstance(e.message, m.Roster)
+    ]
+    return {member.peer: member.address for member in rosters[-1].members}
+
+
+def test_a_worker_is_admitted_when_it_is_known_how_others_reach_it() -> None:
+    run = Run(A)
+    callback, *_ = [e for e in run.say(B, m.Join("r", "b", "tcp://10.0.0.2:70")) if isinstance(e, CallBack)]
+    assert callback == CallBack(B, ("tcp://10.0.0.2:70",))
+    assert not [e for e in run.say(B, SETUP) if isinstance(e, Send) and isinstance(e.message, m.Admitted)]
+    sent = {type(e.message): e for e in run.hear(CalledBack(B, "")) if isinstance(e, Send)}
+    assert sent[m.Reach].message == m.Reach("")
+    assert sent[m.Expect] == Send(A, m.Expect(((B, ""),)))
+    assert sent[m.Admitted] == Send(B, m.Admitted(((A, "memory://a"),)))
+
+
+def test_each_member_is_told_its_own_way_to_every_other() -> None:
+    run = Run(A, B)
+    run.join(C, reachable=False)
+    run.report(A)
+    run.report(B)
+    assert told(run, A) == {A: "", B: "", C: ""}
+    assert told(run, B) == {A: "memory://a", B: "", C: ""}
+    assert told(run, C) == {A: "memory://a", B: "memory://b", C: ""}
+
+
+def test_a_way_that_does_not_work_is_not_taken_again() -> None:
+    run = Run(A, B)
+    run.now_s += 10.0
+    run.say(B, m.NoRoute(1, run.core.generation, (A,)))
+    assert [e.message for e in run.effects if isinstance(e, Send) and e.peer == A] == [
+        m.Freeze(1, 1, "b cannot reach a as planned")
+    ]
+    run.report(A)
+    run.report(B)
+    assert told(run, A) == {A: "", B: "memory://b"}
+    assert told(run, B) == {A: "", B: ""}
+    run.now_s += 10.0
+    run.say(A, m.NoRoute(1, run.core.generation, (B,)))  # before anybody was READY
+    run.report(A)
+    run.report(B)
+    assert told(run, A)[B] == told(run, B)[A] == "relay:" + ME.hex()
+
+
+def test_a_report_about_an_earlier_generation_blocks_nothing() -> None:
+    run = Run(A, B)
+    run.now_s += 10.0
+    run.say(B, m.NoRoute(1, run.core.generation - 1, (A,)))
+    run.say(B, m.NoRoute(1, run.core.generation, (B, C)))  # itself, and no member
+    assert run.effects == []
+
+
+def test_a_member_that_came_back_is_planned_for_only_when_its_place_is_known() -> None:
+    """As after a restart of the coordinator, when all report before the first callback is through."""
+    run = Run(A, B)
+    run.now_s += 10.0
+    run.core.handle(Lost(B, "line"), run.now_s)
+    run.core.handle(Up(B, "198.51.100.7"), run.now_s)
+    assert [e for e in run.say(B, m.Join("r", "b", "memory://b")) if isinstance(e, CallBack)]
+    run.join(C)
+    run.report(A)
+    run.report(B)
+    assert not [e for e in run.effects if isinstance(e, Send) and isinstance(e.message, m.View)]
+    run.hear(CalledBack(B, ""))
+    assert told(run, B) == {A: "memory://a", B: "", C: "memory://c"}
+
+
+# -- offences ----------------------------------------------------------------------------------------
+
+
+def test_an_accusation_is_for_the_door_to_judge() -> None:
+    run = Run(A, B)
+    assert run.say(A, m.Accuse(B, "sent NaN")) == [Strike(B, "sent NaN", accuser=A)]
+    assert run.say(A, m.Accuse(C, "is no member")) == []
+    assert run.say(A, m.Accuse(A, "itself")) == []
+    assert run.say(B, m.Welcome(1, "r", "")) == [Strike(B, "sent Welcome, which only others may send")]
+
+
+def test_who_is_put_out_hears_why_and_the_others_go_on() -> None:
+    run = Run(A, B)
+    run.now_s += 10.0
+    effects = run.hear(Expelled(B, "kicked", "was put out of the run", "ask"))
+    assert Send(B, m.Refused("kicked", "was put out of the run", "ask")) in effects
+    assert Dismiss(B) in effects
+    run.report(A)
+    run.start(A)
+    assert run.core.snapshot(run.now_s)["world_size"] == 1
+
+
+def test_who_is_not_there_any_more_is_at_least_cut_off() -> None:
+    run = Run(A)
+    assert run.hear(Expelled(C, "kicked", "", "")) == [Dismiss(C)]

@@ -23,7 +23,7 @@ SOURCES = {
 }
 
 CORE = "gridtrain.protocol gridtrain.wire gridtrain.transport"
-ANYTHING = "gridtrain gridtrain_coordinator gridtrain_worker click rich msgpack numpy zmq torch safetensors"
+ANYTHING = "gridtrain gridtrain_coordinator gridtrain_worker click rich msgpack numpy zmq nacl torch safetensors"
 # the whole SDK, without simulator, command line and the two daemons
 LIBRARY = f"{CORE} gridtrain.sparsify gridtrain.runtime gridtrain.optim numpy torch safetensors"
 
@@ -37,7 +37,7 @@ TABLE: dict[str, str] = {
     "gridtrain.protocol":           "",
     "gridtrain.wire":               "gridtrain.protocol.messages msgpack",
     "gridtrain.wire.sparse":        "gridtrain.protocol.messages numpy",
-    "gridtrain.transport":          "gridtrain.wire gridtrain.protocol.messages zmq",
+    "gridtrain.transport":          "gridtrain.wire gridtrain.protocol.messages zmq nacl",
     "gridtrain.sparsify":           "gridtrain.wire numpy",
     "gridtrain.sparsify.select":    "gridtrain.wire numpy torch",
     "gridtrain.sparsify.feedback":  "gridtrain.wire numpy torch",

@@ -24,12 +24,21 @@ from gridtrain.protocol.messages import (
     RoundId,
 )
 from gridtrain.transport import forwarder
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, TransportEvent, Violation
+from gridtrain.transport.base import (
+    PeerDown,
+    PeerUp,
+    Received,
+    Transport,
+    TransportEvent,
+    Violation,
+    open_gate,
+)
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 from gridtrain.transport.outbox import MAX_SEALED_CONTROL_BYTES, SEALED_BULK, is_bulk
 from gridtrain.transport.relay import RelayingTransport, nobody, relay_address
 from gridtrain.transport.stack import over
+from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain.wire import codec
 
 
@@ -168,7 +177,7 @@ def test_the_relay_sees_no_plain_text(world):
 
 
 def test_order_is_kept_and_control_overtakes(world):
-    anna, bert, carl = three(world, upload_Bps=4e6)
+    anna, bert, _carl = three(world, upload_Bps=4e6)
     for index in range(6):
         anna.transport.send(bert.key, data(index, bytes(300_000)))
     anna.transport.send(bert.key, Ping(1))
@@ -218,7 +227,7 @@ def test_the_relay_dies_and_comes_back(world):
 
 def test_the_other_end_dies(world):
     """Without the relay's word only a deadline would tell."""
-    anna, bert, carl = three(world)
+    anna, bert, _carl = three(world)
     world.hub.kill(bert.key)
     world.parties.remove(bert)
     world.until(lambda: "down bert" in anna.story(), deadline_s=1.0)
@@ -235,7 +244,9 @@ def test_one_side_starts_again_at_once(world):
     world.parties.append(again)
     again.transport.dial(carl.key, "memory://carl")
     again.transport.dial(anna.key, relay_address(carl.key))
-    world.until(lambda: again.transport.connected(anna.key) and anna.about(bert)[-2:] == ["down bert", "up bert"])
+    world.until(
+        lambda: again.transport.connected(anna.key) and anna.about(bert)[-2:] == ["down bert", "up bert"]
+    )
     anna.transport.send(bert.key, Ping(1))
     world.until(lambda: again.got(Ping))
 
@@ -423,7 +434,7 @@ def mean(world: World) -> tuple[Party, Party, Party, Spy]:
 
 
 def test_silence(world, mean):
-    anna, bert, carl, spy = mean
+    anna, bert, _carl, spy = mean
     spy.behave = lambda parcel: []
     anna.transport.send(bert.key, Ping(1))
     spy_saw = len(spy.seen)
@@ -438,7 +449,7 @@ def test_silence(world, mean):
 
 
 def test_copies_are_dropped_and_the_edge_stays(world, mean):
-    anna, bert, carl, spy = mean
+    anna, bert, _carl, spy = mean
     spy.behave = lambda parcel: [parcel] * 3
     for n in range(50):
         anna.transport.send(bert.key, Ping(n))
@@ -453,7 +464,7 @@ def test_copies_are_dropped_and_the_edge_stays(world, mean):
 
 
 def test_altered_bytes_take_the_edge_down_and_blame_nobody(world, mean):
-    anna, bert, carl, spy = mean
+    anna, bert, _carl, spy = mean
 
     def flip(parcel: Parcel) -> list[Parcel]:
         origin, to, payload = parcel
@@ -504,7 +515,7 @@ def test_reflection_and_other_origins(world, mean):
 
 
 def test_another_peer_cannot_speak_for_the_relay(world):
-    anna, bert, carl = three(world)
+    anna, bert, _carl = three(world)
     mallory = world.add("mallory", lambda inner, identity: inner)
     mallory.transport.listen("memory://mallory")
     anna.transport.dial(mallory.key, "memory://mallory")
@@ -515,9 +526,10 @@ def test_another_peer_cannot_speak_for_the_relay(world):
     assert anna.about(bert) == ["up bert"]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_nothing_false_is_delivered_whatever_the_relay_does(world, mean, seed):
-    anna, bert, carl, spy = mean
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_false_is_delivered_whatever_the_relay_does(world, mean, seed, monkeypatch):
+    monkeypatch.setattr("gridtrain.transport.relay.CONFIRM_S", 0.5)  # what was lost is missed soon
+    anna, bert, _carl, spy = mean
     rng = random.Random(seed)
     print("seed", seed)
     held: list[Parcel] = []
@@ -586,7 +598,7 @@ def _ping_through(party: Party, other: Party) -> bool:
     ids=["garbage", "hello", "relay-lost", "relay"],
 )
 def test_nonsense_inside_the_seal_is_its_authors_fault(world, frames, reason):
-    anna, bert, carl = three(world)
+    anna, bert, _carl = three(world)
     edge = anna.transport._edges[bert.key]
     anna.transport._post(edge, frames, bulk=False)
     world.until(lambda: "violation anna" in bert.story())
@@ -613,22 +625,18 @@ def test_another_version_is_told_in_words(world, monkeypatch):
 # -- the whole stack ---------------------------------------------------------------------------------
 
 
-def test_the_stack_moves_megabytes_through_a_relay_with_credit(world):
-    """More than the window, in both directions at once, with a relay in between."""
-    window_bytes = 4 * 2**20
+def stacked(inner: Transport, identity: Identity) -> Transport:
+    return over(inner, identity, may_relay=everybody, window_bytes=4 * 2**20)
 
-    def stacked(inner: Transport, identity: Identity) -> Transport:
-        return over(inner, identity, may_relay=everybody, window_bytes=window_bytes)
 
-    anna, bert, carl = (world.add(name, stacked) for name in ("anna", "bert", "carl"))
-    meet(world, anna, bert, carl)
-    payload = random.Random(3).randbytes(2**20)
-    for index in range(20):
+def move(world: World, anna: Party, bert: Party, count: int, payload: bytes) -> None:
+    """`count` messages in both directions at once; the loops deal with each when they get it."""
+    for index in range(count):
         anna.transport.send(bert.key, data(index, payload))
         bert.transport.send(anna.key, data(index, payload))
     settled = {anna: 0, bert: 0}
     end_s = time.monotonic() + 30
-    while min(settled.values()) < 20:
+    while min(settled.values()) < count:
         assert time.monotonic() < end_s, settled
         world.turn()
         for party, other in ((anna, bert), (bert, anna)):
@@ -637,5 +645,36 @@ def test_the_stack_moves_megabytes_through_a_relay_with_credit(world):
                     assert event.message.place.segment == settled[party]
                     assert bytes(event.message.payload) == payload
                     settled[party] += 1
-                    party.transport.done(other.key, event.nbytes)
+                    party.transport.done(other.key, event.nbytes)  # type: ignore[attr-defined]
             party.events.clear()
+
+
+def test_the_stack_moves_megabytes_through_a_relay_with_credit(world):
+    """More than the window, in both directions at once, with a relay in between."""
+    anna, bert, carl = (world.add(name, stacked) for name in ("anna", "bert", "carl"))
+    meet(world, anna, bert, carl)
+    move(world, anna, bert, 20, random.Random(3).randbytes(2**20))
+
+
+def test_the_stack_over_tcp(world):
+    """Encrypted sockets; then the relay loses one of the two and gets it back."""
+    parties = []
+    for name in ("anna", "bert", "carl"):
+        identity = Identity.generate()
+        world.names[identity.public] = name
+        inner = ZeroMQTransport(identity, "gridtrain test", gate=open_gate)
+        parties.append(Party(name, identity, stacked(inner, identity), world))
+    world.parties += parties
+    anna, bert, carl = parties
+    address = carl.transport.listen("tcp://127.0.0.1:0")
+    for party, other in ((anna, bert), (bert, anna)):
+        party.transport.dial(carl.key, address)
+        party.transport.dial(other.key, relay_address(carl.key))
+    world.until(lambda: anna.transport.connected(bert.key) and bert.transport.connected(anna.key))
+    move(world, anna, bert, 12, random.Random(4).randbytes(2**20))
+    bert.transport.hang_up(carl.key)
+    world.until(lambda: "down bert" in anna.story())
+    bert.transport.dial(carl.key, address)
+    world.until(lambda: anna.transport.connected(bert.key) and bert.transport.connected(anna.key))
+    move(world, anna, bert, 6, b"again" * 100_000)
+    assert not [event for party in parties for event in party.events if isinstance(event, Violation)]

@@ -347,9 +347,18 @@ def test_whatever_a_relay_does_only_a_beginning_of_what_was_sent_comes_out(seed)
 
 @pytest.mark.parametrize(
     "plain",
-    [b"", b"\2", b"\0", b"\0\1\0\0\0", b"\0\3\0\0\0\0", b"\0\1\5\0\0\0abc", b"\0\2\xff\xff\xff\xffab", b"\0\0\0\0\0\0x"],
+    [
+        b"",
+        b"\2",
+        b"\0",
+        b"\0\1\0\0\0",
+        b"\0\3\0\0\0\0",
+        b"\0\1\5\0\0\0abc",
+        b"\0\2\xff\xff\xff\xffab",
+        b"\0\0\0\0\0\0x",
+    ],
     ids=lambda plain: plain.hex() or "nothing",
-)  # fmt: skip
+)
 def test_nonsense_inside_is_the_peers_fault(road, plain):
     packet = road.anna.channel.session._box(plain, bulk=True)
     with pytest.raises(RemoteProtocolError) as raised:

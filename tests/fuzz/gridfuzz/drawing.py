@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from gridfuzz.source import Source
+from gridtrain.errors import LocalProtocolError
 from gridtrain.protocol import messages as m
 from gridtrain.wire import kinds, schema
-from gridtrain.wire.codec import TYPE_CODES
+from gridtrain.wire.codec import TYPE_CODES, encode
 
 Hints = Mapping[str, Sequence[Any]]
 """By a field's name, or its kind's: values that make sense now."""
@@ -44,6 +45,14 @@ def record_of(cls: type) -> kinds.Record:
 def message(source: Source, classes: Sequence[type], hints: Hints) -> m.Message:
     drawn: m.Message = value(record_of(source.choice(classes)), source, hints)
     return drawn
+
+
+def nbytes(message: m.Message) -> int | None:
+    """Of its frames; None: it is within each field's bounds, and larger than a header may be all the same."""
+    try:
+        return sum(map(len, encode(message)))
+    except LocalProtocolError:
+        return None
 
 
 def value(kind: kinds.Kind, source: Source, hints: Hints, name: str = "") -> Any:

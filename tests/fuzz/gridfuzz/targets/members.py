@@ -26,7 +26,7 @@ from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridfuzz.targets.exchanges import expected
 from gridtrain.config import JoinConfig
-from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolError, TransportError
+from gridtrain.errors import JoinRefused, RemoteProtocolError, TransportError
 from gridtrain.protocol import allgather, gtopk, ring
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
@@ -45,6 +45,10 @@ COORDINATOR, STRANGER = b"C" * 32, b"s" * 32
 CHANNEL = m.Channel()
 N, K, KIND = 24, 4, ValueKind.FP16
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(size=40, seed=0, steps=30), 4, None)
+PAYLOADS = tuple(
+    encode(np.arange(count) * 5, np.full(count, 0.5 + count, np.float32), n=N, kind=KIND)
+    for count in range(K + 1)
+)
 EDGES = (ring.neighbours, allgather.neighbours, gtopk.neighbours)
 OF_MEMBERS = (m.Data, m.Vote, m.Decision, m.Progress, m.MeanAsk, m.MeanTell, m.StateRequest, m.StateBlock)
 OF_COORDINATOR = (
@@ -183,7 +187,9 @@ class Rig:
 
     def tell(self, message: m.Message) -> None:
         self.edge(COORDINATOR)
-        self.loop._transport_event(Received(COORDINATOR, message, sum(map(len, to_frames(message)))))
+        nbytes = drawing.nbytes(message)
+        if nbytes is not None:
+            self.loop._transport_event(Received(COORDINATOR, message, nbytes))
 
     def step(self) -> None:
         source = self.source
@@ -233,11 +239,9 @@ class Rig:
         match message:
             case m.Vote(round_id, True, digest):
                 self.yes.setdefault(round_id, {}).setdefault(peer, digest)
-        try:
-            nbytes = sum(map(len, to_frames(message)))
-        except LocalProtocolError:  # a drawn message that is larger than a header may be cannot come
-            return
-        self.loop._transport_event(Received(peer, message, nbytes))
+        nbytes = drawing.nbytes(message)
+        if nbytes is not None:
+            self.loop._transport_event(Received(peer, message, nbytes))
 
     def hints(self) -> drawing.Hints:
         core, source = self.core, self.source
@@ -285,9 +289,7 @@ class Rig:
         self.hear(self.core.seat.roster[rank].peer, data)
 
     def _payload(self) -> bytes:
-        count = self.source.byte() % (K + 1)
-        indices = np.arange(count, dtype=np.int64) * 5
-        return encode(indices, np.full(count, 0.5 + count, np.float32), n=N, kind=KIND)
+        return PAYLOADS[self.source.byte() % len(PAYLOADS)]
 
     def _others_vote(self) -> None:
         seat = self.core.seat

@@ -1,0 +1,278 @@
+"""The coordinator's core, among five workers: what members, newcomers and the operator's decisions do to it.
+
+The rig plays the daemon and honest workers as far as the schedule asks for it; in between anybody says
+anything.  Its journal is read back after every generation.
+
+    input:  u8 least workers, u8 how many come at first, then a schedule: one byte of what, and what it takes
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from gridfuzz import drawing
+from gridfuzz.source import Source
+from gridfuzz.targets.base import Target, must
+from gridtrain.config import Deadlines
+from gridtrain.protocol import ledger
+from gridtrain.protocol import membership_io as io
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership import Membership
+from gridtrain.protocol.recovery import recover
+from gridtrain.protocol.round import HISTORY_START, extend_history
+from gridtrain.wire.codec import encode as to_frames
+
+KEYS = tuple(bytes([letter]) * 32 for letter in b"abcde")
+COORDINATOR, STRANGER = b"C" * 32, b"s" * 32
+SPEC = m.LedgerSpec(size=40, seed=0, epochs=3)
+SETUP = m.Setup((("model", "tiny"),), SPEC, 4, None)
+OF_WORKERS = (
+    *(m.Join, m.Setup, m.Links, m.Beat, m.Report, m.Ready, m.Stalled, m.Leave, m.Finished, m.Accuse, m.NoRoute),
+    *(m.Report, m.Report, m.Stalled, m.Setup),
+)
+ANY = tuple(drawing.TYPE_CODES)
+MAX_SNAPSHOT_BYTES = 4 << 20
+
+
+class Office:
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.now_s = 1000.0
+        self.term = 0
+        self.least = 1 + source.below(3)
+        self.journal: list[tuple[str, dict[str, Any]]] = []
+        self.views: dict[m.PeerId, m.View] = {}  # the latest that each was told
+        self.rosters: dict[m.PeerId, tuple[m.Member, ...]] = {}
+        self.frozen: set[m.PeerId] = set()
+        self.by_generation: dict[int, m.View] = {}
+        self.calls: dict[m.PeerId, tuple[str, ...]] = {}
+        self.beats = 0
+        self.start()
+
+    def start(self) -> None:
+        self.term += 1
+        self.core = Membership(
+            me=COORDINATOR,
+            run="run",
+            term=self.term,
+            deadlines=Deadlines(),
+            software="s",
+            min_workers=self.least,
+            recovered=recover(self.journal),
+        )
+        self.frozen.clear()
+        self.take(self.core.start(self.now_s))
+        for peer in KEYS[: self.source.below(6)]:
+            self.come(peer)
+
+    # -- what honest workers do ----------------------------------------------------------------------
+
+    def come(self, peer: m.PeerId) -> None:
+        self.event(io.Up(peer, "10.0.0.1"))
+        self.say(peer, m.Join("run", peer.decode()[:1], f"tcp://10.0.0.1:{peer[0]}"))
+        if peer in self.calls:
+            reached = self.calls.pop(peer)
+            self.event(io.CalledBack(peer, "" if self.source.one_in(4) else reached[0] if reached else ""))
+        self.say(peer, SETUP)
+        self.say(peer, m.Links(tuple((other, 0.01) for other in KEYS if other != peer)))
+
+    def ready(self) -> None:
+        """All members of the latest generation are ready, as far as they know of it."""
+        for peer, view in list(self.views.items()):
+            self.say(peer, m.Ready(view.term, view.generation, view.history))
+
+    def report(self, peer: m.PeerId, ahead: int, prepared: bool) -> None:
+        """As a worker that has committed `ahead` steps in its generation, and may be prepared for one more."""
+        view = self.views.get(peer)
+        if view is None:
+            return
+        state, history, applied = view.ledger, view.history, view.applied
+        shares = [(member.peer, member.share) for member in self.rosters[peer]]
+        for _ in range(ahead):
+            if ledger.finished(SPEC, state):
+                break
+            state = ledger.commit(SPEC, state, ledger.assign(SPEC, state, shares), skipped=False)
+            history, applied = extend_history(history, b"d"), applied + 1
+        round_id = m.RoundId(view.term, view.generation, applied + 1, 0) if prepared else None
+        report = m.Report(
+            *(self.term, view.generation, True, applied, history, state, round_id),
+            *(b"d" if prepared else b"", False),
+        )
+        self.say(peer, report)
+
+    # -- the schedule ----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        source = self.source
+        self.now_s += source.choice((0.0, 0.0, 0.1, 1.0, 6.0, 100.0))
+        peer = source.choice(KEYS)
+        match source.byte() % 18:
+            case 0 | 1:
+                self.ready()
+            case 2 | 3:
+                ahead = source.below(3)
+                for member in sorted(self.frozen):
+                    self.report(member, ahead, bool(source.byte() & 1))
+                self.frozen.clear()
+            case 4:
+                self.report(peer, source.below(3), bool(source.byte() & 1))
+            case 5 | 6:
+                self.come(peer)
+            case 7 | 8 | 9:
+                self.say(peer, drawing.message(source, OF_WORKERS, self.hints()))
+            case 10:
+                who = source.choice((*KEYS, STRANGER))
+                self.say(who, drawing.message(source, ANY, self.hints()))
+            case 11:
+                self.event(io.Lost(peer, "broke"))
+            case 12:
+                self.event(io.Offended(peer, "why"))
+            case 13:
+                self.event(io.Expelled(peer, "kicked", "why", ""))
+            case 14:
+                address = source.choice((*self.calls.get(peer, ()), "", "tcp://10.0.0.9:1"))
+                self.calls.pop(peer, None)
+                self.event(io.CalledBack(peer, address))
+            case 15:
+                self.tick()
+            case 16:
+                for member in KEYS:  # beats, so that nobody is held for silent
+                    self.beats += 1
+                    self.say(member, m.Beat(self.beats, max(0, self.core.generation), self.beats, ()))
+            case _:
+                self.start()
+
+    def hints(self) -> drawing.Hints:
+        core, source = self.core, self.source
+        view = core._view
+        applied = view.applied if view is not None else -1
+        step = max(0, applied + 1)
+        here = m.RoundId(self.term, core.generation, step, 0)
+        state = view.ledger if view is not None else m.LedgerState()
+        span = m.Span(state.cursor, state.cursor + 4)
+        held = replace(state, holders=((source.choice((*KEYS, STRANGER)), (span,)),), cursor=state.cursor + 4)
+        return {
+            "RoundId": (here, replace(here, step=step + 1), replace(here, attempt=1)),
+            "term": (self.term,),
+            "generation": (core.generation, core.generation, core.generation + 1),
+            "applied": (applied, applied, applied + 1, 2**63 - 1),
+            "history": (view.history if view is not None else HISTORY_START, b"h" * 32),
+            "digest": (b"", b"d"),
+            "ledger": (),
+            "LedgerState": (state, held, replace(state, step=2**63 - 1), m.LedgerState()),
+            "LedgerSpec": (SPEC, SPEC, m.LedgerSpec(2**63 - 1, 0, 1), m.LedgerSpec(1, 0, None, 1)),
+            "run": ("run",),
+            "facts": (SETUP.facts,),
+            "batch_size": (4, 0, 2**31 - 1),
+            "global_batch_size": (None,),
+            "peer": (*KEYS, STRANGER),
+            "rtt_s": ((), tuple((other, 1e6) for other in KEYS)),
+            "patience_s": (0.0, 1.0),
+            "synced": (True,),
+        }
+
+    def tick(self) -> None:
+        """The daemon calls `tick` when its time has come; it must not want to be called for ever."""
+        for _ in range(20):
+            if self.core.deadline_s > self.now_s:
+                return
+            self.take(self.core.tick(self.now_s))
+        must(self.core.deadline_s > self.now_s, "the daemon would turn without end")
+
+    def say(self, peer: m.PeerId, message: m.Message) -> None:
+        if drawing.nbytes(message) is not None:
+            self.event(io.Heard(peer, message))
+
+    def event(self, event: io.Event) -> None:
+        self.take(self.core.handle(event, self.now_s))
+        self.tick()
+
+    # -- the daemon, and what must hold ----------------------------------------------------------------
+
+    def take(self, effects: list[io.Effect]) -> None:
+        self.write([(e.kind, e.body) for e in effects if isinstance(e, io.Journal)])
+        for at, effect in enumerate(effects):
+            match effect:
+                case io.Send(peer, message):
+                    to_frames(message)  # a LocalProtocolError here is one that a worker has caused
+                    must(peer in (*KEYS, STRANGER), "sent to nobody who was there")
+                    self.sent(peer, message)
+                case io.Journal("generation", body):
+                    earlier = [e for e in effects[:at] if isinstance(e, io.Send) and isinstance(e.message, m.View)]
+                    told = [view for view in earlier if view.message.generation == body["generation"]]
+                    must(not told, "a VIEW is told before it is in the journal")
+                case io.CallBack(peer, addresses):
+                    self.calls[peer] = addresses
+                case io.Dismiss(peer):
+                    self.views.pop(peer, None)
+        picture = json.dumps(self.core.snapshot(self.now_s))
+        must(len(picture) < MAX_SNAPSHOT_BYTES, "the status has no bound")
+
+    def sent(self, peer: m.PeerId, message: m.Message) -> None:
+        match message:
+            case m.Roster(_, _, page, _, members):
+                self.rosters[peer] = members if page == 0 else self.rosters.get(peer, ()) + members
+            case m.View():
+                same = replace(message, term=0)
+                first = self.by_generation.setdefault(message.generation, same)
+                must(first == same, f"two VIEWs of one generation: {first} and {same}")
+                must(ledger.balances(message.ledger), "a VIEW's ledger does not add up")
+                members = {x.peer for x in self.rosters.get(peer, ())}
+                must(peer in members and len(members) == message.world_size, "a VIEW does not fit its Roster")
+                must(sum(x.share for x in self.rosters[peer]) >= 1, "nobody has a share of the next step")
+                must(any(not x.joining for x in self.rosters[peer]), "nobody holds the state")
+                self.views[peer] = message
+                self.frozen.discard(peer)
+            case m.Freeze():
+                self.frozen.add(peer)
+
+    def write(self, entries: list[tuple[str, dict[str, Any]]]) -> None:
+        if not entries:
+            return
+        before = recover(self.journal)
+        self.journal += [(kind, json.loads(json.dumps(body, allow_nan=False))) for kind, body in entries]
+        after = recover(self.journal)
+        must(after.generation >= before.generation, "the generation goes back in the journal")
+        if any(kind == "generation" for kind, _ in entries):
+            must(after.generation > before.generation, "a generation is journalled twice")
+            must(after.view == replace(self.core._view, term=self.term), "the journal holds another VIEW")  # type: ignore[type-var]
+
+
+def run(data: bytes) -> bool:
+    office = Office(Source(data))
+    for _ in range(60):
+        if office.source.empty:
+            break
+        office.step()
+    return len(office.by_generation) > 1
+
+
+def valid(random: Random) -> bytes:
+    head = bytes((random.randrange(3), random.randrange(1, 6)))
+    if random.random() < 0.4:
+        return head + random.randbytes(random.choice((30, 150, 400)))
+    # Mostly what an honest group does: ready, reports, newcomers, beats.
+    steps = bytearray(random.randbytes(5))
+    for _ in range(random.choice((8, 20, 50))):
+        steps += bytes((random.randrange(5), random.randrange(5), random.choice((0, 0, 2, 2, 5, 11, 15, 16, 7))))
+        steps += bytes(random.randrange(256) for _ in range(random.randrange(5)))
+    return head + bytes(steps)
+
+
+TARGETS = (
+    Target(
+        "membership",
+        "the coordinator's core among five workers",
+        run,
+        valid,
+        (
+            *("gridtrain.protocol.membership", "gridtrain.protocol.roll", "gridtrain.protocol.routes"),
+            *("gridtrain.protocol.verdict", "gridtrain.protocol.ledger", "gridtrain.protocol.recovery"),
+        ),
+        max_bytes=600,
+        cpu_s=1.0,
+    ),
+)

@@ -1,0 +1,172 @@
+"""Whole groups with one hostile worker: real coordinator, real workers in threads, memory between them.
+
+The hostile one runs the real code as well; only what its transport sends is changed on the way out, from
+some step on.  What is held against it: the others finish with one model, none of them crashes or is
+removed, and the hostile one is out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.config import Deadlines
+from gridtrain.errors import GridtrainError, JoinRefused, LocalProtocolError
+from gridtrain.optim import state_sync
+from gridtrain.protocol import messages as m
+from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
+from gridtrain.runtime.local import LocalGroup
+
+WITHIN_S = 30.0
+BRISK = Deadlines(beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, report_s=2.0, connect_s=5.0)
+STEPS, FROM_STEP = 12, 4
+DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(-6, 6)]
+HOSTILE = "mallory"
+
+EXCHANGES = {
+    "dense": gridtrain.Dense(),
+    "topk": gridtrain.TopK(density=1.0),
+    "gtopk": gridtrain.GTopK(density=1.0),
+}
+
+Change = Callable[[m.Data], list[m.Data]]
+
+
+class Run:
+    """Three or four workers; `mallory` sends what `change` makes of its payloads."""
+
+    def __init__(self, exchange: Any, change: Change, *, workers: int) -> None:
+        self.group = LocalGroup(min_workers=workers, deadlines=BRISK)
+        self.exchange, self.change = exchange, change
+        self.results: dict[str, Any] = {}
+        self.sizes: dict[str, list[int]] = {}
+        names = [HOSTILE, *(f"worker-{i}" for i in range(1, workers))]
+        self.threads = [threading.Thread(target=self._work, args=(n,), name=n, daemon=True) for n in names]
+
+    def __enter__(self) -> Run:
+        self.group.__enter__()
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.group.__exit__()
+
+    def wait_for_the_honest(self) -> dict[str, str]:
+        """The digests of their final models."""
+        for thread in self.threads[1:]:
+            thread.join(WITHIN_S)
+            assert thread.name in self.results, f"{thread.name} still runs after {WITHIN_S:.0f} s"
+            if isinstance(self.results[thread.name], BaseException):
+                raise self.results[thread.name]
+        return {name: result for name, result in self.results.items() if name != HOSTILE}
+
+    def _work(self, name: str) -> None:
+        try:
+            with self.group.join(name) as grid:
+                self.results[name] = self._train(grid, name)
+        except BaseException as error:
+            self.results[name] = error
+
+    def _train(self, grid: gridtrain.Grid, name: str) -> str:
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.constant_(model.bias, 0.25)
+        optimizer = grid.optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01), model, exchange=self.exchange
+        )
+        if name == HOSTILE:
+            self._turn_hostile(grid)
+        sizes = self.sizes.setdefault(name, [])
+        for inputs, targets in grid.batches(DATA, batch_size=2, steps=STEPS):
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sizes.append(grid.world_size)
+        return state_sync.digest(model, optimizer.inner).hex()[:12]
+
+    def _turn_hostile(self, grid: gridtrain.Grid) -> None:
+        transport = grid._session._driver._transport
+        honest = transport.send
+
+        def send(peer: m.PeerId, message: m.Message) -> None:
+            if not isinstance(message, m.Data) or message.round.step < FROM_STEP:
+                honest(peer, message)
+                return
+            for changed in self.change(message):
+                honest(peer, changed)
+
+        transport.send = send  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_torch() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def no_number(message: m.Data) -> list[m.Data]:
+    """NaN in a dense slice, a damaged fp16 value in a sparse payload."""
+    payload = bytearray(message.payload)
+    payload[-4:] = b"\xff" * len(payload[-4:])
+    return [replace(message, payload=bytes(payload))]
+
+
+def too_long(message: m.Data) -> list[m.Data]:
+    return [replace(message, payload=bytes(message.payload) + bytes(1000))]
+
+
+def twice(message: m.Data) -> list[m.Data]:
+    return [message, message]
+
+
+def elsewhere(message: m.Data) -> list[m.Data]:
+    return [replace(message, place=replace(message.place, hop=2**31 - 1))]
+
+
+def unknown_channel(message: m.Data) -> list[m.Data]:
+    return [replace(message, channel=m.Channel(index=77))]
+
+
+def far_ahead(message: m.Data) -> list[m.Data]:
+    return [message, replace(message, round=replace(message.round, step=2**62))]
+
+
+CHANGES = [no_number, too_long, twice, elsewhere, unknown_channel, far_ahead]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_the_others_go_on_and_the_hostile_one_is_out(kind: str, change: Change) -> None:
+    with Run(EXCHANGES[kind], change, workers=4) as run:
+        digests = run.wait_for_the_honest()
+        assert len(set(digests.values())) == 1, digests
+        for name in digests:
+            assert run.sizes[name][0] == 4 and run.sizes[name][-1] == 3, run.sizes
+        assert len({len(run.sizes[name]) for name in digests}) == 1
+        run.threads[0].join(WITHIN_S)
+        assert isinstance(run.results[HOSTILE], GridtrainError)
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_our_own_bug_crashes_loudly(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the worker where it is; nobody is accused of it."""
+
+    def buggy(self: Any, effect: Any) -> None:
+        raise LocalProtocolError("a bug of ours")
+
+    for workspace in (DenseWorkspace, GatherWorkspace, ButterflyWorkspace):
+        monkeypatch.setattr(workspace, "apply", buggy)
+    with Run(EXCHANGES[kind], lambda message: [message], workers=2) as run:
+        with pytest.raises(LocalProtocolError, match="a bug of ours"):
+            run.wait_for_the_honest()
