@@ -10,10 +10,11 @@ READY := .venv/.ready
 BIN := .venv/bin
 SEEDS ?= 10000
 TESTS ?= tests
+MINUTES ?= 5
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweep lab lint types format check clean
+.PHONY: help setup demo test sweep fuzz lab lint types format check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -34,6 +35,9 @@ sweep: $(READY) ## the randomised tests over SEEDS=10000 seeds; GRIDTRAIN_SEED=1
 
 lab: $(READY) ## step times behind NAT and through relays, in network namespaces (needs root); LAB="--help"
 	@cd benchmarks && ../$(BIN)/python -m lab.volunteers $(LAB)
+
+fuzz: $(READY) ## hostile input into all decoders and state machines for MINUTES=5; TARGET=codec SEED=7 for less
+	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check

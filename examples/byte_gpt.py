@@ -1,7 +1,7 @@
 """A training loop for several workers.  The lines marked `# grid` are all that gridtrain changes.
 
     gridtrain coordinator                                                       # one terminal
-    gridtrain worker tcp://127.0.0.1:7700 -- python examples/byte_gpt.py        # one per worker
+    gridtrain worker "$(gridtrain invite)" -- python examples/byte_gpt.py       # one per worker
 
 The model is a GPT over bytes, the text is the source of Python's standard library: nothing is
 downloaded.  Start a second worker while the first one trains, or stop one with Ctrl-C: the others

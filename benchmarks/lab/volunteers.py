@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        return f"{self.exchange:5}  NAT {self.nat:4}  encryption {self.encryption:3}"
+        return f"{self.exchange:5} NAT {self.nat:4} encryption {self.encryption:3}"
 
 
 @dataclass(slots=True)
@@ -91,8 +91,13 @@ class Meter:
         self._after = now
 
     def bytes_a_step(self) -> dict[str, float]:
-        steps = self.records[-1].step - self._first_step
-        return {name: (self._after[name] - sent) / max(1, steps) for name, sent in self._before.items()}
+        """Raises `LabError` if the run was over before the counting had well begun."""
+        steps, last = self.records[-1].step - self._first_step, self.records[-1].step
+        if 2 * steps < last - WARM_UP_STEPS:
+            raise LabError(
+                f"bytes were counted in the last {steps} of {last} steps only: ask for more --steps"
+            )
+        return {name: (self._after[name] - sent) / steps for name, sent in self._before.items()}
 
 
 def measure(setting: Setting, options: argparse.Namespace, folder: Path, result: Result) -> None:
@@ -136,18 +141,17 @@ def collect(meter: Meter, steps: int, result: Result) -> None:
 
 def table(results: dict[Setting, Result]) -> str:
     """All times in milliseconds, bytes in kB (1000) for each step."""
-    heading = f"{'':34}  step  (runs)       p90 | compute select comm  wait | worker kB  (most)  hub kB"
-    lines = [heading]
+    lines = [f"{'':30}  step      runs   p90 | compute select comm wait | worker kB    most  hub kB"]
     for setting, r in results.items():
         p90 = statistics.quantiles(r.step_s, n=10)[-1]
+        runs = f"{1e3 * min(r.runs_s):.0f}-{1e3 * max(r.runs_s):.0f}"
         parts = (r.compute_s, r.select_s, r.communicate_s, r.wait_s)
         compute, select, communicate, wait = (1e3 * statistics.mean(part) for part in parts)
+        worker_kB, most_kB = statistics.mean(r.worker_bytes) / 1e3, max(r.worker_bytes) / 1e3
         lines.append(
-            f"{setting.label:34} {1e3 * statistics.median(r.step_s):5.0f}  "
-            f"({1e3 * min(r.runs_s):.0f}-{1e3 * max(r.runs_s):.0f}) {1e3 * p90:9.0f} | "
-            f"{compute:7.0f} {select:6.0f} {communicate:4.0f} {wait:5.0f} | "
-            f"{statistics.mean(r.worker_bytes) / 1e3:9.1f} {max(r.worker_bytes) / 1e3:7.1f} "
-            f"{statistics.mean(r.hub_bytes) / 1e3:7.1f}"
+            f"{setting.label:30} {1e3 * statistics.median(r.step_s):5.0f} {runs:>9} {1e3 * p90:5.0f} | "
+            f"{compute:7.0f} {select:6.0f} {communicate:4.0f} {wait:4.0f} | "
+            f"{worker_kB:9.1f} {most_kB:7.1f} {statistics.mean(r.hub_bytes) / 1e3:7.1f}"
         )
     return "\n".join([*lines, *ratios(results)])
 
@@ -159,7 +163,7 @@ def ratios(results: dict[Setting, Result]) -> list[str]:
         base = next(other for other in results if other.exchange == setting.exchange)
         if base != setting:
             change = statistics.median(result.step_s) / statistics.median(results[base].step_s) - 1
-            lines.append(f"{setting.label}: {change:+.1%} against  {base.label}")
+            lines.append(f"{setting.label:30} {change:+6.1%} against {base.label}".rstrip())
     return lines
 
 
@@ -184,8 +188,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main() -> int:
-    options = parse()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
     if reason := why_not():
         print(f"no network lab here: {reason}", file=sys.stderr)
         return 1

@@ -104,9 +104,9 @@ def restore(
         optimizer.load_state_dict(optimizer_state)
         for name, item in trackers.items():
             item.load_state_dict(tracked[name])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # other people's code, given what a peer made up: it may raise anything
         raise RemoteProtocolError(
-            f"the optimizer's or a tracker's state does not fit: {error}",
+            f"the optimizer's or a tracker's state does not fit: {type(error).__name__}: {error}",
             remedy="build optimizer and schedulers alike on all workers",
         ) from error
 
@@ -129,7 +129,9 @@ def _parse(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _check_same(what: str, theirs: Any, own: Mapping[str, Tensor]) -> None:
-    if not isinstance(theirs, dict) or not all(isinstance(t, Tensor) for t in theirs.values()):
+    if not isinstance(theirs, dict) or not all(
+        isinstance(name, str) and isinstance(t, Tensor) for name, t in theirs.items()
+    ):
         raise _not_a_state(f"{what} are not named tensors")
     described = {name: (tuple(t.shape), t.dtype) for name, t in theirs.items()}
     expected = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}

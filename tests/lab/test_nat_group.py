@@ -31,7 +31,7 @@ def ends_of(output: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("nat", "exchange"),
-    [("none", "gtopk"), ("half", "gtopk"), ("all", "gtopk"), ("half", "dense"), ("all", "dense")],
+    [("none", "gtopk"), ("half", "gtopk"), ("all", "gtopk"), ("all", "dense")],
 )
 def test_all_finish_with_the_same_parameters(
     net: Net, whole_group: None, tmp_path: Path, nat: str, exchange: str

@@ -23,7 +23,7 @@ SOURCES = {
 }
 
 CORE = "gridtrain.protocol gridtrain.wire gridtrain.transport"
-ANYTHING = "gridtrain gridtrain_coordinator gridtrain_worker click rich msgpack numpy zmq nacl torch safetensors"
+ANYTHING = "gridtrain gridtrain_coordinator gridtrain_worker click rich msgpack numpy zmq torch safetensors"
 # the whole SDK, without simulator, command line and the two daemons
 LIBRARY = f"{CORE} gridtrain.sparsify gridtrain.runtime gridtrain.optim numpy torch safetensors"
 

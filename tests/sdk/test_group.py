@@ -17,7 +17,9 @@ import gridtrain
 from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused
 from gridtrain.optim import state_sync
-from gridtrain.runtime.client import StatusClient
+from gridtrain.runtime.client import CoordinatorClient, only
+from gridtrain.runtime.local import LocalGroup
+from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import EndpointKilled, Fault, FaultPlan, MemoryTransport
 
 DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.3)
@@ -39,6 +41,13 @@ def wrapped(grid: gridtrain.Grid, model: nn.Module, **options: Any) -> gridtrain
 def backward(model: nn.Module, batch: Any) -> None:
     inputs, targets = batch
     (model(inputs) - targets).square().mean().backward()
+
+
+def looking_at(group: LocalGroup) -> CoordinatorClient:
+    """One who asks the group's coordinator how the run stands, and joins nothing."""
+    identity = Identity.generate()
+    transport = MemoryTransport(identity.public, group.hub, gate=only(group.key))
+    return CoordinatorClient(group.ADDRESS, group.key, identity, transport=transport)
 
 
 def digest(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> str:
@@ -321,11 +330,11 @@ def test_figures_arrive_in_the_status(new_group: Any) -> None:
     with new_group(workers=1) as group:
         group.start(train)
         assert told.wait(10)
-        with StatusClient(group.ADDRESS, MemoryTransport(b"q" * 32, group.hub)) as client:
+        with looking_at(group) as client:
             until_s = time.monotonic() + 10
             figures: dict[str, float] = {}
             while "loss" not in figures and time.monotonic() < until_s:
-                (member,) = client.ask(5.0)["members"]
+                (member,) = client.status(5.0)["members"]
                 figures = member["figures"]
         seen.set()
         assert group.result(0) is None
@@ -349,8 +358,8 @@ def test_the_run_ends_by_its_ledger_and_leaves_one_model(new_group: Any, tmp_pat
     with new_group(workers=2) as group:
         group.start(train), group.start(train)
         (steps, model), (other_steps, _) = group.result(0), group.result(1)
-        with StatusClient(group.ADDRESS, MemoryTransport(b"q" * 32, group.hub)) as client:
-            picture = client.ask(5.0)
+        with looking_at(group) as client:
+            picture = client.status(5.0)
     assert (steps, other_steps) == (9, 9), "12 samples, 4 a step, 3 passes"
     assert (picture["phase"], picture["reason"]) == (
         "finished",

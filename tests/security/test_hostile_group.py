@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.errors import GridtrainError, JoinRefused, LocalProtocolError
+from gridtrain.errors import JoinRefused, LocalProtocolError
 from gridtrain.optim import state_sync
 from gridtrain.protocol import messages as m
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
@@ -41,7 +40,7 @@ Change = Callable[[m.Data], list[m.Data]]
 
 
 class Run:
-    """Three or four workers; `mallory` sends what `change` makes of its payloads."""
+    """So many workers; `mallory` sends what `change` makes of its payloads."""
 
     def __init__(self, exchange: Any, change: Change, *, workers: int) -> None:
         self.group = LocalGroup(min_workers=workers, deadlines=BRISK)
@@ -151,11 +150,12 @@ def test_the_others_go_on_and_the_hostile_one_is_out(kind: str, change: Change) 
     with Run(EXCHANGES[kind], change, workers=4) as run:
         digests = run.wait_for_the_honest()
         assert len(set(digests.values())) == 1, digests
-        for name in digests:
-            assert run.sizes[name][0] == 4 and run.sizes[name][-1] == 3, run.sizes
-        assert len({len(run.sizes[name]) for name in digests}) == 1
+        # The step that was hit is done again by three; none is lost.
+        expected = [4] * FROM_STEP + [3] * (STEPS - FROM_STEP)
+        assert {name: run.sizes[name] for name in digests} == dict.fromkeys(digests, expected)
         run.threads[0].join(WITHIN_S)
-        assert isinstance(run.results[HOSTILE], GridtrainError)
+        why = run.results[HOSTILE]
+        assert isinstance(why, JoinRefused) and "broke the protocol (strike" in why.reason, why
 
 
 @pytest.mark.parametrize("kind", EXCHANGES)

@@ -185,6 +185,7 @@ def identity_of() -> Callable[[str], Identity]:
 def raw() -> Iterator[Callable[..., Any]]:
     """Makes ZeroMQ sockets that say whatever a test wants: `raw(kind, me="mallory", server=key("bert"))`."""
     context = zmq.Context()
+    made = []
 
     def make(kind: int, me: str = "", server: PeerId = b"") -> Any:
         socket = context.socket(kind)
@@ -195,6 +196,9 @@ def raw() -> Iterator[Callable[..., Any]]:
         return socket
 
     yield make
+    for socket in made:
+        socket.disable_monitor()
+        socket.close(linger=0)
     context.destroy(linger=0)
 
 

@@ -265,6 +265,19 @@ def test_an_old_call_does_not_end_a_session_that_stands(road):
     assert (road.anna.channel.session, road.bert.channel.session) == sessions
 
 
+def test_an_answer_that_was_held_back_does_not_end_a_session_that_stands():
+    """bert answered one call twice, with a restart in between; the relay brings the older answer last."""
+    road = Road()
+    call = road.anna.channel.call()
+    (held,) = road.bert.take(call)
+    road.bert.channel.reset()
+    road.carry(road.bert, call)
+    assert road.standing()
+    session = road.anna.channel.session
+    road.carry(road.anna, held)
+    assert road.anna.channel.session is session
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_copies_of_everything_at_any_time_change_nothing(seed):
     """The relay carries what is sent, in order, and puts in copies of whatever it has ever seen."""

@@ -16,7 +16,7 @@ from gridfuzz.trial import Trial
 
 HERE = Path(__file__).resolve().parents[1]
 CORPUS, FINDINGS = HERE / "corpus", HERE / "findings"
-MAX_TARGET_BYTES = 20_000
+MAX_TARGET_BYTES = 18_000
 REGRESSION = "regression-"
 
 

@@ -208,6 +208,8 @@ class Office:
                     self.calls[peer] = addresses
                 case io.Dismiss(peer):
                     self.views.pop(peer, None)
+
+    def look(self) -> None:
         picture = json.dumps(self.core.snapshot(self.now_s))
         must(len(picture) < MAX_SNAPSHOT_BYTES, "the status has no bound")
 
@@ -247,6 +249,9 @@ def run(data: bytes) -> bool:
         if office.source.empty:
             break
         office.step()
+        if office.source.one_in(8):
+            office.look()
+    office.look()
     return len(office.by_generation) > 1
 
 

@@ -14,16 +14,18 @@ from gridfuzz.targets.base import Target, must
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.wire.codec import TYPE_CODES, decode, encode
 
+MAX_HEAD_BYTES = 4096
+
 
 def frames_of(data: bytes) -> list[bytes]:
     source = Source(data)
     count = (1, 2, 3, 0)[source.byte() % 4]
-    frames = [source.bytes(min(source.below(1 << 16), 4096)) for _ in range(count - 1)]
+    frames = [source.bytes(min(source.below(1 << 16), MAX_HEAD_BYTES)) for _ in range(count - 1)]
     return [*frames, source.rest()] if count else []
 
 
 def input_of(frames: list[bytes]) -> bytes:
-    head, last = frames[:-1], frames[-1:]
+    head, last = [frame[:MAX_HEAD_BYTES] for frame in frames[:-1]], frames[-1:]
     sized = b"".join(len(frame).to_bytes(2, "little") + frame for frame in head)
     return bytes([(len(frames) - 1) % 4]) + sized + b"".join(last)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from functools import cache
 from random import Random
 
 from gridfuzz.mutate import JSON
@@ -16,6 +17,7 @@ from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridfuzz.targets.texts import change_json
 from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol import door
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.recovery import generation_entry, recover
 from gridtrain.runtime.statefeed import BLOCK_BYTES, StateIntake, cut
@@ -32,6 +34,7 @@ def run_journal(data: bytes) -> bool:
     if not all(isinstance(body, dict) for _, body in entries):
         return False
     try:
+        door.recover(entries).picture(0.0)
         recovered = recover(entries)
     except (KeyError, TypeError, ValueError):
         return False
@@ -46,6 +49,13 @@ def valid_journal(random: Random) -> bytes:
     spec = {"size": 100, "seed": 0, "epochs": 1, "steps": None}
     entries: list[tuple[str, object]] = [("term", {"term": 1, "run": "r", "software": "s"})]
     entries.append(("run", {"facts": {"model": "m"}, "ledger": spec, "global_batch_size": None}))
+    key, until_s = b"k".hex() * 32, random.choice((5.0, 1e12))
+    entries.append(("invitation", {"key": key, "uses": 2, "until_s": until_s, "at_s": 1.0}))
+    entries.append(("enrolled", {"peer": a.hex(), "invitation": random.choice((key, ""))}))
+    entries.append(("strike", {"peer": a.hex(), "accuser": random.choice(("", b.hex())), "reason": "why"}))
+    cause = random.choice(("order", "strikes", "liar"))
+    entries.append(("expelled", {"peer": b.hex(), "ban": random.random() < 0.5, "reason": "", "cause": cause}))
+    entries.append(("pardoned", {"peer": b.hex()}))
     for generation in range(1, random.randrange(1, 4)):
         roster = (m.Member(a, "a", "tcp://1:1", 4, False), m.Member(b, "b", "", 4, True))
         spans = (m.Span(8, 12),)
@@ -108,7 +118,7 @@ def run_state(data: bytes) -> bool:
 
     from gridtrain.optim import state_sync
 
-    model, optimizer, scheduler = _trained(seed=2)
+    model, optimizer, scheduler = _built(seed=2)
     before = [t.clone() for t in model.state_dict().values()]
     try:
         state_sync.restore(data, model, optimizer, {"schedule": scheduler})
@@ -123,35 +133,36 @@ def run_state(data: bytes) -> bool:
     return True
 
 
-def _trained(seed: int):  # type: ignore[no-untyped-def]
+def _built(seed: int):  # type: ignore[no-untyped-def]
+    """A model with buffers, an optimizer with a state, a scheduler."""
     import torch
     from torch import nn
 
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     if seed % 2:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    _step(model, optimizer, scheduler)
-    return model, optimizer, scheduler
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
 
 
-def _step(model, optimizer, scheduler) -> None:  # type: ignore[no-untyped-def]
+@cache
+def _trained_state(seed: int) -> bytes:
     import torch
 
+    from gridtrain.optim import state_sync
+
+    model, optimizer, scheduler = _built(seed)
     model(torch.ones(4, 3) * torch.arange(4.0)[:, None]).sum().backward()
     optimizer.step()
     scheduler.step()
-    optimizer.zero_grad()
+    return b"".join(state_sync.capture(model, optimizer, {"schedule": scheduler}))
 
 
 def valid_state(random: Random) -> bytes:
-    from gridtrain.optim import state_sync
-
-    model, optimizer, scheduler = _trained(seed=random.choice((2, 2, 2, 4, 3)))
-    return b"".join(state_sync.capture(model, optimizer, {"schedule": scheduler}))
+    return _trained_state(seed=random.choice((2, 2, 2, 4, 3)))
 
 
 def change_state(data: bytes, random: Random) -> bytes:
@@ -176,7 +187,7 @@ TARGETS = (
         "the coordinator's journal",
         run_journal,
         valid_journal,
-        ("gridtrain.protocol.recovery",),
+        ("gridtrain.protocol.recovery", "gridtrain.protocol.door_rules"),
         change_json,
         (*JSON, b'"verdict"', b'"holders"', b'"decided"', b'"COMMIT"'),
     ),

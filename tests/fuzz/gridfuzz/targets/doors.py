@@ -1,0 +1,153 @@
+"""The coordinator's door: enrolments, orders, strikes and joins by anybody, in any order.
+
+Beside it runs a model of a few lines that knows who may be in; and the journal is read back all the time.
+
+    input:  a schedule: one byte of what, and what it takes
+"""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+from gridfuzz import drawing
+from gridfuzz.source import Source
+from gridfuzz.targets.base import Target, must
+from gridtrain.protocol import door as doors
+from gridtrain.protocol import messages as m
+from gridtrain.wire.codec import encode as to_frames
+
+OPERATOR, COORDINATOR = b"O" * 32, b"C" * 32
+KEYS = tuple(bytes([letter]) * 32 for letter in b"abcdef")
+TOKENS = tuple(bytes([letter]) * 32 for letter in b"012")
+ORDERS = (m.Invite, m.Expel, m.Pardon)
+
+
+class Gate:
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.door = doors.Door(run="run", operator=OPERATOR, coordinator=COORDINATOR)
+        self.journal: list[tuple[str, dict[str, Any]]] = []
+        self.wall_s, self.now_s = 1e9, 0.0
+        self.ever_let_in: set[m.PeerId] = set()
+        self.banned: set[m.PeerId] = set()
+        self.left: dict[m.PeerId, int] = {}  # uses of each token
+        self.until_s: dict[m.PeerId, float] = {}
+
+    def step(self) -> None:
+        source = self.source
+        passed_s = source.choice((0.0, 0.0, 1.0, 6.0, 700.0, 1e5))
+        self.now_s += passed_s
+        self.wall_s += passed_s * source.choice((1, 1, 1, -1))  # somebody sets the clock
+        peer = source.choice(KEYS)
+        match source.byte() % 10:
+            case 0 | 1:
+                uses, expires_s = source.choice((1, 2, 10_000)), source.choice((60.0, 1e6, 0.0, 1e10))
+                self.order(OPERATOR, m.Invite(source.choice(TOKENS), uses, expires_s))
+            case 2 | 3:
+                self.enrol(source.choice(TOKENS), peer)
+            case 4:
+                self.enrol(source.choice((*KEYS, *TOKENS, OPERATOR)), source.choice((*KEYS, OPERATOR, COORDINATOR)))
+            case 5:
+                self.order(OPERATOR, m.Expel(peer, source.one_in(2), "why"))
+            case 6:
+                self.order(OPERATOR, m.Pardon(peer))
+            case 7:
+                hints = {"peer": (*KEYS, OPERATOR, COORDINATOR), "key": (*TOKENS, *KEYS, OPERATOR)}
+                order = drawing.message(source, ORDERS, hints)
+                self.order(source.choice((*KEYS, *TOKENS, OPERATOR)), order)  # type: ignore[arg-type]
+            case 8:
+                accuser = source.choice((None, *KEYS))
+                reason = source.choice(("why", "x" * 600, "\x1b[2J", "\ud800"))
+                self.judged(self.door.strike(peer, reason, accuser, self.now_s))
+            case _:
+                for _ in range(source.choice((1, 30))):
+                    self.door.allow_join(peer, self.now_s)
+                self.judged(self.door.tick(self.now_s))
+        self.check()
+
+    def enrol(self, token: m.PeerId, peer: m.PeerId) -> None:
+        host = self.source.choice(("10.0.0.1", "::1", "", "no host", "fe80::1%eth0"))
+        was = self.door.standing(peer, self.wall_s)
+        answer = self.door.enrol(token, peer, host, self.wall_s)
+        self.write(answer.entries)
+        to_frames(answer.reply)
+        if not isinstance(answer.reply, m.Enrolled):
+            must(self.door.standing(peer, self.wall_s) == was, "a refusal let somebody in")
+            return
+        must(token in self.left and self.wall_s < self.until_s[token], "no valid invitation was shown")
+        must(peer not in self.banned, "a banned key is let in")
+        must(peer not in (OPERATOR, COORDINATOR), "somebody came in with our own key")
+        if answer.entries:
+            self.left[token] -= 1
+            must(self.left[token] >= 0, "an invitation is used once too often")
+        self.ever_let_in.add(peer)
+
+    def order(self, sender: m.PeerId, order: m.Invite | m.Expel | m.Pardon) -> None:
+        answer = self.door.order(sender, order, self.wall_s)
+        self.write(answer.entries)
+        to_frames(answer.reply)
+        if sender != OPERATOR:
+            must(isinstance(answer.reply, m.Refused) and not answer.entries, "orders from anybody")
+            return
+        if not isinstance(answer.reply, m.Done):
+            return
+        match order:
+            case m.Invite(key, uses, expires_s) if expires_s > 0:
+                self.left[key], self.until_s[key] = uses, self.wall_s + expires_s
+            case m.Invite(key):
+                self.until_s[key] = self.wall_s
+            case m.Expel(peer, ban):
+                must(peer not in (OPERATOR, COORDINATOR), "we are expelled")
+                if ban:
+                    self.banned.add(peer)
+            case m.Pardon(peer):
+                self.banned.discard(peer)
+
+    def judged(self, judgement: doors.Judgement) -> None:
+        self.write(judgement.entries)
+        for peer, reason in judgement.kicked:
+            must(self.door.standing(peer, self.wall_s) is not doors.Standing.PEER, f"a kicked key stays: {reason}")
+        must(set(judgement.restored) <= self.ever_let_in, "restored who never was a member")
+
+    def write(self, entries: Any) -> None:
+        self.journal += [(e.kind, json.loads(json.dumps(e.body, allow_nan=False))) for e in entries]
+
+    def check(self) -> None:
+        again = doors.recover(self.journal, run="run", operator=OPERATOR, coordinator=COORDINATOR)
+        for key in (*KEYS, *TOKENS, OPERATOR, COORDINATOR):
+            standing = self.door.standing(key, self.wall_s)
+            must(again.standing(key, self.wall_s) == standing, "the journal says something else of a key")
+            if standing is doors.Standing.PEER and key != OPERATOR:
+                must(key in self.ever_let_in, "a stranger is a member")
+                must(key not in self.banned, "a banned key is a member")
+            must(standing is not doors.Standing.GUEST or key in self.left, "a guest without an invitation")
+
+
+def run(data: bytes) -> bool:
+    gate = Gate(Source(data))
+    for _ in range(60):
+        if gate.source.empty:
+            break
+        gate.step()
+    picture = json.dumps(gate.door.picture(gate.wall_s))
+    must(not any(key.hex() in picture for key in TOKENS), "an invitation's key shows")
+    must(len(picture) < 1 << 20, "the picture has no bound")
+    return bool(gate.ever_let_in)
+
+
+def valid(random: Random) -> bytes:
+    return random.randbytes(random.choice((20, 100, 400)))
+
+
+TARGETS = (
+    Target(
+        "door",
+        "who may come in: enrolments, orders, strikes",
+        run,
+        valid,
+        ("gridtrain.protocol.door", "gridtrain.protocol.door_rules", "gridtrain.protocol.strikes"),
+        max_bytes=600,
+    ),
+)

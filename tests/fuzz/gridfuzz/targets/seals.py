@@ -1,0 +1,141 @@
+"""Two peers and the relay between them, which reorders, repeats, alters and makes up packets.
+
+    input:  a schedule: one byte of what, and what it takes
+
+What opens must be what the other side sealed, each message once and in its order.  Keys come from a seeded
+generator here, so that an input does the same each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from types import SimpleNamespace
+
+from gridfuzz.source import Source
+from gridfuzz.targets.base import Target, must
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.transport import sealed
+from gridtrain.transport.curve import Identity
+
+ANNA, BERT = Identity.from_secret(b"a" * 32), Identity.from_secret(b"b" * 32)
+
+
+class Relay:
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.ends = (sealed.Channel(ANNA, BERT.public, b"anna"), sealed.Channel(BERT, ANNA.public, b"bert"))
+        self.packets: tuple[list[bytes], list[bytes]] = ([], [])  # what each side has sent
+        self.made: tuple[list[list[bytes]], list[list[bytes]]] = ([], [])  # messages, by who sealed them
+        self.opened: tuple[list[int], list[int]] = ([], [])  # their numbers, by who opened them, in one session
+        self.sessions: list[object] = [None, None]
+        self.bad_seals = False
+
+    def step(self) -> None:
+        source = self.source
+        side = source.byte() & 1
+        end, sent = self.ends[side], self.packets[1 - side]
+        match source.byte() % 12:
+            case 0:
+                self.packets[side].append(end.call())
+            case 1 | 2 | 3 | 4 if sent:  # the latest ones, as an honest relay passes them on
+                for packet in sent[-1 - source.byte() % 3 :]:
+                    self.deliver(side, packet)
+            case 5 if sent:
+                self.deliver(side, source.choice(sent))
+            case 6 if sent:
+                packet = bytearray(source.choice(sent))
+                packet[source.below(len(packet))] ^= 1 << source.byte() % 8
+                self.deliver(side, bytes(packet))
+            case 7 if sent:
+                packet = source.choice(sent)
+                lane = bytes([source.choice((0, 1, 2, 3, 4))]) + packet[1:]
+                self.deliver(side, source.choice((lane, packet[: source.below(len(packet))], packet + b"\0")))
+            case 8 if self.packets[side]:  # reflected
+                self.deliver(side, source.choice(self.packets[side]))
+            case 9:
+                self.deliver(side, source.bytes(source.choice((0, 1, 17, 33, 150))))
+            case 10 if end.session is not None:  # an authenticated peer that seals nonsense
+                lane = sealed.Lane.BULK if source.one_in(2) else sealed.Lane.CONTROL
+                self.bad_seals = True
+                plain = source.choice((b"", b"\0", b"\1", b"\2x", b"\0" + source.bytes(12), b"\0\3\0\0\0\0"))
+                self.packets[side].append(end.session._box(plain, lane is sealed.Lane.BULK))
+            case _ if end.session is not None:
+                self.seal(side)
+
+    def seal(self, side: int) -> None:
+        source, end = self.source, self.ends[side]
+        assert end.session is not None
+        number = len(self.made[side])
+        frames = [number.to_bytes(4, "little"), bytes(source.choice((0, 5, 300, 600_000)))][: 1 + source.byte() % 2]
+        bulk = source.one_in(2)
+        self.made[side].append(frames)
+        self.packets[side].extend(end.session.seal(list(frames), bulk=bulk))
+
+    def deliver(self, side: int, packet: bytes) -> None:
+        end = self.ends[side]
+        try:
+            if sealed.is_offer(packet):
+                answer = end.answer(packet)
+                self.packets[side].extend(answer.packets)
+                must(answer.greeting in (None, (b"bert", b"anna")[side]), "a greeting is another's")
+            else:
+                frames = end.open(packet)
+                if frames and not self.bad_seals:
+                    self.check(side, [bytes(frame) for frame in frames])
+        except RemoteProtocolError:
+            pass
+
+    def check(self, side: int, frames: list[bytes]) -> None:
+        session = self.ends[side].session
+        if session is not self.sessions[side]:
+            self.sessions[side] = session
+        number = int.from_bytes(frames[0], "little")
+        made = self.made[1 - side]
+        must(number < len(made) and made[number] == frames, "what opens is not what was sealed")
+        must(number not in self.opened[side], "a message comes twice")
+        self.opened[side].append(number)
+
+
+@contextmanager
+def keys_from(seed: bytes) -> Iterator[None]:
+    real, random = sealed.secrets, Random(seed)
+    sealed.secrets = SimpleNamespace(token_bytes=random.randbytes)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sealed.secrets = real
+
+
+def run(data: bytes) -> bool:
+    with keys_from(data[:1]):
+        relay = Relay(Source(data[1:]))
+        for _ in range(60):
+            if relay.source.empty:
+                break
+            relay.step()
+    return bool(relay.opened[0] or relay.opened[1])
+
+
+def valid(random: Random) -> bytes:
+    """One calls, they agree, and talk; with what the relay does in between."""
+    start = bytes((0, 0, 1, 1, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0))
+    rest = bytearray()
+    for _ in range(random.randrange(30)):
+        rest += bytes((random.randrange(2), random.choice((11, 11, 1, 1, 2, 5, 6, 7)))) + random.randbytes(2)
+    return bytes([random.randrange(256)]) + start[: random.choice((0, 14, 14, 14))] + bytes(rest)
+
+
+TARGETS = (
+    Target(
+        "sealed",
+        "two peers and a hostile relay",
+        run,
+        valid,
+        ("gridtrain.transport.sealed",),
+        max_bytes=400,
+        cpu_s=1.0,
+        memory_bytes=64 << 20,
+    ),
+)

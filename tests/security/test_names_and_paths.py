@@ -1,0 +1,105 @@
+"""Names that come from others, or from the environment, stay where they are put in the file system."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.config import Deadlines
+from gridtrain.errors import ConfigError
+from gridtrain.protocol.invitation import Invitation
+from gridtrain.runtime.local import LocalGroup
+from gridtrain.runtime.naming import state_directory
+from gridtrain.runtime.operator import Operator
+from gridtrain_coordinator.daemon import Settings
+
+HOSTILE = [
+    *("../../x", "..", ".", "", "/etc/passwd", "a/b", "a\\b", "~", "~root", "$HOME", "-rf", "--help"),
+    *("\x00", "a\x00b", "a\nb", "\x1b[2J", "CON", "con.txt", "nul", "x" * 5000, "é" * 200, "a b", "a.", "*"),
+    *("_", "a_b", "x" * 64, "X=1"),
+]
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "gridtrain"
+
+
+@pytest.mark.parametrize("run", HOSTILE, ids=lambda name: repr(name[:12]))
+def test_a_runs_folder_is_one_below_ours(run: str, base: Path) -> None:
+    folder = state_directory(run)
+    assert folder.parent == base
+    assert folder.resolve().parent == base.resolve()
+    assert folder.name and not folder.name.startswith((".", "-", "~")) and not folder.name.endswith(".")
+    assert folder.name.split(".")[0].upper() not in {"CON", "NUL"}
+    folder.mkdir(parents=True)
+    (folder / "final.safetensors").write_bytes(b"")
+
+
+def test_two_runs_never_share_a_folder(base: Path) -> None:
+    """They would share keys and overwrite each other's model."""
+    assert len({state_directory(run) for run in HOSTILE}) == len(HOSTILE)
+
+
+def test_a_plain_name_stays_as_it_is(base: Path) -> None:
+    for run in ("demo", "gpt-2.1_b", "7"):
+        assert state_directory(run) == base / run
+
+
+@pytest.mark.parametrize("run", [name for name in HOSTILE if name not in ("CON", "con.txt", "nul", "a_b")])
+def test_who_makes_a_run_gives_it_a_plain_name(run: str) -> None:
+    if run in ("x" * 64, "a."):
+        return
+    with pytest.raises(ConfigError, match="run's name"):
+        Settings(run=run)
+    with pytest.raises(ConfigError, match="run's name"):
+        Operator.find(run) if hasattr(Operator, "find") else Settings(run=run)
+
+
+@pytest.mark.parametrize("run", ["../../x", "a/b", "\x00", "", "-rf"])
+def test_an_invitation_into_a_run_of_such_a_name_is_none(run: str) -> None:
+    with pytest.raises((ConfigError, ValueError)):
+        Invitation("tcp://h:1", bytes(32), bytes(range(32)), run, True).encode()
+
+
+BRISK = Deadlines(beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, report_s=2.0, connect_s=5.0)
+
+
+def test_members_of_such_names_write_nothing_but_the_model(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["../../x", "a/b", "-rf", "CON"]
+    results: dict[str, Any] = {}
+
+    def work(group: LocalGroup, name: str) -> None:
+        try:
+            with group.join(name, export_dir=str(tmp_path / "export")) as grid:
+                net = nn.Linear(1, 1)
+                optimizer = grid.optimizer(
+                    torch.optim.SGD(net.parameters(), lr=0.1), net, exchange=gridtrain.Dense()
+                )
+                for x in grid.batches(torch.ones(8, 1), batch_size=1, steps=2):
+                    net(x).sum().backward()
+                    optimizer.step()
+                    grid.report(**{"../../y": 1.0})
+            results[name] = "done"
+        except BaseException as error:
+            results[name] = error
+
+    with LocalGroup(min_workers=len(names), deadlines=BRISK) as group:
+        threads = [threading.Thread(target=work, args=(group, name), daemon=True) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20.0)
+    assert results == dict.fromkeys(names, "done")
+    written = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
+    assert written == ["export/final.safetensors"]

@@ -1,0 +1,346 @@
+"""Nothing from the network or from a file is executed: safetensors, msgpack and JSON, and nothing else.
+
+First the source is read with `ast`: what could execute data is not there, and whatever reads is one of the
+three.  Then it is tried: a pickle that would leave a mark is put wherever bytes of others are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gridtrain.errors import GridtrainError, RemoteProtocolError
+from gridtrain.optim import state_sync
+from gridtrain.protocol.collective import AddSlice, Source, StoreOf
+from gridtrain.protocol.invitation import Invitation
+from gridtrain.protocol.messages import StateBlock
+from gridtrain.runtime.buffers import DenseWorkspace, GatherWorkspace
+from gridtrain.runtime.client import _parsed
+from gridtrain.runtime.statefeed import StateIntake, cut
+from gridtrain.transport.curve import Identity
+from gridtrain.wire.codec import decode
+from gridtrain.wire.sparse import ValueKind, encode
+from gridtrain.wire.sparse import decode as decode_sparse
+from gridtrain_coordinator.store import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("gridtrain", "coordinator/gridtrain_coordinator", "worker/gridtrain_worker", "examples", "benchmarks")
+HERE = Path(__file__).resolve()
+
+# -- what the source says --------------------------------------------------------------------------
+
+EXECUTORS = {
+    *("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml", "code"),
+    *("multiprocessing", "torch.package", "torch.hub", "torch.jit", "runpy", "imp"),
+}
+"""Modules that execute what they read, or send objects by pickling them."""
+
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+READERS = {"load", "loads", "load_file", "unpackb", "unpack", "Unpacker", "safe_load", "fromfile"}
+ALLOWED_READERS = {"json", "msgpack", "safetensors.torch", "struct"}
+
+BY_NAME = {
+    "gridtrain/__init__.py": "the facade's own table",
+    "gridtrain/cli/main.py": "the command line's own table",
+    "gridtrain/testing/defences.py": "the table of defences",
+}
+"""Who may call `importlib.import_module`, and where the name comes from: never from data."""
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted(path for path in (ROOT / folder).rglob("*.py") if path != HERE)
+
+
+def dangers(tree: ast.Module, where: str) -> Iterator[str]:
+    """"line: what" for all that could execute data."""
+    modules = imported_modules(tree)
+    for name, line in modules.values():
+        if any(name == banned or name.startswith(banned + ".") for banned in EXECUTORS):
+            yield f"{line}: imports {name}"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in BUILTINS or called.removeprefix("builtins.") in BUILTINS:
+            yield f"{node.lineno}: calls {called}"
+        elif called.endswith("import_module") and where not in BY_NAME:
+            yield f"{node.lineno}: imports by name"
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in READERS:
+            holder = ast.unparse(node.func.value)
+            first = holder.split(".")[0]
+            reader = modules.get(holder, modules.get(first, ("", 0)))[0]
+            if first in modules and holder not in ALLOWED_READERS and reader not in ALLOWED_READERS:
+                yield f"{node.lineno}: reads with {called}"
+        if any(word.arg == "allow_pickle" and not is_false(word.value) for word in node.keywords):
+            yield f"{node.lineno}: {called} with allow_pickle"
+
+
+def is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def imported_modules(tree: ast.Module) -> dict[str, tuple[str, int]]:
+    """Local name: (what it names, line)."""
+    found: dict[str, tuple[str, int]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found[alias.asname or alias.name.split(".")[0]] = (alias.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = (f"{node.module}.{alias.name}", node.lineno)
+    return found
+
+
+def found_in(paths: Iterator[Path]) -> list[str]:
+    wrong = []
+    for path in paths:
+        where = path.relative_to(ROOT).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        wrong += [f"{where}:{danger}" for danger in dangers(tree, where)]
+    return wrong
+
+
+def test_nothing_in_the_product_executes_data() -> None:
+    assert found_in(sources(*PRODUCT)) == []
+
+
+def test_nor_do_the_helpers_of_the_tests() -> None:
+    helpers = (path for path in sources("tests") if not path.name.startswith("test_"))
+    assert found_in(helpers) == []
+
+
+def test_the_exceptions_are_all_needed() -> None:
+    for where in BY_NAME:
+        assert "import_module" in (ROOT / where).read_text(encoding="utf-8"), where
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from torch import package",
+        "from multiprocessing import Process",
+        "def f():\n    from marshal import loads",
+        "import yaml",
+        "eval('1')",
+        "exec(text)",
+        "compile(text, '', 'exec')",
+        "__import__(name)",
+        "import builtins\nbuiltins.eval(text)",
+        "import importlib\nimportlib.import_module(name)",
+        "import torch\ntorch.load(path)",
+        "import torch\ntorch.load(path, weights_only=True)",
+        "import numpy as np\nnp.load(path)",
+        "import numpy as np\nnp.fromfile(path)",
+        "read(path, allow_pickle=True)",
+    ],
+)
+def test_it_would_be_seen(source: str) -> None:
+    assert len(list(dangers(ast.parse(source), "x.py"))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import json\njson.loads(text)",
+        "import safetensors.torch\nsafetensors.torch.load(data)",
+        "import re\nre.compile('a')",
+        "self.averages.load(workspace)",
+        "feedback.load(state)",
+    ],
+)
+def test_what_is_harmless_is_not_seen(source: str) -> None:
+    assert list(dangers(ast.parse(source), "x.py")) == []
+
+
+# -- what happens ----------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+N = 64
+FROM_1 = Source(1, 1, 2, 1)
+
+
+def model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Linear(2, 1)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def as_header(bomb: bytes, _: Path) -> None:
+    decode([bomb])
+
+
+def as_payload_of_a_sparse_exchange(bomb: bytes, _: Path) -> None:
+    decode_sparse(bomb, n=N, max_entries=N, kind=ValueKind.FP16)
+
+
+def as_payload_of_a_gather(bomb: bytes, _: Path) -> None:
+    own = encode(*state_of_nothing(), n=N, kind=ValueKind.FP16)
+    GatherWorkspace(0, 2, own, n=N, k=N, kind=ValueKind.FP16).apply(StoreOf(1, bomb, FROM_1))
+
+
+def as_a_dense_slice(bomb: bytes, _: Path) -> None:
+    import numpy as np
+
+    DenseWorkspace(np.zeros(N, np.float32), 2).apply(AddSlice(0, 0, bomb, FROM_1))
+
+
+def state_of_nothing() -> Any:
+    import numpy as np
+
+    return np.empty(0, np.int64), np.empty(0, np.float32)
+
+
+def as_blocks_of_a_state(bomb: bytes, _: Path) -> None:
+    intake = StateIntake()
+    for index, block in enumerate(blocks := cut([bomb])):
+        intake.take(StateBlock(1, 1, index, len(blocks), block))
+    _, _, blobs = intake.blobs()
+    state_sync.restore(blobs, *model(), {})
+
+
+def as_the_table_of_a_state(bomb: bytes, _: Path) -> None:
+    StateIntake().take(StateBlock(1, 1, 0, 2, bomb))
+
+
+def as_a_states_json(bomb: bytes, _: Path) -> None:
+    state_sync.restore([struct.pack("<Q", len(bomb)), bomb], *model(), {})
+
+
+def as_a_states_tensors(bomb: bytes, _: Path) -> None:
+    net, optimizer = model()
+    length, text, _tensors = state_sync.capture(net, optimizer, {})
+    state_sync.restore([length, text, bomb], net, optimizer, {})
+
+
+def as_a_status(bomb: bytes, _: Path) -> None:
+    _parsed("tcp://h:1", bomb)
+
+
+def as_an_invitation(bomb: bytes, _: Path) -> None:
+    Invitation.decode("gridtrain1:" + bomb.hex())
+
+
+def as_a_key_file(bomb: bytes, folder: Path) -> None:
+    path = folder / "worker.key"
+    path.write_bytes(bomb)
+    path.chmod(0o600)
+    Identity.read(path)
+
+
+def as_a_journal(bomb: bytes, folder: Path) -> None:
+    path = folder / "journal.sqlite"
+    path.write_bytes(bomb)
+    path.chmod(0o600)
+    Store.open(path)
+
+
+PLACES: list[Callable[[bytes, Path], None]] = [
+    as_header,
+    as_payload_of_a_sparse_exchange,
+    as_payload_of_a_gather,
+    as_a_dense_slice,
+    as_blocks_of_a_state,
+    as_the_table_of_a_state,
+    as_a_states_json,
+    as_a_states_tensors,
+    as_a_status,
+    as_an_invitation,
+    as_a_key_file,
+    as_a_journal,
+]
+
+
+def by_pickle(bomb: Bomb) -> bytes:
+    return pickle.dumps(bomb)
+
+
+def by_torch(bomb: Bomb) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"state": bomb}, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("made", [by_pickle, by_torch])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_a_pickle_does_nothing_anywhere(
+    place: Callable[[bytes, Path], None], made: Callable[[Bomb], bytes], tmp_path: Path
+) -> None:
+    mark = tmp_path / "executed"
+    with pytest.raises(GridtrainError):
+        place(made(Bomb(mark)), tmp_path)
+    assert not mark.exists()
+
+
+def test_the_bomb_works(tmp_path: Path) -> None:
+    """Else the tests above would show nothing."""
+    mark = tmp_path / "executed"
+    pickle.loads(by_pickle(Bomb(mark)))
+    assert mark.exists()
+    other = tmp_path / "executed by torch"
+    torch.load(io.BytesIO(by_torch(Bomb(other))), weights_only=False)
+    assert other.exists()
+
+
+# -- a document that is JSON, and no state ---------------------------------------------------------
+
+JUNK: list[Any] = [None, 5, 1e308, "x", [], {}, {"list": []}, {"dict": []}, {"tensor": "99"}, {"tensor": []}]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+@pytest.mark.parametrize("key", ["parameters", "buffers", "optimizer", "trackers"])
+def test_a_part_of_a_state_that_is_something_else_is_refused(key: str, junk: Any) -> None:
+    import json
+
+    net, optimizer = model()
+    before = state_sync.digest(net, optimizer)
+    _, text, tensors = state_sync.capture(net, optimizer, {})
+    document = json.loads(text)
+    if (key, junk) in [("buffers", {"dict": []}), ("trackers", {})]:
+        return  # that is what they are here
+    document[key] = junk
+    changed = json.dumps(document).encode()
+    with pytest.raises(RemoteProtocolError):
+        state_sync.restore([struct.pack("<Q", len(changed)), changed, tensors], net, optimizer, {})
+    assert state_sync.digest(net, optimizer) == before
+
+
+@pytest.mark.parametrize("junk", [*JUNK, {"dict": [[True, 1], ["a", 1]]}], ids=repr)
+@pytest.mark.parametrize("at", ["state", "param_groups"])
+def test_a_part_of_an_optimizers_state_that_is_something_else_is_refused(at: str, junk: Any) -> None:
+    import json
+
+    net, optimizer = model()
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    _, text, tensors = state_sync.capture(net, optimizer, {})
+    document = json.loads(text)
+    for entry in document["optimizer"]["dict"]:
+        if entry[0] == at:
+            entry[1] = junk
+    changed = json.dumps(document).encode()
+    if (at, junk) == ("state", {"dict": []}):
+        return  # an optimizer that has not made a step
+    with pytest.raises(RemoteProtocolError):
+        state_sync.restore([struct.pack("<Q", len(changed)), changed, tensors], net, optimizer, {})
