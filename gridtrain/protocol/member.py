@@ -99,6 +99,7 @@ class MemberCore:
         self._pages: dict[int, m.Roster] = {}
         self._early_requests: dict[m.PeerId, m.StateRequest] = {}
         self._up: set[m.PeerId] = set()
+        self._dialled: set[m.PeerId] = set()  # connected or not: the loop keeps trying until HangUp
         self._expected: dict[m.PeerId, int] = {}  # who may measure its link to us, since which generation
         self._offenders: set[m.PeerId] = set()  # of this generation
         self._formed_s = math.inf  # when the way into the generation began; infinite: NoRoute is sent
@@ -381,8 +382,7 @@ class MemberCore:
         }
         self._offenders.clear()
         self._formed_s = now_s
-        effects += [HangUp(peer) for peer in sorted(self._up - self.acquaintances)]
-        effects += self._dials(seat)
+        effects += self._let_go() + self._dials(seat)
         early, self._early_requests = self._early_requests, {}
         for peer, request in early.items():
             effects += self._heard(peer, request, 0, now_s)
@@ -393,8 +393,29 @@ class MemberCore:
         needed = {seat.roster[rank].peer for rank in self._needed()}
         ways = {member.peer: member.address for member in seat.roster}
         relays = {relay for peer in needed if (relay := relay_of(ways[peer])) is not None}
-        wanted = (needed | relays) - self._up - {self.coordinator}
-        return [Dial(peer, ways[peer]) for peer in sorted(wanted) if ways.get(peer)]
+        return self._dial([(peer, ways.get(peer, "")) for peer in sorted(needed | relays)])
+
+    def _dial(self, peers: Sequence[tuple[m.PeerId, str]]) -> list[Effect]:
+        """Whoever has no address will come, or is reached through the coordinator, or is there already."""
+        wanted = [
+            (peer, address)
+            for peer, address in peers
+            if address and peer not in self._up and peer != self.coordinator
+        ]
+        self._dialled.update(peer for peer, _ in wanted)
+        return [Dial(peer, address) for peer, address in wanted]
+
+    def _let_go(self) -> list[Effect]:
+        """Of whom we do not deal with any more.
+
+        A connection that was accepted stays until the other side lets go of it, or says something, which
+        the transport's gate then cuts: closed from here alone, the other would believe in it and, back in
+        the group, not dial again.
+        """
+        strangers = self._dialled - self.acquaintances
+        self._dialled -= strangers
+        self._up -= strangers
+        return [HangUp(peer) for peer in sorted(strangers)]
 
     def _expect(self, peers: Sequence[tuple[m.PeerId, str]]) -> list[Effect]:
         """Workers outside of the generation that measure their links, or whose links we measure."""
@@ -403,7 +424,7 @@ class MemberCore:
             self._expected[peer] = self.generation
         for peer in list(self._expected)[:-MAX_EXPECTED]:
             del self._expected[peer]
-        return [Dial(peer, address) for peer, address in peers if address and peer not in self._up]
+        return self._dial(peers)
 
     def _no_route(self, seat: Seat, missing: Sequence[m.PeerId]) -> list[Effect]:
         """Whoever was told how to connect, and could not, says so: there may be another way."""
@@ -424,6 +445,7 @@ class MemberCore:
             return [Note("offence", {"peer": "the coordinator", "reason": reason})]
         text = f"peer {peer.hex()[:8]} broke the protocol: {reason}"
         self._up.discard(peer)
+        self._dialled.discard(peer)
         if peer in self._offenders:
             return [HangUp(peer)]
         self._offenders.add(peer)
@@ -529,6 +551,8 @@ class MemberCore:
             self.welcomed = False
             return [Note("coordinator_away", {"reason": reason})]
         rank = self.seat.rank_of(peer) if self.seat is not None else None
+        if self.seat is not None and self.stage is Stage.FORMING:
+            return self._dials(self.seat)  # it was there when the VIEW came, so nobody had dialled it
         if self.stage is not Stage.RUNNING or rank not in self._needed():
             return []
         self._edges_down_since_s = now_s

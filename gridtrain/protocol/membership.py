@@ -26,7 +26,6 @@ from gridtrain.errors import ConfigError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import (
-    CallBack,
     CalledBack,
     Dismiss,
     Effect,
@@ -46,8 +45,8 @@ from gridtrain.protocol.planner import order_ring
 from gridtrain.protocol.recovery import Recovered, generation_entry
 from gridtrain.protocol.roll import Worker, differences, latencies, shares
 from gridtrain.protocol.round import HISTORY_START
-from gridtrain.protocol.routes import Place, Routes, candidates, relay_of
 from gridtrain.protocol.verdict import Outcome, judge
+from gridtrain.protocol.whereabouts import Whereabouts
 
 ROSTER_PAGE = 128
 STALLS_BEFORE_REMOVAL, STALLS_BEFORE_THE_END = 3, 6
@@ -96,9 +95,7 @@ class Membership:
         self._software = software
         self._min_workers = min_workers
         self._workers: dict[m.PeerId, Worker] = {}
-        self._hosts: dict[m.PeerId, str] = {}  # where the connections that stand come from
-        self._routes = Routes(me)
-        self._relays: tuple[m.PeerId, ...] = ()  # of the generation
+        self._whereabouts = Whereabouts(me)
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
         self._making = _Making.NONE
@@ -148,13 +145,13 @@ class Membership:
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         match event:
             case Up(peer, host):
-                self._hosts[peer] = host
+                self._whereabouts.came(peer, host)
                 worker = self._workers.get(peer)
                 if worker is not None:
                     worker.lost_s, worker.heard_s = None, now_s
                 effects: list[Effect] = []
             case Lost(peer, _):
-                self._hosts.pop(peer, None)
+                self._whereabouts.went(peer)
                 worker = self._workers.get(peer)
                 if worker is not None:
                     worker.lost_s = now_s
@@ -209,7 +206,7 @@ class Membership:
             "facts": dict(self._reference.facts) if self._reference else {},
             "plan_reason": self._plan_reason,
             "members": [
-                {**w.line(rank_of.get(w.peer), self._roster, now_s), "reach": self._routes.reach(w.peer)}
+                {**w.line(rank_of.get(w.peer), self._roster, now_s), "reach": self._whereabouts.reach(w.peer)}
                 for w in self._workers.values()
             ],
             "events": [dict(event) for event in self._events],
@@ -274,7 +271,7 @@ class Membership:
                 peer,
                 "wrong-run",
                 f'this coordinator serves the run "{self.run}", not "{join.run}"',
-                f"join with --run {self.run}, or ask for the address of the other run's coordinator",
+                f'ask the owner of "{join.run}" for an invitation to it',
             )
         if self.phase is RunPhase.FINISHED:
             return self._too_late(peer)
@@ -289,44 +286,18 @@ class Membership:
         state = Send(peer, m.RunState(str(self.phase), self.reason))
         note = Note("info", "joined", {"name": join.name, "peer": peer.hex()[:12], "address": join.address})
         welcome = Send(peer, m.Welcome(self.term, self.run, self._software))
-        return [note, welcome, state, *self._locate(worker, join.relay), *self._repeat(peer)]
-
-    def _locate(self, worker: Worker, relays: bool) -> list[Effect]:
-        """Call back, to learn whether others can reach the worker; nothing if it is where it was."""
-        here = Place(worker.address, self._hosts.get(worker.peer, ""), "", relays)
-        known = self._routes.place(worker.peer)
-        if known is not None and replace(known, proven="") == here:
-            worker.placed = True
-            return []
-        self._routes.learn(worker.peer, here)
-        worker.placed = False
-        return [CallBack(worker.peer, candidates(here))]
+        return [note, welcome, state, *self._whereabouts.locate(worker, join.relay), *self._repeat(peer)]
 
     def _called_back(self, peer: m.PeerId, address: str, now_s: float) -> list[Effect]:
-        worker, place = self._workers.get(peer), self._routes.place(peer)
-        if worker is None or place is None or worker.placed:
+        worker = self._workers.get(peer)
+        if worker is None or not (told := self._whereabouts.called_back(worker, address)):
             return []
-        if address and address not in candidates(place):
-            return []  # it has joined again since, from elsewhere: another answer follows
-        self._routes.learn(peer, replace(place, proven=address))
-        worker.placed = True
-        fields = {"name": worker.name, "reachable": bool(address), "address": address or place.claimed}
-        effects: list[Effect] = [Note("info", "called_back", fields), Send(peer, m.Reach(address))]
-        return effects + (self._introduce(worker, now_s) if worker.setup is not None else [])
+        return told + (self._introduce(worker, now_s) if worker.setup is not None else [])
 
     def _introduce(self, worker: Worker, now_s: float) -> list[Effect]:
-        """The newcomer measures its links to those that are there; they are told to expect it."""
-        others = [w.peer for w in self._workers.values() if w.admitted and w is not worker][:MAX_PROBES]
-        relays = self._routes.willing(others)
-        effects: list[Effect] = []
-        for other in others:
-            way = self._routes.address(other, worker.peer, relays)
-            relay = relay_of(way)
-            through = [(relay, self._routes.address(other, relay, relays))] if relay in others else []
-            effects.append(Send(other, m.Expect(((worker.peer, way), *through))))
         worker.probe_until_s = now_s + self._deadlines.probe_s
-        probe = tuple((other, self._routes.address(worker.peer, other, relays)) for other in others)
-        return [*effects, Send(worker.peer, m.Admitted(probe))]
+        others = [w.peer for w in self._workers.values() if w.admitted and w is not worker]
+        return self._whereabouts.introduce(worker.peer, others[:MAX_PROBES])
 
     def _no_route(self, worker: Worker, message: m.NoRoute) -> list[Effect]:
         """Members that cannot connect: the next generation takes another way between them."""
@@ -337,7 +308,7 @@ class Membership:
         others = sorted(members & set(message.peers) - {worker.peer})
         if not others:
             return []
-        tried = [self._routes.block(worker.peer, other, self._relays) for other in others]
+        tried = self._whereabouts.give_up(worker.peer, others)
         names = ", ".join(self._workers[p].name if p in self._workers else p.hex()[:8] for p in others)
         self._change = self._change or f"{worker.name} cannot reach {names} as planned"
         if self._making is _Making.FORMING:
@@ -440,7 +411,7 @@ class Membership:
         level, event = ("info", "left") if left else ("warning", "lost")
         effects: list[Effect] = [Note(level, event, {"name": worker.name, "reason": reason})]
         if dismiss:
-            self._routes.forget(peer)
+            self._whereabouts.forget(peer)
         if dismiss and not left and not told:
             effects.append(Send(peer, m.Refused("dismissed", reason, "restart this worker to join again")))
         self._miss(peer, f"{worker.name} {reason}", dismiss)
@@ -546,7 +517,7 @@ class Membership:
         peers = sorted(taking_part, key=self._seniority)
         plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
-        self._relays = self._routes.willing(plan.order)
+        self._whereabouts.plan(plan.order)
         self.generation += 1
         ordered = [self._workers[peer] for peer in plan.order]
         total = self._reference.global_batch_size if self._reference is not None else None
@@ -589,10 +560,7 @@ class Membership:
     def _view_messages(self, viewer: m.PeerId) -> list[m.Message]:
         """The Roster with each member's address as `viewer` is to use it, and the View."""
         assert self._view is not None
-        told = tuple(
-            replace(x, address=self._routes.address(viewer, x.peer, self._relays) if x.peer != viewer else "")
-            for x in self._roster
-        )
+        told = self._whereabouts.told(viewer, self._roster)
         pages = [told[i : i + ROSTER_PAGE] for i in range(0, len(told), ROSTER_PAGE)]
         rosters = [
             m.Roster(self.term, self.generation, page, len(pages), members)

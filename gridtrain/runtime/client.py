@@ -70,7 +70,7 @@ class CoordinatorClient:
         transport: to ask over; it is closed at the end.  None: ZeroMQ.
 
     Raises:
-        ConfigError: `address` has no known form.
+        ConfigError: `address` has no known form, or leads off this machine without encryption.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CoordinatorClient:
             transport.dial(key, address)
         except TransportError as error:
             transport.close()
-            raise _unreachable(address, error.reason) from None
+            raise ConfigError(error.reason, remedy=error.remedy) from None
 
     def __enter__(self) -> CoordinatorClient:
         return self

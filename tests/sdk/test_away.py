@@ -37,7 +37,7 @@ class Scene:
 
     def __init__(self, group: Any, cut: tuple[int, ...]) -> None:
         self.group, self.cut = group, cut
-        self.away, self.ready = threading.Event(), threading.Barrier(3)
+        self.away, self.healed, self.ready = threading.Event(), threading.Event(), threading.Barrier(3)
         self.keys: dict[int, bytes] = {}
 
     def train(self, grid: gridtrain.Grid, number: int) -> tuple[int, int, str, float]:
@@ -63,6 +63,10 @@ class Scene:
                 # With worker 1 or without it: the coordinator needs a moment to notice.
                 assert grid._session._driver.wait(lambda picture: picture.world_size == 2, 10.0)
                 self.heal(coordinator)
+                self.healed.set()
+            if grid.step == 40 and number == 0 and self.healed.is_set():
+                # Steps take a millisecond here: without this the run could end before anybody is back.
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 3, 10.0)
             ((model(x) - y) ** 2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()

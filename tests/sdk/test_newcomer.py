@@ -7,13 +7,13 @@ The command line's own mistakes are in tests/cli, the agent's in tests/worker.
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -23,42 +23,78 @@ from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
-    GridtrainError,
     JoinRefused,
     TransportError,
 )
 from gridtrain.optim import grid as grid_module
 from gridtrain.optim.grid import Grid
+from gridtrain.protocol.door import Door
+from gridtrain.protocol.invitation import Invitation
+from gridtrain.protocol.messages import PeerId
+from gridtrain.runtime.acquaintances import Acquaintances
+from gridtrain.runtime.entry import NOT_VALID, enrol
+from gridtrain.runtime.operator import Contact, Operator
 from gridtrain.transport import zeromq
+from gridtrain.transport.curve import Identity
+from gridtrain.transport.stack import over
 from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.reception import gate_of
 from gridtrain_coordinator.store import Store
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 60.0
 IMPATIENT = Deadlines(connect_s=0.5)
+SOFTWARE = "gridtrain test"
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A coordinator of the run "default", and its operator."""
+
+    address: str
+    key: PeerId
+    operator: Identity
+
+    def invitation(self, uses: int = 9, **changed: object) -> Invitation:
+        contact = Contact(self.address, self.address, self.key, "default", True, self.operator)
+        with Operator(contact) as operator:
+            return replace(operator.invite(uses, 60.0), **changed)  # type: ignore[arg-type]
+
+
+StartCoordinator = Callable[..., Desk]
 
 
 @pytest.fixture
-def start_coordinator() -> Iterator[Callable[..., str]]:
-    """Serves the run "default" until the end of the test; returns its address."""
+def start_coordinator() -> Iterator[StartCoordinator]:
+    """Serves until the end of the test."""
     stop, threads = threading.Event(), []
 
-    def start(*, min_workers: int = 1) -> str:
-        transport = ZeroMQTransport(secrets.token_bytes(32), "gridtrain test")
-        address = transport.listen("tcp://127.0.0.1:0")
+    def start(*, min_workers: int = 1) -> Desk:
+        identity, operator = Identity.generate(), Identity.generate()
+        door = Door(operator=operator.public, coordinator=identity.public)
+        transport = over(ZeroMQTransport(identity, SOFTWARE, gate=gate_of(door, time.time)), identity)
+        desk = Desk(transport.listen("tcp://127.0.0.1:0"), identity.public, operator)
+        store = Store.open(":memory:")
         daemon = Coordinator.of_run(
-            transport, Store.open(":memory:"), min_workers=min_workers, address=address
+            transport, store, door, operator=operator.public, min_workers=min_workers, address=desk.address
         )
         threads.append(threading.Thread(target=daemon.run, args=(stop,)))
         threads[-1].start()
-        return address
+        return desk
 
     yield start
     stop.set()
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the keys of this test's workers lie."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -72,44 +108,119 @@ def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def join(address: str, **options: str) -> Grid:
-    """As `gridtrain.join`, with less patience."""
-    config = JoinConfig.from_environment({}, coordinator=address, name="anna", **options)
-    transport = ZeroMQTransport(secrets.token_bytes(32), "gridtrain test")
-    return Grid(transport, replace(config, deadlines=IMPATIENT))
+def config_of(address: str, key: PeerId, **options: str) -> JoinConfig:
+    given = {"coordinator": address, "coordinator_key": key.hex(), "identity": "in memory", "name": "anna"}
+    return JoinConfig.from_environment({}, **given | options)
 
 
-# -- the address -----------------------------------------------------------------------------------------
+def grid_of(config: JoinConfig, identity: Identity, kind: type[ZeroMQTransport] = ZeroMQTransport) -> Grid:
+    acquaintances = Acquaintances(bytes.fromhex(config.coordinator_key))
+    return Grid(over(kind(identity, SOFTWARE, gate=acquaintances), identity), config, acquaintances)
 
 
-def test_a_script_without_an_agent_and_without_an_address() -> None:
+def join(address: str, invited: Invitation | None = None, **options: str) -> Grid:
+    """As `gridtrain.join` does once a key was let in, with less patience."""
+    key = invited.coordinator if invited is not None else bytes(32)
+    identity = Identity.generate()
+    if invited is not None:
+        enrol(invited, identity.public, 10.0)
+    return grid_of(replace(config_of(address, key, **options), deadlines=IMPATIENT), identity)
+
+
+# -- the invitation ----------------------------------------------------------------------------------------
+
+
+def test_a_script_without_an_agent_and_without_an_invitation() -> None:
     done = run(sys.executable, "-c", "import gridtrain; gridtrain.join()")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "gridtrain.errors.ConfigError: no coordinator is named -> start the script with `gridtrain worker "
-        "tcp://HOST:7700 -- python train.py`, or set GRIDTRAIN_COORDINATOR=tcp://HOST:7700"
+        "gridtrain.errors.ConfigError: this script does not know which run to join -> start it with "
+        "`gridtrain worker INVITATION -- python train.py`, or pass the invitation: "
+        'gridtrain.join("gridtrain1:...")'
     )
 
 
-@pytest.mark.parametrize("address", ["http://10.0.0.5", "10.0.0.5:", "tcp://10.0.0.5:7700/run", "a b"])
-def test_a_malformed_address(address: str) -> None:
+@pytest.mark.parametrize("text", ["tcp://10.0.0.5:7700", "10.0.0.5", "", "a b"])
+def test_what_is_no_invitation(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        gridtrain.join(address)
+        gridtrain.join(text)
     assert str(caught.value) == (
-        f"an address is tcp://host:port, got {address!r} -> write for instance tcp://192.168.1.20:7700; "
-        "the coordinator prints its own"
+        f"{text.replace(' ', '')!r} is not an invitation, which begins with gridtrain1: -> "
+        "copy the whole line that the run's owner gave you"
     )
 
 
-def test_an_address_as_people_write_it(start_coordinator: Callable[..., str]) -> None:
-    with gridtrain.join(start_coordinator().removeprefix("tcp://")) as grid:
+def test_an_invitation_that_lost_its_end() -> None:
+    text = Invitation("tcp://10.0.0.5:7700", bytes(32), bytes(32), "default").text()
+    with pytest.raises(ConfigError, match=r"was cut short or changed on its way -> copy the whole line"):
+        gridtrain.join(text[:-5])
+
+
+def test_an_invitation_as_mail_programs_send_it(start_coordinator: StartCoordinator) -> None:
+    text = start_coordinator().invitation().text()
+    with gridtrain.join(f" <{text[:60]}\n{text[60:]}>") as grid:
         assert grid.step == 0
 
 
-@pytest.mark.parametrize("option", ["name", "run"])
-def test_a_name_too_long_for_the_wire(option: str) -> None:
+def test_the_same_invitation_finds_the_same_place_again(
+    start_coordinator: StartCoordinator, state: Path
+) -> None:
+    """Of one use: the machine's key is known from then on, and held by one grid at a time."""
+    text = start_coordinator().invitation(uses=1).text()
+    for _ in range(2):
+        gridtrain.join(text).close()
+    assert [key.name for key in state.rglob("*.key")] == ["worker-0.key"]
+    with gridtrain.join(text), pytest.raises(JoinRefused, match="not valid: it was used up") as caught:
+        gridtrain.join(text)
+    assert caught.value.code == "invitation"
+    assert len(list(state.rglob("*.key"))) == 2, "a second worker of this machine is somebody else"
+
+
+def test_an_invitation_of_another_coordinator(start_coordinator: StartCoordinator) -> None:
+    """Its key does not answer at that address: nobody there can pretend to be it."""
+    foreign = start_coordinator().invitation(coordinator=Identity.generate().public)
+    with pytest.raises(CoordinatorUnreachable, match=f"no coordinator can be reached at {foreign.address}"):
+        enrol(foreign, Identity.generate().public, 1.0)
+
+
+def test_a_token_that_nobody_gave(start_coordinator: StartCoordinator) -> None:
+    forged = start_coordinator().invitation(token=b"t" * 32)
+    with pytest.raises(JoinRefused) as caught:
+        gridtrain.join(forged.text())
+    assert str(caught.value) == f"{NOT_VALID} -> ask the run's owner for a new one"
+
+
+def test_a_run_in_the_clear_is_joined_only_on_purpose() -> None:
+    clear = Invitation("tcp://127.0.0.1:1", bytes(32), bytes(32), "default", encrypted=False)
+    with pytest.raises(
+        ConfigError, match=r'"default" is not encrypted, .* -> ask its owner for an encrypted'
+    ):
+        gridtrain.join(clear.text())
+    sealed = replace(clear, encrypted=True)
+    with pytest.raises(ConfigError, match=r'"default" is encrypted, .* -> leave --unencrypted out'):
+        gridtrain.join(sealed.text(), unencrypted=True)
+    away = replace(clear, address="tcp://192.0.2.1:7700")
+    with pytest.raises(ConfigError, match=r"'tcp://192.0.2.1:7700' without encryption: .* -> switch encr"):
+        gridtrain.join(away.text(), unencrypted=True)
+
+
+def test_a_key_file_that_others_may_read(start_coordinator: StartCoordinator, state: Path) -> None:
+    text = start_coordinator().invitation().text()
+    gridtrain.join(text).close()
+    (path,) = state.rglob("*.key")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError) as caught:
+        gridtrain.join(text)
+    assert caught.value.reason == f"the key file {path} has mode 644: others may read it"
+    assert f"chmod 600 {path}" in caught.value.remedy
+
+
+def test_a_name_too_long_for_the_wire(start_coordinator: StartCoordinator) -> None:
     with pytest.raises(ConfigError, match=r"^the name of .* is 65 bytes, .* must be at most 64 bytes"):
-        gridtrain.join("127.0.0.1", **{option: "x" * 65})
+        gridtrain.join(start_coordinator().invitation().text(), name="x" * 65)
+
+
+# -- the address -------------------------------------------------------------------------------------------
 
 
 def test_without_an_agent_it_listens_towards_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +233,9 @@ def test_without_an_agent_it_listens_towards_the_coordinator(monkeypatch: pytest
         ({}, "the way to tcp://10.0.0.9:7700"),
         ({"listen": "tcp://*:7701"}, "tcp://.:7701"),
     ):
-        config = JoinConfig.from_environment({}, coordinator="tcp://10.0.0.9:7700", **options)
+        config = config_of("tcp://10.0.0.9:7700", bytes(32), **options)
         with pytest.raises(TransportError, match=f"^told to listen at {told}$"):
-            Grid(Told(secrets.token_bytes(32), "gridtrain test"), config)
+            grid_of(config, Identity.generate(), Told)
 
 
 def test_nobody_is_there() -> None:
@@ -151,39 +262,46 @@ def test_somebody_else_is_there() -> None:
         ("7701", '-> an address looks like "tcp://\\*:7000", with port 0 for any free one'),
     ],
 )
-def test_where_to_listen(start_coordinator: Callable[..., str], listen: str, told: str) -> None:
+def test_where_to_listen(start_coordinator: StartCoordinator, listen: str, told: str) -> None:
     """And nothing is left behind: a second try with port 0 works, in the same process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        address = start_coordinator()
+        text = start_coordinator().invitation().text()
+        place = f"tcp://127.0.0.1:{server.getsockname()[1]}" if listen == "taken" else listen
         with pytest.raises(TransportError, match=f"^cannot listen at .*{told}"):
-            join(address, listen=f"tcp://127.0.0.1:{port}" if listen == "taken" else listen)
-        join(address, listen="tcp://127.0.0.1:0").close()
+            gridtrain.join(text, listen=place)
+        gridtrain.join(text, listen="tcp://127.0.0.1:0").close()
 
 
 # -- the run -----------------------------------------------------------------------------------------
 
 
-def test_another_runs_coordinator(start_coordinator: Callable[..., str]) -> None:
+def test_another_runs_coordinator(start_coordinator: StartCoordinator) -> None:
+    desk = start_coordinator()
     with pytest.raises(JoinRefused) as caught:
-        join(start_coordinator(), run="mine")
+        join(desk.address, desk.invitation(), run="mine")
     assert caught.value.code == "wrong-run"
     assert str(caught.value) == (
-        'this coordinator serves the run "default", not "mine" -> join with --run default, '
-        "or ask for the address of the other run's coordinator"
+        'this coordinator serves the run "default", not "mine" -> ask the owner of "mine" for an invitation to it'
     )
 
 
-def test_another_version(start_coordinator: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_is_not_let_in(start_coordinator: StartCoordinator) -> None:
+    """A key that never showed an invitation; the coordinator does not even greet it."""
+    desk = start_coordinator()
+    with pytest.raises(JoinRefused, match=r"does not let this worker in .* -> ask the run's owner") as caught:
+        grid_of(config_of(desk.address, desk.key), Identity.generate())
+    assert caught.value.code == "denied"
+
+
+def test_another_version(start_coordinator: StartCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator greets with protocol 9; who joins speaks 1."""
     with monkeypatch.context() as patch:
         patch.setattr(zeromq, "PROTOCOL_VERSION", 9)
-        address = start_coordinator()
-    with pytest.raises(GridtrainError) as caught:
-        join(address)
+        text = start_coordinator().invitation().text()
     told = r"protocol 9, this software speaks 1 .* -> install the same version of gridtrain on both machines"
-    with pytest.raises(GridtrainError, match=told):
-        raise caught.value
+    with pytest.raises(JoinRefused, match=told) as caught:
+        gridtrain.join(text)
+    assert caught.value.code == "version"
 
 
 # -- torch -------------------------------------------------------------------------------------------
@@ -246,17 +364,17 @@ for inputs, targets in grid.batches(data, batch_size=1, steps=6):
 """
 
 
-def test_a_script_that_raises(start_coordinator: Callable[..., str], tmp_path: Path) -> None:
+def test_a_script_that_raises(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
     """Its traceback and one line of the agent's; exit code 1.  The other worker goes on to the end."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    address = start_coordinator(min_workers=2)
+    invitation = start_coordinator(min_workers=2).invitation(uses=2).text()
 
     def agent(name: str, how: str) -> subprocess.Popen[str]:
         options = ("--name", name, "--export-dir", str(tmp_path / name))
         command = (sys.executable, "-u", str(script), how)
         return subprocess.Popen(
-            (sys.executable, "-m", "gridtrain.cli", "worker", address, *options, "--", *command),
+            (sys.executable, "-m", "gridtrain.cli", "worker", invitation, *options, "--", *command),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -283,11 +401,12 @@ def test_a_script_that_raises(start_coordinator: Callable[..., str], tmp_path: P
     assert (tmp_path / "anna" / "final.safetensors").exists()
 
 
-def test_a_script_that_is_refused(start_coordinator: Callable[..., str], tmp_path: Path) -> None:
+def test_a_script_that_is_refused(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
     """A mistake in the script's own calls ends in one sentence, too, under the agent as without it."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("steps=6", "steps=6, epochs=1"))
-    agent = (sys.executable, "-m", "gridtrain.cli", "worker", start_coordinator(), "--")
+    invitation = start_coordinator().invitation().text()
+    agent = (sys.executable, "-m", "gridtrain.cli", "worker", invitation, "--")
     done = run(*agent, sys.executable, str(script), "works")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -298,3 +417,23 @@ def test_a_script_that_is_refused(start_coordinator: Callable[..., str], tmp_pat
         "give grid.batches either epochs= or steps="
     )
     assert agents_line.startswith("gridtrain worker: the script ended with exit code 1 after ")
+
+
+def test_a_script_without_an_agent_trains_with_its_invitation(
+    start_coordinator: StartCoordinator, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    join_with = "join(sys.stdin.read(), export_dir='out')"
+    script.write_text(SCRIPT.replace("join()", join_with))
+    done = subprocess.run(
+        (sys.executable, str(script), "works"),
+        input=start_coordinator().invitation().text(),
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        env=environment(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"step {step} of a group of 1" for step in range(1, 7)]
+    assert (tmp_path / "out" / "final.safetensors").exists()

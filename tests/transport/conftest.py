@@ -185,10 +185,10 @@ def identity_of() -> Callable[[str], Identity]:
 def raw() -> Iterator[Callable[..., Any]]:
     """Makes ZeroMQ sockets that say whatever a test wants: `raw(kind, me="mallory", server=key("bert"))`."""
     context = zmq.Context()
-    made = []
 
     def make(kind: int, me: str = "", server: PeerId = b"") -> Any:
         socket = context.socket(kind)
+        socket.linger = 0  # also if it is collected before the end
         if me:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, identity(me).public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, identity(me).secret)
@@ -196,9 +196,6 @@ def raw() -> Iterator[Callable[..., Any]]:
         return socket
 
     yield make
-    for socket in made:
-        socket.disable_monitor()
-        socket.close(linger=0)
     context.destroy(linger=0)
 
 

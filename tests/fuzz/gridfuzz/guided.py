@@ -54,9 +54,9 @@ def fuzz(
     def change(data: bytes, most: int, seed: int) -> bytes:
         random = Random(seed)
         most = min(most, target.max_bytes)
-        if random.random() < 0.05:
+        if random.random() < 0.15:
             data = target.valid(random)
-        if target.change is not None and random.random() < 0.4:
+        if target.change is not None and random.random() < 0.5:
             return target.change(data, random)[:most]
         if random.random() < 0.6:
             out: bytes = atheris.Mutate(data[:most], most)
@@ -68,7 +68,8 @@ def fuzz(
         *map(str, folders),
         f"-seed={seed % 2**31 or 1}",
         f"-max_len={target.max_bytes}",
-        "-timeout=0",
+        "-timeout=86400",  # `Trial` goes by CPU time; libFuzzer's goes by the clock on the wall
+        f"-artifact_prefix={folders[0].parent}/",
         "-rss_limit_mb=0",
         "-verbosity=0",
         "-detect_leaks=0",

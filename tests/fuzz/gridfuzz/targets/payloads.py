@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import struct
 from random import Random
 
 import numpy as np
@@ -86,8 +87,8 @@ def _payload(random: Random, n: int, most: int, kind: ValueKind) -> bytes:
     scale = 2.0 ** random.choice((0, 0, -10, 30, -140, 127))
     few = random.random() < 0.4
     values = [random.choice((-2.0, -1.0, 1.0, 2.0)) if few else random.uniform(-2, 2) for _ in range(k)]
-    floats = np.array([v * scale for v in values], np.float32)
-    floats[~np.isfinite(floats)] = np.finfo(np.float32).max
+    largest = float(np.finfo(np.float32).max)
+    floats = np.array([max(-largest, min(largest, v * scale)) for v in values], np.float32)
     return encode(indices, floats, n=n, kind=kind)
 
 
@@ -107,17 +108,49 @@ def valid_merge(random: Random) -> bytes:
     return choices + len(first).to_bytes(2, "little") + first + _payload(random, n, most, kind)
 
 
+def change(data: bytes, random: Random) -> bytes:
+    """One field of the first payload's header, or of the format, becomes another."""
+    out = bytearray(data)
+    at = 3 if random.random() < 0.8 else random.randrange(3)
+    if len(out) < at + 8:
+        return data
+    if at < 3:
+        out[at] = random.randrange(256)
+        return bytes(out)
+    k, exponent, kind = struct.unpack_from("<IhH", out, at)
+    match random.randrange(3):
+        case 0:
+            k = random.choice((0, k + 1, abs(k - 1), 2 * k, 2**31, 2**32 - 1))
+        case 1:
+            exponent = random.choice((0, 1, -exponent, 113, 114, 200, -163, -164, 32767, -32768))
+        case _:
+            kind = random.choice((0, 1, 2, 3, 256, 65535))
+    struct.pack_into("<IhH", out, at, k & 2**32 - 1, exponent, kind)
+    return bytes(out)
+
+
+def change_merge(data: bytes, random: Random) -> bytes:
+    """As `change`, of either of the two payloads."""
+    size = 5 + int.from_bytes(data[3:5], "little")
+    first, second = data[5:size], data[size:]
+    if random.random() < 0.5:
+        first = change(data[:3] + first, random)[3:]
+    else:
+        second = change(data[:3] + second, random)[3:]
+    return data[:3] + len(first).to_bytes(2, "little") + first + second
+
+
 _TOKENS = (b"\xff\xff\xff\xff", b"\0\0\0\x80", b"\xff\x7f", b"\0\x7c", b"\x01\0", b"\0\0\xc0\x7f", b"\0\0\x80\x7f")
 
 TARGETS = (
-    Target("sparse", "payloads of sparse exchanges", run, valid, ("gridtrain.wire.sparse",), None, _TOKENS),
+    Target("sparse", "payloads of sparse exchanges", run, valid, ("gridtrain.wire.sparse",), change, _TOKENS),
     Target(
         "merge",
         "two payloads, summed and cut",
         run_merge,
         valid_merge,
         ("gridtrain.sparsify.merge", "gridtrain.wire.sparse"),
-        None,
+        change_merge,
         _TOKENS,
     ),
 )

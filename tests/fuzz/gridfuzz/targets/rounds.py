@@ -67,6 +67,10 @@ class Play:
                 self.progress += 1
                 rank = self.any_rank()
                 self.progressed(rank, m.Progress(self.some_round(), self.progress))
+            case 10:  # somebody is at the next step already, or says so
+                here = self.here
+                ahead = m.RoundId(here.term, here.generation, here.step + 1, 0)
+                self.hear(self.any_rank(), m.Data(ahead, CHANNEL, m.Place(m.Phase.REDUCE), False, b""))
             case _:
                 classes = (m.Data, m.Vote, m.Decision)
                 hints = {

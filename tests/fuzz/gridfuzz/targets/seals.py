@@ -120,12 +120,17 @@ def run(data: bytes) -> bool:
 
 def valid(random: Random) -> bytes:
     """One calls, they agree, and talk; with what the relay does in between."""
-    start = bytes((0, 0, 1, 1, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0))
-    rest = bytearray()
-    for _ in range(random.randrange(30)):
-        rest += bytes((random.randrange(2), random.choice((11, 11, 1, 1, 2, 5, 6, 7)))) + random.randbytes(2)
-    return bytes([random.randrange(256)]) + start[: random.choice((0, 14, 14, 14))] + bytes(rest)
+    talk = bytearray((random.randrange(256), *CALL, *ANSWER, *CONFIRM, *STAND))
+    for _ in range(random.randrange(12)):
+        side = random.randrange(2)
+        talk += bytes((side, 11, random.choice((0, 1, 2, 3)), random.randrange(2), random.randrange(2)))
+        talk += bytes((1 - side, 1, 2))
+        if random.random() < 0.3:
+            talk += bytes((random.randrange(2), random.randrange(12))) + random.randbytes(2)
+    return bytes(talk)
 
+
+CALL, ANSWER, CONFIRM, STAND = (0, 0), (1, 1, 0), (0, 1, 0), (1, 1, 2)
 
 TARGETS = (
     Target(

@@ -108,9 +108,10 @@ def run_addresses(data: bytes) -> bool:
 
 
 def valid_address(random: Random) -> bytes:
-    host = random.choice(("127.0.0.1", "[::1]", "[fe80::1%eth0]", "host.example", "a_b", "*", "-x", ".."))
-    text = random.choice(("tcp://", "", "relay:", "memory://")) + host + random.choice(("", ":1", ":7700", ":65536"))
-    return random.choice((text, "relay:" + random.randbytes(32).hex(), "10.0.0.7\0" + text, f" {text}\n")).encode()
+    host = random.choice(("127.0.0.1", "[::1]", "[fe80::1%eth0]", "host.example", "a_b", "host.example", "*", ".."))
+    address = random.choice(("tcp://", "")) + host + random.choice(("", ":1", ":7700", ":65536"))
+    others = ("relay:" + random.randbytes(32).hex(), "10.0.0.7\0" + address, f" {address}\n", "memory://x")
+    return (address if random.random() < 0.6 else random.choice(others)).encode()
 
 
 # -- invitation: input is UTF-8 --------------------------------------------------------------------

@@ -1,0 +1,145 @@
+"""What the honest workers run: an ordinary training loop that says what happens to it.
+
+    python -m hostile.honest '{"steps": 100}'      see `Options`; under `gridtrain worker`
+
+Each line of stdout is one JSON object; `mark` names it:
+
+    loaded    torch is imported, `pid` is this process; the gate, if there is one, is waited for
+    joined    the coordinator has welcomed this worker; `took_s` since it was asked
+    member    the first step is open
+    outcome   of an attempt: `round` = [generation, step, attempt], `committed`, `model` = a digest of it
+    holding   the loop stands still before step `held_step`, until its gate opens
+    end       the ledger ended the run
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gridtrain
+from gridtrain.optim import state_sync
+
+FEATURES, CLASSES, SAMPLES = 16, 8, 1280
+
+
+@dataclass(frozen=True)
+class Options:
+    """One JSON object on the command line.
+
+    Attributes:
+        width: of the two hidden layers.
+        join_gate, step_gate: FIFOs; a byte in one lets the worker join, or begin step `held_step`.
+    """
+
+    exchange: str = "dense"
+    width: int = 128
+    batch_size: int = 8
+    steps: int = 1_000_000
+    join_gate: str = ""
+    step_gate: str = ""
+    held_step: int = -1
+
+
+EXCHANGES = {
+    "dense": gridtrain.Dense(),
+    "topk": gridtrain.TopK(density=0.25, momentum=0.9),
+    "gtopk": gridtrain.GTopK(density=0.25, momentum=0.9),
+}
+
+
+def say(mark: str, **fields: object) -> None:
+    """One write for one line: two threads cannot mix theirs."""
+    line = {"mark": mark, "at_s": time.monotonic(), **fields}
+    os.write(1, (json.dumps(line) + "\n").encode())
+
+
+def wait_for_gate(path: str) -> None:
+    if path:
+        with open(path, "rb", buffering=0) as gate:
+            gate.read(1)
+
+
+class Points:
+    """From a fixed random teacher."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._x = torch.randn(SAMPLES, FEATURES, generator=generator)
+        self._y = (self._x @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._x[index], self._y[index]
+
+
+def train(
+    grid: gridtrain.Grid, options: Options, each_step: Callable[[gridtrain.Grid], None] = lambda grid: None
+) -> str:
+    """To the end of the run; returns a digest of the model."""
+    torch.manual_seed(1)
+    width = options.width
+    layers = nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+    model = nn.Sequential(*layers)
+    momentum = 0.9 if options.exchange == "dense" else 0.0  # the sparse ones bring their own
+    inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
+    optimizer = grid.optimizer(inner, model, exchange=EXCHANGES[options.exchange])
+    tell_outcomes(grid)
+    for x_BF, y_B in grid.batches(Points(), batch_size=options.batch_size, steps=options.steps):
+        if grid.step == options.held_step and options.step_gate:
+            with grid.evaluation():
+                say("holding", step=grid.step)
+                wait_for_gate(options.step_gate)
+        each_step(grid)
+        nn.functional.cross_entropy(model(x_BF), y_B).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        say("model", step=grid.step - 1, model=state_sync.digest(model, inner).hex()[:16])
+    return state_sync.digest(model, inner).hex()[:16]
+
+
+def tell_outcomes(grid: gridtrain.Grid) -> None:
+    """Not a part of the product: it reaches into the session, to see the attempts."""
+    session: Any = grid._session
+    run = session.run
+
+    def told(plan: Any, workspaces: Any, skip: bool, salt: bytes) -> Any:
+        round_id = session._turn.open_round
+        outcome = run(plan, workspaces, skip, salt)
+        name = [round_id.generation, round_id.step, round_id.attempt]
+        say("outcome", round=name, committed=outcome.committed, of=plan.world_size)
+        return outcome
+
+    session.run = told
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    options = Options(**json.loads(sys.argv[1]))
+    say("loaded", pid=os.getpid())
+    wait_for_gate(options.join_gate)
+    began_s = time.monotonic()
+    with gridtrain.join() as grid:
+        say("joined", took_s=time.monotonic() - began_s)
+        first = [True]
+
+        def each_step(grid: gridtrain.Grid) -> None:
+            if first:
+                first.clear()
+                say("member", took_s=time.monotonic() - began_s, step=grid.step)
+
+        say("end", digest=train(grid, options, each_step), step=grid.step)
+
+
+if __name__ == "__main__":
+    main()

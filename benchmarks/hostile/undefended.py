@@ -1,0 +1,25 @@
+"""Run a module of ours as `python -m` would, without some of its defences.
+
+    python -m hostile.undefended half-open-time,half-open-room gridtrain.cli coordinator --listen ...
+    python -m hostile.undefended held-room hostile.honest '{"steps": 100}'
+
+Decides nothing: the names and what they switch off are `gridtrain.testing.defences`.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from gridtrain.testing.defences import without
+
+
+def main() -> None:
+    names, module, *arguments = sys.argv[1:]
+    sys.argv = [module, *arguments]
+    with without(*names.split(",")):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

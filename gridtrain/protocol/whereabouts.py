@@ -1,0 +1,96 @@
+"""Where the workers are, and what each is told about the others.
+
+Decides when it is known how a worker can be reached, and turns `protocol.routes` into what is sent.
+Never decides who is a member.
+
+    Join --CallBack--> (the loop dials back) --CalledBack--> Reach, placed
+    Setup, placed ---> Expect to those that are there, Admitted with their addresses
+    VIEW ------------> a Roster for each viewer
+    NoRoute ---------> the next VIEW takes another way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership_io import CallBack, Effect, Note, Send
+from gridtrain.protocol.roll import Worker
+from gridtrain.protocol.routes import Place, Routes, candidates, relay_of
+
+
+class Whereabouts:
+    """See the module's text.
+
+    Args:
+        coordinator: its key; the relay of last resort.
+    """
+
+    def __init__(self, coordinator: m.PeerId) -> None:
+        self._routes = Routes(coordinator)
+        self._hosts: dict[m.PeerId, str] = {}  # where the connections that stand come from
+        self._relays: tuple[m.PeerId, ...] = ()  # of the generation
+
+    def came(self, peer: m.PeerId, host: str) -> None:
+        self._hosts[peer] = host
+
+    def went(self, peer: m.PeerId) -> None:
+        self._hosts.pop(peer, None)
+
+    def forget(self, peer: m.PeerId) -> None:
+        self._routes.forget(peer)
+
+    def reach(self, peer: m.PeerId) -> str:
+        """For people: can others dial it?"""
+        return self._routes.reach(peer)
+
+    def locate(self, worker: Worker, relays: bool) -> list[Effect]:
+        """Call back, to learn whether others can reach the worker; nothing if it is where it was."""
+        here = Place(worker.address, self._hosts.get(worker.peer, ""), "", relays)
+        known = self._routes.place(worker.peer)
+        if known is not None and replace(known, proven="") == here:
+            worker.placed = True
+            return []
+        self._routes.learn(worker.peer, here)
+        worker.placed = False
+        return [CallBack(worker.peer, candidates(here))]
+
+    def called_back(self, worker: Worker, address: str) -> list[Effect]:
+        """The answer; nothing if it is about a place where the worker is no more."""
+        place = self._routes.place(worker.peer)
+        if place is None or worker.placed or (address and address not in candidates(place)):
+            return []  # in the last case it has joined again from elsewhere, and another answer follows
+        self._routes.learn(worker.peer, replace(place, proven=address))
+        worker.placed = True
+        fields = {"name": worker.name, "reachable": bool(address), "address": address or place.claimed}
+        return [Note("info", "called_back", fields), Send(worker.peer, m.Reach(address))]
+
+    def introduce(self, newcomer: m.PeerId, others: Sequence[m.PeerId]) -> list[Effect]:
+        """The newcomer measures its links to the others, which are told to expect it."""
+        relays = self._routes.willing(others)
+        effects: list[Effect] = []
+        for other in others:
+            way = self._routes.address(other, newcomer, relays)
+            relay = relay_of(way)
+            expected = [(newcomer, way)]
+            if relay is not None and relay in others:
+                expected.append((relay, self._routes.address(other, relay, relays)))
+            effects.append(Send(other, m.Expect(tuple(expected))))
+        probe = tuple((other, self._routes.address(newcomer, other, relays)) for other in others)
+        return [*effects, Send(newcomer, m.Admitted(probe))]
+
+    def plan(self, members: Iterable[m.PeerId]) -> None:
+        """A generation of these is being made."""
+        self._relays = self._routes.willing(members)
+
+    def told(self, viewer: m.PeerId, roster: Iterable[m.Member]) -> tuple[m.Member, ...]:
+        """The roster with each member's address as `viewer` is to use it."""
+        return tuple(
+            replace(x, address=self._routes.address(viewer, x.peer, self._relays) if x.peer != viewer else "")
+            for x in roster
+        )
+
+    def give_up(self, viewer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
+        """These could not be reached as planned; returns the ways that are not taken again."""
+        return [self._routes.block(viewer, other, self._relays) for other in others]

@@ -1,0 +1,243 @@
+"""Who waits in the doorway for how long, with how many others; and that silent crowds delay nobody."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+
+import pytest
+
+from gridtrain.transport import descriptors, doorway
+from gridtrain.transport.base import PeerUp
+from gridtrain.transport.doorway import (
+    BURST_OF_ONE_RANGE,
+    HALF_OPEN_S,
+    HANDSHAKES_OF_ONE_RANGE_PER_S,
+    MOST_HALF_OPEN,
+    MOST_OF_ONE_RANGE,
+    Doorway,
+    address_range,
+    overstayers,
+)
+
+HOME, ELSEWHERE = "198.51.100.7", "203.0.113.9"
+
+
+def crowd(made: Doorway, host: str, fds: range, now_s: float = 0.0) -> None:
+    for fd in fds:
+        made.accepted(fd, host, now_s)
+
+
+# -- the rules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("198.51.100.7", "198.51.100.0/24"),
+        ("::ffff:198.51.100.7", "198.51.100.0/24"),  # the same party, by another door
+        ("2001:db8:1:2:3::4", "2001:db8:1::/48"),
+        ("fe80::1%eth0", "fe80::/48"),
+        ("", ""),
+        ("no address", "no address"),
+    ],
+)
+def test_address_ranges(host, name):
+    assert address_range(host) == name
+
+
+def test_who_says_nothing_is_cut_after_its_time():
+    made = Doorway()
+    made.accepted(1, HOME, 0.0)
+    made.accepted(2, HOME, 1.0)
+    assert made.due_s() == HALF_OPEN_S
+    assert overstayers(made, HALF_OPEN_S - 0.01) == []
+    assert overstayers(made, HALF_OPEN_S) == [1]
+    assert overstayers(made, HALF_OPEN_S) == []  # each is named once
+    assert made.due_s() == HALF_OPEN_S + 1.0
+
+
+def test_who_greets_or_goes_does_not_wait_any_more():
+    made = Doorway()
+    crowd(made, HOME, range(3))
+    assert made.left(0) and made.left(1) and not made.left(1)
+    assert overstayers(made, HALF_OPEN_S) == [2]
+    assert len(made) == 0 and made.due_s() == float("inf")
+
+
+def test_while_nothing_is_read_nobody_is_too_late():
+    """Under a download cap a greeting may lie unread for long: only what was heard until then counts."""
+    made = Doorway()
+    made.accepted(1, HOME, 10.0)
+    assert overstayers(made, heard_s=9.0) == []  # it is much later, but nothing was read since 9.0
+
+
+def test_a_household_may_come_all_at_once_and_no_more():
+    made = Doorway()
+    crowd(made, HOME, range(MOST_OF_ONE_RANGE))
+    assert overstayers(made, 0.0) == []
+    made.accepted(1000, HOME, 0.0)
+    made.accepted(1001, ELSEWHERE, 0.0)
+    assert overstayers(made, 0.0) == [0]  # the oldest of that range
+
+
+def test_when_the_doorway_is_full_the_largest_crowd_loses_its_oldest():
+    made = Doorway()
+    groups = MOST_HALF_OPEN // 50
+    for group in range(groups):
+        crowd(made, f"10.0.{group}.1", range(group * 100, group * 100 + 50))
+    rest = MOST_HALF_OPEN - groups * 50
+    crowd(made, HOME, range(10_000, 10_000 + rest))
+    assert overstayers(made, 0.0) == []
+    made.accepted(20_000, ELSEWHERE, 0.0)
+    (cut,) = overstayers(made, 0.0)
+    assert cut in {group * 100 for group in range(groups)}
+    assert 20_000 in made
+
+
+def test_a_reused_descriptor_is_a_new_connection():
+    made = Doorway()
+    made.accepted(1, HOME, 0.0)
+    made.accepted(1, ELSEWHERE, 3.0)
+    assert len(made) == 1
+    assert overstayers(made, HALF_OPEN_S) == []
+
+
+def test_a_range_has_so_many_handshakes_and_gets_them_back_with_time():
+    made = Doorway()
+    burst = int(BURST_OF_ONE_RANGE)
+    for fd in range(burst):
+        made.accepted(fd, HOME, 0.0)
+        made.left(fd)
+    made.accepted(burst, HOME, 0.0)
+    made.accepted(burst + 1, ELSEWHERE, 0.0)
+    assert overstayers(made, 0.0) == [burst]
+    made.accepted(burst + 2, HOME, 1.0 / HANDSHAKES_OF_ONE_RANGE_PER_S)
+    assert overstayers(made, 0.0) == []
+
+
+# -- cutting, with real descriptors --------------------------------------------------------------
+
+
+@pytest.fixture
+def connection():
+    """(the accepted end, the dialling end, the port)"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        near, _ = server.accept()
+        with near, far:
+            far.settimeout(5.0)
+            yield near, far, server.getsockname()[1]
+
+
+def test_cutting_ends_the_connection_and_leaves_the_descriptor_to_its_owner(connection):
+    near, far, port = connection
+    remote = descriptors.remote_of(near.fileno(), {port})
+    assert remote == far.getsockname()
+    assert descriptors.cut(near.fileno(), remote, {port})
+    assert far.recv(1) == b""
+    os.fstat(near.fileno())  # still open: libzmq closes it itself
+
+
+def test_only_the_connection_that_was_meant_is_cut(connection, tmp_path):
+    near, far, port = connection
+    remote = far.getsockname()
+    assert not descriptors.cut(near.fileno(), (remote[0], remote[1] + 1), {port})  # reused for another peer
+    assert not descriptors.cut(near.fileno(), remote, {port + 1})  # reused by another server
+    assert not descriptors.cut(far.fileno(), remote, {port})  # a connection that we made
+    with open(tmp_path / "journal", "w") as file:
+        assert not descriptors.cut(file.fileno(), remote, {port})
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        assert descriptors.remote_of(other.fileno(), {port}) is None
+    assert descriptors.remote_of(10**6, {port}) is None
+    near.send(b"x")
+    assert far.recv(1) == b"x"
+
+
+def test_listening_raises_the_limit_of_descriptors(zeromq_net):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lower = min(1024, soft)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lower, hard))
+    try:
+        zeromq_net.add("bert").transport.listen("tcp://127.0.0.1:0")
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        unlimited = hard == resource.RLIM_INFINITY
+        assert raised == max(lower, descriptors.MOST_DESCRIPTORS if unlimited else min(hard, 65536))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# -- a crowd of silent connections ---------------------------------------------------------------
+
+SILENT = 400
+
+
+@pytest.fixture
+def besieged(zeromq_net):
+    """`besieged(count)`: an endpoint at whose door so many connections stand and say nothing."""
+    opened = []
+
+    def make(count):
+        bert = zeromq_net.add("bert")
+        address = bert.transport.listen("tcp://127.0.0.1:0")
+        port = int(address.rpartition(":")[2])
+        for _ in range(count):
+            opened.append(socket.create_connection(("127.0.0.1", port), timeout=5.0))
+            if len(opened) % 50 == 0:
+                bert.events += bert.transport.poll(0.0)
+        for silent in opened:
+            silent.setblocking(False)
+        return bert, address
+
+    def still_open() -> int:
+        return sum(not closed(silent) for silent in opened)
+
+    make.still_open = still_open
+    yield make
+    for silent in opened:
+        silent.close()
+
+
+def closed(silent: socket.socket) -> bool:
+    """Reads past libzmq's own greeting, which comes first."""
+    try:
+        while silent.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def test_a_silent_crowd_delays_no_honest_peer(zeromq_net, besieged):
+    bert, address = besieged(SILENT)
+    anna = zeromq_net.add("anna")
+    start_s = time.monotonic()
+    anna.transport.dial(bert.key, address)
+    zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
+    assert time.monotonic() - start_s < 2.0
+    zeromq_net.until(lambda: besieged.still_open() <= MOST_OF_ONE_RANGE, bert, anna)
+    assert bert.story() == ["up anna"]
+
+
+def test_silent_connections_are_cut_and_a_greeted_one_stays(zeromq_net, besieged, monkeypatch):
+    monkeypatch.setattr(doorway, "HALF_OPEN_S", 0.3)
+    bert, address = besieged(20)
+    anna = zeromq_net.add("anna")
+    anna.transport.dial(bert.key, address)
+    zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
+    zeromq_net.until(lambda: besieged.still_open() == 0, bert, anna)
+    assert bert.story() == ["up anna"] and anna.story() == ["up bert"]
+
+
+def test_without_the_limits_a_silent_crowd_stays(zeromq_net, besieged, monkeypatch):
+    """What the limits are for: each of these holds a descriptor for as long as libzmq lets it."""
+    monkeypatch.setattr(doorway, "overstayers", lambda made, heard_s: [])
+    monkeypatch.setattr(doorway, "HALF_OPEN_S", 0.1)
+    bert, _ = besieged(SILENT)
+    end_s = time.monotonic() + 0.5
+    zeromq_net.until(lambda: time.monotonic() > end_s, bert)
+    assert besieged.still_open() == SILENT

@@ -1,0 +1,232 @@
+"""A stranger's key gets nothing, and a member's key is good for that member alone.
+
+Each defence is tried twice: with it the attack fails; with that one function taken away it succeeds.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Ping
+from gridtrain.transport import admission, zap
+from gridtrain.transport.base import PeerDown, PeerUp, Reached, Standing, Violation
+from gridtrain.wire import codec
+
+
+def hello(key: bytes) -> list[bytes]:
+    return codec.encode(Hello(key, PROTOCOL_VERSION, "gridtrain 9.9"))
+
+
+@pytest.fixture
+def besieger(raw, identity_of):
+    """`besieger(endpoint, name)`: a socket with that key and its monitor, connected to the endpoint."""
+
+    def make(endpoint, name, server=b"", **options):
+        dealer = raw(zmq.DEALER, name, server or endpoint.key)
+        for option, value in options.items():
+            setattr(dealer, option, value)
+        monitor = dealer.get_monitor_socket()
+        dealer.connect(endpoint.transport.listen("tcp://127.0.0.1:0"))
+        return dealer, monitor
+
+    return make
+
+
+def next_event(net, monitor, wanted: set[int], *endpoints) -> int:
+    """The first of the wanted events that the socket tells."""
+    seen: list[int] = []
+
+    def told() -> bool:
+        while monitor.poll(0):
+            seen.append(int(recv_monitor_message(monitor)["event"]))
+        return bool(wanted & set(seen))
+
+    net.until(told, *endpoints)
+    return next(event for event in seen if event in wanted)
+
+
+HANDSHAKE = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+}
+
+
+# -- at the handshake ----------------------------------------------------------------------------
+
+
+def test_a_stranger_gets_nothing(zeromq_net, besieger):
+    bert = zeromq_net.add("bert")
+    bert.door.only(anna=Standing.PEER)
+    dealer, monitor = besieger(bert, "stranger")
+    dealer.send_multipart(hello(b"s" * 32))
+    assert next_event(zeromq_net, monitor, HANDSHAKE, bert) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert bert.events == [] and bert.transport.traffic.sent_messages == {}
+    assert dealer.poll(0) == 0
+
+
+def test_without_the_doorman_every_key_gets_through_the_handshake(
+    zeromq_net, besieger, identity_of, monkeypatch
+):
+    monkeypatch.setattr(zap, "verdict", lambda gate, domain, mechanism, credentials: credentials[0].hex())
+    bert = zeromq_net.add("bert")
+    bert.door.only(anna=Standing.PEER)
+    dealer, monitor = besieger(bert, "stranger")
+    assert next_event(zeromq_net, monitor, HANDSHAKE, bert) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+    # Still no word to it: the gate is asked again, for its Hello.
+    dealer.send_multipart(hello(identity_of("stranger").public))
+    assert next_event(zeromq_net, monitor, {zmq.EVENT_DISCONNECTED}, bert) and dealer.poll(0) == 0
+    assert bert.transport.traffic.sent_messages == {}
+    # Without that, too, a stranger is one of us.
+    monkeypatch.setattr(admission, "still_admitted", lambda gate, key, guest: True)
+    dealer.send_multipart(hello(identity_of("stranger").public))
+    zeromq_net.until(lambda: bert.of(PeerUp), bert)
+    assert bert.story() == ["up stranger"]
+
+
+@pytest.mark.parametrize(
+    ("domain", "mechanism", "credentials"),
+    [
+        (b"other", b"CURVE", [b"k" * 32]),
+        (b"", b"CURVE", [b"k" * 32]),
+        (b"gridtrain", b"NULL", []),
+        (b"gridtrain", b"PLAIN", [b"user", b"password"]),
+        (b"gridtrain", b"CURVE", [b"k" * 31]),
+        (b"gridtrain", b"CURVE", []),
+    ],
+)
+def test_the_doorman_answers_for_curve_in_our_domain_alone(domain, mechanism, credentials):
+    def everybody(key):
+        return Standing.PEER
+
+    assert zap.verdict(everybody, b"gridtrain", b"CURVE", [b"k" * 32]) == (b"k" * 32).hex()
+    assert zap.verdict(everybody, domain, mechanism, credentials) == ""
+
+
+def test_without_encryption_nobody_is_spoken_to(zeromq_net, raw):
+    bert = zeromq_net.add("bert")
+    dealer = raw(zmq.DEALER)
+    monitor = dealer.get_monitor_socket()
+    dealer.connect(bert.transport.listen("tcp://127.0.0.1:0"))
+    dealer.send_multipart(hello(b"s" * 32))
+    assert next_event(zeromq_net, monitor, HANDSHAKE, bert) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert bert.events == []
+
+
+def test_who_takes_us_for_somebody_else_learns_nothing(zeromq_net, besieger, identity_of):
+    """Without our key, nobody can even tell whether we are here."""
+    bert = zeromq_net.add("bert")
+    dealer, monitor = besieger(bert, "anna", server=identity_of("carl").public)
+    dealer.send_multipart(hello(identity_of("anna").public))
+    failed = next_event(zeromq_net, monitor, HANDSHAKE, bert)
+    assert failed in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+    assert bert.events == []
+
+
+def test_reaching_out_does_not_take_another_for_the_peer(zeromq_net, identity_of):
+    anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert")
+    address = bert.transport.listen("tcp://127.0.0.1:0")
+    anna.transport.reach(identity_of("carl").public, [address], 5.0)
+    zeromq_net.until(lambda: anna.of(Reached), anna, bert)
+    assert anna.events == [Reached(identity_of("carl").public, "")]
+
+
+# -- whose words ---------------------------------------------------------------------------------
+
+
+def test_a_member_cannot_greet_as_another(zeromq_net, besieger, identity_of):
+    bert = zeromq_net.add("bert")
+    dealer, monitor = besieger(bert, "mallory")
+    dealer.send_multipart(hello(identity_of("anna").public))
+    dealer.send_multipart(codec.encode(Ping(1)))
+    next_event(zeromq_net, monitor, {zmq.EVENT_DISCONNECTED}, bert)
+    mallory, anna = (identity_of(name).public.hex()[:8] for name in ("mallory", "anna"))
+    assert bert.events == [Violation(None, f"key {mallory} greets as {anna}")]
+    assert bert.transport.traffic.sent_messages == {}
+
+
+def test_without_the_comparison_a_member_is_taken_for_another(
+    zeromq_net, besieger, identity_of, monkeypatch
+):
+    monkeypatch.setattr(admission, "speaks_for", lambda proved, named: True)
+    bert = zeromq_net.add("bert")
+    dealer, _ = besieger(bert, "mallory")
+    dealer.send_multipart(hello(identity_of("anna").public))
+    dealer.send_multipart(codec.encode(Ping(1)))
+    zeromq_net.until(lambda: bert.got(), bert)
+    assert bert.story() == ["up anna", "Ping 1 from anna"]
+
+
+def squat(net, besieger, identity_of):
+    """mallory takes the routing id of a connection of anna's that has just ended; returns bert."""
+    bert = net.add("bert")
+    dealer, _ = besieger(bert, "anna", routing_id=b"anna's place")
+    dealer.send_multipart(hello(identity_of("anna").public))
+    net.until(lambda: bert.of(PeerUp), bert)
+    squatter, monitor = besieger(bert, "mallory", routing_id=b"anna's place")
+    next_event(net, monitor, {zmq.EVENT_HANDSHAKE_SUCCEEDED}, bert)
+    squatter.send_multipart(codec.encode(Ping(666)))
+    dealer.send_multipart(codec.encode(Ping(1)))
+    net.until(lambda: bert.got(), bert)
+    assert bert.story() == ["up anna", "Ping 1 from anna"]  # taken: libzmq does not listen to the squatter
+    return bert
+
+
+def test_a_routing_id_that_is_in_use_cannot_be_taken(zeromq_net, besieger, identity_of):
+    squat(zeromq_net, besieger, identity_of)
+
+
+def test_a_message_under_anothers_routing_id_is_nobodys(zeromq_net, besieger, identity_of):
+    """Should libzmq ever give one connection's routing id to another, the key on the frames tells."""
+    anna, bert = zeromq_net.pair()
+    dealer, monitor = besieger(bert, "mallory")
+    dealer.send_multipart(hello(identity_of("mallory").public))
+    zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, bert, anna)
+    links = bert.transport._entrance.links
+    (annas,) = [link for link in links.values() if link.key == anna.key]
+    (mallorys,) = [routing_id for routing_id, link in links.items() if link is not annas]
+    links[mallorys] = annas  # as if mallory's connection had come to anna's place
+    dealer.send_multipart(codec.encode(Ping(666)))
+    zeromq_net.until(lambda: bert.of(Violation), bert, anna)
+    assert bert.got() == []
+
+
+# -- for as long as the gate says ------------------------------------------------------------------
+
+
+def test_without_asking_again_a_removed_member_goes_on(zeromq_net, monkeypatch):
+    """What asking for every message is for: libzmq asks at the handshake and never again."""
+    anna, bert = zeromq_net.pair()
+    monkeypatch.setattr(admission, "still_admitted", lambda gate, key, guest: True)
+    bert.door.only()
+    for nonce in range(3):
+        anna.transport.send(bert.key, Ping(nonce))
+    zeromq_net.until(lambda: len(bert.got()) == 3, bert, anna)
+    assert bert.of(PeerDown) == []
+
+
+def test_a_removed_member_that_floods_is_cut_for_good(zeromq_net):
+    """After its next message nothing of it is read, and it cannot come back."""
+    anna, bert = zeromq_net.pair()
+    for nonce in range(1000):
+        anna.transport.send(bert.key, Ping(nonce))
+    bert.door.only()
+    end_s = time.monotonic() + 0.3
+    zeromq_net.until(lambda: anna.of(PeerDown) and time.monotonic() > end_s, anna, bert)
+    assert bert.story() == ["up anna", "down anna"]
+    assert "up bert" not in anna.story()[1:]
+
+
+def test_the_gate_is_asked_for_each_message_and_not_more(zeromq_net, monkeypatch):
+    anna, bert = zeromq_net.pair()
+    asked = []
+    monkeypatch.setattr(bert.transport, "_gate", lambda key: asked.append(key) or Standing.PEER)
+    for nonce in range(10):
+        anna.transport.send(bert.key, Ping(nonce))
+    zeromq_net.until(lambda: len(bert.got()) == 10, bert, anna)
+    assert asked == [anna.key] * 10
