@@ -368,8 +368,7 @@ class Group:
     def digests(self) -> dict[int, set[str]]:
         """Of the honest workers' models after each step that all of them applied."""
         of: dict[int, list[str]] = {}
-        for name in self.workers:
-            for line in self.outcomes(name):
-                if line["committed"]:
-                    of.setdefault(line["round"][1], []).append(line["model"])
+        for program in self.workers.values():
+            for line in program.marked("model"):
+                of.setdefault(line["step"], []).append(line["model"])
         return {step: set(found) for step, found in of.items() if len(found) == len(self.workers)}

@@ -135,8 +135,9 @@ def render(picture: Mapping[str, Any]) -> Group:
 
 
 def members_table(picture: Mapping[str, Any]) -> Table:
-    """One line for each member: bytes per second, then the times of its latest step
-    (computing, selecting, communicating, waiting), then how long ago it was heard."""
+    """One line for each member: whether others can dial it, bytes per second, then the times of its
+    latest step (computing, selecting, communicating, waiting), then how long ago it was heard.  Strikes
+    (see `gridtrain members`) have a column if anybody has one."""
     from rich.table import Table
     from rich.text import Text
 
@@ -144,15 +145,20 @@ def members_table(picture: Mapping[str, Any]) -> Table:
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("name", overflow="ellipsis", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    for heading in COLUMNS:
+    table.add_column("reach", no_wrap=True)
+    members = _listed(picture.get("members"))
+    struck = any(member.get("strikes") for member in members)
+    for heading in ("strikes", *COLUMNS) if struck else COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
-    for member in _listed(picture.get("members")):
+    for member in members:
         figures = _mapping(member.get("figures"))
         rank = member.get("rank")
         cells = [
             "-" if rank is None else _count(rank),
             str(member.get("name", "?")),
             str(member.get("state", "?")),
+            str(member.get("reach") or "-"),
+            *([_count(member.get("strikes"))] if struck else []),
             _count(member.get("share")),
             _count(member.get("step")),
             _bytes(member.get("sent_Bps")),

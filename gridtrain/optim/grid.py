@@ -207,7 +207,7 @@ class Grid:
             average_buffers_every=average_buffers_every,
         )
         self._optimizer, self._clip_norm = wrapped, clip_norm
-        self._session.attach(wrapped.capture, wrapped.restore)
+        self._session.attach(wrapped.capture, wrapped.restore, _largest_state_bytes(model))
         return wrapped
 
     def batches(
@@ -415,6 +415,12 @@ class Grid:
         safetensors.torch.save_file(state, path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
         log.warning("the run is finished; the model is in %s", path)
+
+
+def _largest_state_bytes(model: nn.Module) -> int:
+    """What a donor may send: optimizers keep two or three copies of the model, averages one more each."""
+    tensors = (*model.parameters(), *model.buffers())
+    return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _parts(indices: list[int], count: int) -> list[list[int]]:

@@ -65,12 +65,6 @@ class Means:
             case m.MeanTell(value=value):
                 return self._told(key, value)
 
-    def asked(self, peer: m.PeerId, ask: m.MeanAsk) -> list[Effect]:
-        return self.heard(peer, ask)
-
-    def told(self, tell: m.MeanTell) -> list[Effect]:
-        return self.heard(self._seat.roster[ROOT].peer, tell)
-
     def _told(self, key: Key, value: float) -> list[Effect]:
         if self.waiting != key:
             return []

@@ -253,6 +253,8 @@ class MemberCore:
     def _heard(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[Effect]:
         if peer == self.coordinator:
             return self._from_coordinator(message, now_s)
+        if peer in self._offenders:
+            return []  # read before it was hung up on
         if isinstance(message, m.StateRequest) and message.generation > self.generation:
             self._early_requests[peer] = message  # the VIEW reached the joiner first
             return []
@@ -268,10 +270,8 @@ class MemberCore:
             case m.Progress():
                 mine.progressed(peer, message, now_s)
                 return []
-            case m.MeanAsk():
-                return self._means.asked(peer, message) if self._means is not None else []
-            case m.MeanTell():
-                return self._means.told(message) if self._means is not None else []
+            case m.MeanAsk() | m.MeanTell():
+                return self._means.heard(peer, message) if self._means is not None else []
             case m.StateRequest(term, generation):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
                 return [GiveState(peer, term, generation)] if current and self.synced else []
@@ -279,7 +279,7 @@ class MemberCore:
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
                 donor = self._donor(mine.seat)
                 given = donor is not None and mine.seat.roster[donor].peer == peer
-                return [TakeBlock(message)] if current and given and not self.synced else []
+                return [TakeBlock(peer, message)] if current and given and not self.synced else []
             case _:
                 name = type(message).__name__
                 raise RemoteProtocolError(f"{name} from a member; only the coordinator may send it")

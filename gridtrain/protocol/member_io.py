@@ -229,6 +229,7 @@ class GiveState:
 class TakeBlock:
     """A block of the donor's state; `Restored` follows when the trainer has loaded all."""
 
+    peer: m.PeerId
     block: m.StateBlock
 
 

@@ -21,6 +21,7 @@ from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.driver import Driver, Picture
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
+from gridtrain.runtime.statefeed import MAX_STATE_BYTES
 from gridtrain.transport.credits import CreditTransport
 
 Capture = Callable[[], Sequence[bytes | memoryview]]
@@ -60,9 +61,10 @@ class GroupSession:
         """See `Driver.start`."""
         self._driver.start()
 
-    def attach(self, capture: Capture, restore: Restore) -> None:
-        """How to take a copy of this worker's state, and how to load another's."""
+    def attach(self, capture: Capture, restore: Restore, max_state_bytes: int = MAX_STATE_BYTES) -> None:
+        """How to take a copy of this worker's state, and how to load another's, which is no larger."""
         self._capture, self._restore = capture, restore
+        self._driver.allow_state(max_state_bytes)
 
     def enter(self, setup: m.Setup, edges: Edges) -> None:
         """Ask for a place in the run.  The coordinator refuses a set-up that differs from the run's."""

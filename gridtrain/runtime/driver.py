@@ -83,6 +83,7 @@ class _OpenRound:
     workspaces: Mapping[m.Channel, Workspace]
     salt: bytes
     outcome: RoundOutcome | None = None
+    spoilt: bool = False  # a payload was refused: nothing more is computed, sent on or sealed
 
 
 @dataclass(slots=True)
@@ -217,6 +218,11 @@ class Driver:
         with self._changed:
             self._inbox.captured = (generation, blobs)
         self._transport.wake()
+
+    def allow_state(self, max_bytes: int) -> None:
+        """The largest state that a donor may send."""
+        with self._changed:
+            self._intake.allow(max_bytes)
 
     def take_state(self) -> tuple[int, int, list[bytes]]:
         """Term, generation and blobs of the donor's state, complete; `Restored` is to follow."""
@@ -390,7 +396,9 @@ class Driver:
             try:
                 queue.extend(self._do(effect))
             except RemoteProtocolError as error:
-                culprit = effect.peer if isinstance(effect, io.Fill) else None
+                if self._open is not None:
+                    self._open.spoilt = True  # else what was refused would be sent on, or missed in the sum
+                culprit = effect.peer if isinstance(effect, io.Fill | io.TakeBlock) else None
                 event = io.Broke(str(error)) if culprit is None else io.Offence(culprit, error.reason)
                 queue.extend(self._core.handle(event, time.monotonic()))
                 self._acquaintances.replace(self._core.acquaintances)
@@ -408,7 +416,7 @@ class Driver:
                     data = m.Data(round_id, channel, place, skip, workspace.payload(place))
                     self._transport.send(peer, data)
             case io.Fill(channel, fill):
-                if self._open is not None:
+                if self._open is not None and not self._open.spoilt:
                     self._open.workspaces[channel].apply(fill)
             case io.Seal(skip):
                 return self._seal(skip)
@@ -427,7 +435,7 @@ class Driver:
                 self._prober.begin(targets, self._transport, time.monotonic(), self._config.deadlines.probe_s)
             case io.GiveState(peer, _, generation):
                 self._outlet.ask(peer, self._core.term, generation)
-            case io.TakeBlock(block):
+            case io.TakeBlock(_, block):
                 with self._changed:
                     self._progress += 1
                     self._intake.take(block)
@@ -445,12 +453,12 @@ class Driver:
             log.debug("not sent: %s to %s: %s", type(message).__name__, peer.hex()[:8], error)
 
     def _workspace(self, round_id: m.RoundId, channel: m.Channel) -> Workspace | None:
-        if self._open is None or self._open.id != round_id:
+        if self._open is None or self._open.id != round_id or self._open.spoilt:
             return None
         return self._open.workspaces[channel]
 
     def _seal(self, skip: bool) -> list[io.Effect]:
-        if self._open is None or self._core is None:
+        if self._open is None or self._core is None or self._open.spoilt:
             return []
         digest = hashlib.blake2b(self._open.salt + bytes([skip]), digest_size=32)
         for channel in sorted(self._open.workspaces):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gridtrain.errors import ConfigError, JoinRefused
+from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.protocol.messages import Enrol, PeerId
 from gridtrain.runtime.client import DENIED, CoordinatorClient
@@ -27,6 +27,9 @@ from gridtrain.runtime.naming import state_directory
 from gridtrain.transport.curve import Identity, claim
 
 NOT_VALID = "this invitation is not valid: it was used up, has expired, was withdrawn, or never was"
+
+CLEAR_ANSWER_S = 1.0
+"""In the clear there is no handshake that could be refused: who is not known hears nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +82,8 @@ def enter(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False
         )
     folder = state_directory(invitation.run) / "identities" / invitation.coordinator.hex()[:16]
     with claim(folder) as (identity, path):
-        try:
-            status = ask_status(invitation, identity, timeout_s)
-        except JoinRefused as refusal:
-            if refusal.code != DENIED:
-                raise
+        status = _status_if_known(invitation, identity, timeout_s)
+        if status is None:
             enrol(invitation, identity.public, timeout_s)
             status = ask_status(invitation, identity, timeout_s)
         yield Entry(
@@ -94,6 +94,21 @@ def enter(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False
             identity=path,
             status=status,
         )
+
+
+def _status_if_known(invitation: Invitation, identity: Identity, timeout_s: float) -> dict[str, Any] | None:
+    """None: the coordinator does not let this identity in (yet).  Raises as `CoordinatorClient.ask`."""
+    if not invitation.encrypted:
+        timeout_s = min(timeout_s, CLEAR_ANSWER_S)
+    try:
+        return ask_status(invitation, identity, timeout_s)
+    except JoinRefused as refusal:
+        if refusal.code != DENIED:
+            raise
+    except CoordinatorUnreachable:
+        if invitation.encrypted:
+            raise
+    return None
 
 
 def ask_status(invitation: Invitation, identity: Identity, timeout_s: float) -> dict[str, Any]:

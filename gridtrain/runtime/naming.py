@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import re
@@ -9,6 +10,8 @@ import secrets
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from gridtrain.protocol.invitation import RUN_NAME
 
 _LOOPBACK = "127.0.0.1"
 
@@ -24,7 +27,15 @@ def random_name() -> str:
 def state_directory(run: str) -> Path:
     """Where files of `run` belong: `$XDG_STATE_HOME/gridtrain/<run>`, by default under ~/.local/state."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "gridtrain" / re.sub(r"[^A-Za-z0-9._-]", "_", run).lstrip(".")
+    return Path(base) / "gridtrain" / folder_name(run)
+
+
+def folder_name(run: str) -> str:
+    """A run's name as the name of one folder; what is no run's name gets one that no run has."""
+    if RUN_NAME.fullmatch(run):
+        return run
+    digest = hashlib.blake2b(run.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', run)[:32].lstrip('._-')}={digest}"
 
 
 def listen_address(coordinator: str) -> str:

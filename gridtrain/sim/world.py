@@ -102,6 +102,7 @@ class SimWorker:
         self._workspaces: dict[m.Channel, Any] = {}
         self._wanted: list[tuple[m.PeerId, int, int]] = []
         self._progress = 0
+        self._spoilt = False  # a payload of the open round was refused
 
     def freeze(self, for_s: float) -> None:
         """As SIGSTOP: connections stay, nothing is read or said; all of it comes later, at once."""
@@ -123,7 +124,9 @@ class SimWorker:
         try:
             effects = self.core.handle(event, self.world.now_s)
         except RemoteProtocolError as error:
-            effects = self.core.handle(io.Broke(str(error)), self.world.now_s)
+            if not isinstance(event, io.Heard):
+                raise
+            effects = self.core.handle(io.Offence(event.peer, error.reason), self.world.now_s)
         self._carry_out(effects)
 
     def tick(self) -> None:
@@ -142,7 +145,14 @@ class SimWorker:
     def _carry_out(self, effects: list[io.Effect]) -> None:
         queue = list(effects)
         while queue and self.alive:
-            queue.extend(self._do(queue.pop(0)))
+            effect = queue.pop(0)
+            try:
+                queue.extend(self._do(effect))
+            except RemoteProtocolError as error:
+                self._spoilt = True
+                culprit = effect.peer if isinstance(effect, io.Fill) else None
+                event = io.Broke(str(error)) if culprit is None else io.Offence(culprit, error.reason)
+                queue.extend(self.core.handle(event, self.world.now_s))
         self._go_on()
 
     def _do(self, effect: io.Effect) -> list[io.Effect]:
@@ -150,6 +160,8 @@ class SimWorker:
         match effect:
             case io.Post(peer, message):
                 world.send(self.peer, peer, message)
+            case io.Ship() | io.Fill() | io.Seal() if self._spoilt:
+                pass
             case io.Ship(peer, round_id, channel, place, skip):
                 if not world.connected(self.peer, peer):
                     return self.core.handle(io.Broke("edge is down"), world.now_s)
@@ -171,7 +183,7 @@ class SimWorker:
                 return self.core.handle(io.Probed(()), world.now_s)
             case io.GiveState(peer, term, generation):
                 self._wanted.append((peer, term, generation))
-            case io.TakeBlock(block):
+            case io.TakeBlock(_, block):
                 world.log.state_transfers += 1
                 self._offered = block
             case io.Stop(error):
@@ -226,6 +238,7 @@ class SimWorker:
         if self._batch_step == self.core.step and spans not in ((), self._batch):
             self.world.log.voided += 1  # it was off the roll, and its batch in hand is nobody's any more
         self._batch, self._batch_step = spans, self.core.step
+        self._spoilt = False
         self._workspaces = self.trainer.prepare(round_id, seat, spans)
         self.world.log.submissions.append(Submission(self.peer, round_id, spans))
         collectives = {

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused, RemoteProtocolError
 from gridtrain.protocol import messages as m
-from gridtrain.runtime.client import StatusClient, coordinator_address
-from gridtrain.transport.base import PeerDown, PeerUp, Received, TransportEvent, Violation
+from gridtrain.runtime.client import CoordinatorClient, coordinator_address, only
+from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, Standing, TransportEvent, Violation
+from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 
 THERE = b"c" * 32
+ME = Identity.from_secret(b"a" * 32)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +62,11 @@ class ScriptedTransport:
         self.sent: list[m.Message] = []
         self.closed = False
 
-    def dial(self, peer: m.PeerId | None, address: str) -> None: ...
+    def dial(self, peer: m.PeerId, address: str) -> None:
+        assert (peer, address) == (THERE, "tcp://there:7700")
 
     def connected(self, peer: m.PeerId) -> bool:
-        return True
+        return False
 
     def send(self, peer: m.PeerId, message: m.Message) -> None:
         self.sent.append(message)
@@ -77,11 +81,15 @@ class ScriptedTransport:
         self.closed = True
 
 
+def scripted(transport: ScriptedTransport) -> CoordinatorClient:
+    return CoordinatorClient("tcp://there:7700", THERE, ME, transport=transport)  # type: ignore[arg-type]
+
+
 def asked(*turns: list[TransportEvent]) -> dict[str, object]:
     transport = ScriptedTransport(*turns)
     try:
-        with StatusClient("tcp://there:7700", transport) as client:  # type: ignore[arg-type]
-            return client.ask(0.05)
+        with scripted(transport) as client:
+            return client.status(0.05)
     finally:
         assert transport.closed
 
@@ -134,11 +142,48 @@ def test_somebody_who_speaks_something_else() -> None:
         asked([Violation(None, "no msgpack")])
 
 
+def test_a_key_that_the_coordinator_does_not_know() -> None:
+    with pytest.raises(JoinRefused, match=r"does not let this key in -> ask the run's owner") as caught:
+        asked([Denied(THERE, "tcp://there:7700")])
+    assert caught.value.code == "denied"
+
+
+def test_what_it_refuses_it_says_itself() -> None:
+    transport = ScriptedTransport(
+        [PeerUp(THERE)], [Received(THERE, m.Refused("invitation", "used up", "ask"), 9)]
+    )
+    enrol = m.Enrol(b"n" * 32)
+    with scripted(transport) as client, pytest.raises(JoinRefused, match=r"^used up -> ask$") as caught:
+        client.ask(enrol, 0.05)
+    assert caught.value.code == "invitation"
+    assert transport.sent == [enrol]
+
+
+@pytest.mark.parametrize("answer", [m.Enrolled("default"), m.Done("out")], ids=lambda answer: str(answer)[:8])
+def test_an_order_is_answered_by_what_fits_it(answer: m.Message) -> None:
+    turns: Sequence[list[TransportEvent]] = ([PeerUp(THERE)], [Received(THERE, answer, 9)])
+    with scripted(ScriptedTransport(*turns)) as client:
+        assert client.ask(m.Pardon(b"n" * 32), 0.05) == answer
+    with pytest.raises(RemoteProtocolError, match=f"a question of status with {type(answer).__name__}"):
+        asked(*turns)
+
+
+def test_in_the_clear_nobody_off_this_machine_is_asked() -> None:
+    with pytest.raises(ConfigError, match=r"without encryption: .* -> switch encryption on, or stay"):
+        CoordinatorClient("192.0.2.1", THERE, ME, encrypted=False)
+
+
+def test_nobody_else_than_the_coordinator_gets_in() -> None:
+    gate = only(THERE)
+    assert (gate(THERE), gate(b"x" * 32)) == (Standing.PEER, Standing.STRANGER)
+
+
 def test_one_connection_can_be_asked_again_and_again() -> None:
     hub = MemoryHub()
     there = MemoryTransport(THERE, hub)
     there.listen("memory://there")
-    with StatusClient("memory://there", MemoryTransport(b"a" * 32, hub)) as client:
+    mine = MemoryTransport(ME.public, hub, gate=only(THERE))
+    with CoordinatorClient("memory://there", THERE, ME, transport=mine) as client:
         for step in range(3):
-            there.send(b"a" * 32, m.StatusReply(json.dumps({"step": step}).encode()))
-            assert client.ask(5.0) == {"step": step}
+            there.send(ME.public, m.StatusReply(json.dumps({"step": step}).encode()))
+            assert client.status(5.0) == {"step": step}

@@ -16,35 +16,81 @@ import gridtrain_coordinator.daemon
 import gridtrain_worker.agent
 from gridtrain.cli.main import COMMANDS, cli, exit_code
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
-from gridtrain_coordinator.daemon import Settings, default_journal
+from gridtrain.protocol.invitation import Invitation
+from gridtrain.runtime.naming import state_directory
+from gridtrain_coordinator.daemon import Settings, default_state
 from gridtrain_worker.agent import Job
 
+INVITATION = Invitation("tcp://lab-pc:7700", bytes(range(32)), bytes(range(32, 64)), "mine")
 
-def test_worker_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[Job] = []
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """What the command would have supervised."""
+    seen: list[Job] = []
 
     def supervise(job: Job, tell: Callable[[str], None]) -> int:
-        jobs.append(job)
+        seen.append(job)
         return 7
 
     monkeypatch.setattr(gridtrain_worker.agent, "supervise", supervise)
+    return seen
+
+
+def test_worker_options_become_a_job(jobs: list[Job]) -> None:
     options = "--upload-limit 20Mbit --download-limit 100Mbit --restarts 2 --export-dir out --prefix"
-    line = f"worker lab-pc --run mine {options} -- python train.py --name theirs -v"
+    options += " --no-relay --unencrypted"
+    line = f"worker {INVITATION.text()} {options} -- python train.py --name theirs -v"
     result = CliRunner().invoke(cli, line.split(), env={"GRIDTRAIN_NAME": "anna"})
     assert result.exit_code == 7, result.output
     assert jobs == [
         Job(
             command=("python", "train.py", "--name", "theirs", "-v"),
-            coordinator="tcp://lab-pc:7700",
-            run="mine",
+            invitation=INVITATION,
             name="anna",
             upload_limit="20Mbit",
             download_limit="100Mbit",
             export_dir="out",
+            relay=False,
+            unencrypted=True,
             restarts=2,
             prefix=True,
         )
     ]
+
+
+@pytest.mark.parametrize("how", ["itself", "file", "-"])
+def test_an_invitation_comes_from_the_line_a_file_or_standard_input(
+    jobs: list[Job], tmp_path: Path, how: str
+) -> None:
+    """From a file or a pipe it is in nobody's list of processes."""
+    text = INVITATION.text()
+    (tmp_path / "invitation").write_text(f"{text}\n")
+    given = {"itself": text, "file": f"@{tmp_path / 'invitation'}", "-": "-"}[how]
+    result = CliRunner().invoke(cli, ["worker", given, "--", "true"], input=f"{text}\n")
+    assert result.exit_code == 7, result.output
+    assert [job.invitation for job in jobs] == [INVITATION]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "No such file"),
+        (b"\xff\xfe", "can't decode"),
+        (b"", "'' is not an invitation"),
+        (b"gridtrain1:" + b"A" * 5000, "was cut short or changed"),
+    ],
+    ids=["missing", "no text", "empty", "endless"],
+)
+def test_a_file_that_holds_no_invitation(
+    jobs: list[Job], tmp_path: Path, content: bytes | None, told: str
+) -> None:
+    path = tmp_path / "invitation"
+    if content is not None:
+        path.write_bytes(content)
+    result = CliRunner().invoke(cli, ["worker", f"@{path}", "--", "true"])
+    assert isinstance(result.exception, ConfigError) and told in result.exception.reason
+    assert result.exception.remedy and jobs == []
 
 
 def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,15 +101,18 @@ def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) ->
         return 0
 
     monkeypatch.setattr(gridtrain_coordinator.daemon, "serve", serve)
-    line = "coordinator --listen tcp://0.0.0.0:7701 --advertise lab-pc:7701 --run mine --journal j"
-    result = CliRunner().invoke(cli, [*line.split(), "--min-workers", "4", "--exit-when-finished"])
+    line = "coordinator --listen tcp://0.0.0.0:7701 --advertise lab-pc:7701 --run mine --state j"
+    result = CliRunner().invoke(
+        cli, [*line.split(), "--min-workers", "4", "--exit-when-finished", "--unencrypted"]
+    )
     assert result.exit_code == 0, result.output
     assert seen == [
         Settings(
             run="mine",
             listen="tcp://0.0.0.0:7701",
             advertise="tcp://lab-pc:7701",
-            journal=Path("j"),
+            state=Path("j"),
+            unencrypted=True,
             min_workers=4,
             exit_when_finished=True,
         )
@@ -84,10 +133,13 @@ def test_exit_codes(error: GridtrainError, code: int) -> None:
     assert exit_code(error) == code
 
 
-def test_the_journal_lies_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_and_keys_lie_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the operator's commands look for them."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert default_journal("mine") == tmp_path / "gridtrain" / "mine" / "journal.sqlite"
-    assert (tmp_path / "gridtrain" / "mine").is_dir()
+    assert default_state("mine") == state_directory("mine") == tmp_path / "gridtrain" / "mine"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_state("a.b") == state_directory("a.b") == tmp_path / ".local/state/gridtrain/a.b"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

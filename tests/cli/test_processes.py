@@ -7,16 +7,21 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gridtrain._version import __version__
+from gridtrain.protocol.invitation import Invitation, parse
+from gridtrain.runtime.entry import NOT_VALID
+from gridtrain.transport.curve import Identity
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 30.0
@@ -30,9 +35,22 @@ class Running:
     process: subprocess.Popen[str]
     address: str
     greeting: str
+    state: Path
+
+    def invitation(self, *options: str) -> str:
+        done = gridtrain("invite", "--state", str(self.state), *options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
 
 StartCoordinator = Callable[..., Running]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where keys and journals of this test go by default."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
 
 
 def environment() -> dict[str, str]:
@@ -53,7 +71,8 @@ def start_coordinator(tmp_path: Path) -> Iterator[StartCoordinator]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> Running:
-        place = ("--listen", "tcp://127.0.0.1:0", "--journal", str(tmp_path / "journal.sqlite"))
+        state = tmp_path / "state"
+        place = ("--listen", "tcp://127.0.0.1:0", "--state", str(state))
         process = subprocess.Popen(
             (*CLI, "coordinator", *place, *arguments),
             stdout=subprocess.PIPE,
@@ -63,10 +82,10 @@ def start_coordinator(tmp_path: Path) -> Iterator[StartCoordinator]:
         )
         started.append(process)
         assert process.stdout is not None
-        greeting = "".join(process.stdout.readline() for _ in range(3))
+        greeting = "".join(process.stdout.readline() for _ in range(4))
         address = re.search(r"tcp://\S+:\d+", greeting)
         assert address is not None, f"{greeting!r} {process.communicate(timeout=WITHIN_S)}"
-        return Running(process, address[0], greeting)
+        return Running(process, address[0], greeting, state)
 
     yield start
     for process in started:
@@ -93,27 +112,25 @@ def test_version_and_help() -> None:
         assert expected in text
 
 
-def test_coordinator_status_and_worker(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
+def test_coordinator_invitation_status_and_worker(start_coordinator: StartCoordinator) -> None:
     running = start_coordinator("--run", "shakespeare", "--min-workers", "2")
-    port = running.address.rpartition(":")[2]
+    here = f" --state {running.state}"
     assert running.greeting == (
-        f'run "shakespeare" is coordinated at tcp://127.0.0.1:{port}, journal {tmp_path}/journal.sqlite\n'
-        f"  on each worker:  gridtrain worker tcp://127.0.0.1:{port} --run shakespeare -- python train.py\n"
-        f"  to watch it:     gridtrain status tcp://127.0.0.1:{port} --watch\n"
+        f'run "shakespeare" is coordinated at {running.address}, state in {running.state}\n'
+        f"  to invite a worker:  gridtrain invite{here}\n"
+        "  on the worker:       gridtrain worker INVITATION -- python train.py\n"
+        f"  to watch it:         gridtrain status{here} --watch\n"
     )
 
-    table = gridtrain("status", f"127.0.0.1:{port}")
+    table = gridtrain("status", "--state", str(running.state))
     assert (table.returncode, table.stderr) == (0, "")
     assert "run shakespeare  waiting  waiting for 2 workers" in table.stdout
     assert "term 1  generation 0  step 0" in table.stdout
     assert "no worker yet" in table.stdout
 
-    picture = json.loads(gridtrain("status", "--json", GRIDTRAIN_COORDINATOR=running.address).stdout)
-    assert (picture["run"], picture["phase"], picture["term"]) == ("shakespeare", "waiting", 1)
-
+    invitation = running.invitation()
     code = "import os, sys; print(os.environ['GRIDTRAIN_RUN']); sys.exit(7)"
-    script = (sys.executable, "-c", code)
-    worker = gridtrain("worker", running.address, "--run", "shakespeare", "--name", "anna", "--", *script)
+    worker = gridtrain("worker", invitation, "--name", "anna", "--", sys.executable, "-c", code)
     assert (worker.returncode, worker.stdout) == (7, "shakespeare\n")
     first, last = worker.stderr.splitlines()
     assert first.startswith("gridtrain worker: anna (")
@@ -123,7 +140,47 @@ def test_coordinator_status_and_worker(start_coordinator: StartCoordinator, tmp_
     _, err = running.process.communicate(timeout=WITHIN_S)
     assert running.process.returncode == 128 + signal.SIGTERM
     events = [json.loads(line) for line in err.splitlines()]
-    assert [event["event"] for event in events] == ["started"]
+    assert [event["event"] for event in events if event["level"] != "info"] == []
+    assert [event["event"] for event in events if event["event"] != "denied"] == ["started", "enrolled"]
+
+
+def test_without_options_all_commands_find_the_run_of_this_machine(home: Path) -> None:
+    """A newcomer types no folder: the state directory is the same for coordinator, operator and workers."""
+    listen = (*CLI, "coordinator", "--listen", "tcp://127.0.0.1:0")
+    coordinator = subprocess.Popen(
+        listen, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    )
+    try:
+        invited = gridtrain("invite", "--wait", "20s")
+        assert invited.returncode == 0, invited.stderr
+        script = (sys.executable, "-c", "print('trained')")
+        assert gridtrain("worker", invited.stdout.strip(), "--", *script).stdout == "trained\n"
+        picture = json.loads(gridtrain("status", "--json").stdout)
+        assert (picture["run"], picture["phase"], picture["term"]) == ("default", "waiting", 1)
+        assert picture["door"]["enrolled_total"] == 1
+    finally:
+        coordinator.terminate()
+        coordinator.communicate(timeout=WITHIN_S)
+    files = sorted(path for path in home.rglob("*") if path.is_file())
+    secret = [path.name for path in files if path.suffix == ".key"]
+    assert secret == ["coordinator.key", "worker-0.key", "operator.key"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files if path.suffix == ".key"} == {0o600}
+    assert not (home / "gridtrain" / "default" / "coordinator.json").exists(), "nobody listens any more"
+
+
+def test_status_with_an_invitation_tells_less_than_the_operator_is_told(
+    start_coordinator: StartCoordinator,
+) -> None:
+    """One who was invited sees how the run stands, and neither where its members are nor who may come in."""
+    running = start_coordinator()
+    invitation = running.invitation()
+    shown = json.loads(gridtrain("status", invitation, "--json").stdout)
+    own = json.loads(gridtrain("status", "--state", str(running.state), "--json").stdout)
+    assert "door" in own and "door" not in shown
+    assert (shown["run"], shown["phase"]) == (own["run"], own["phase"]) == ("default", "waiting")
+    (line,) = own["door"]["invitations"] or [None]
+    assert line is None or line["used"] == 1
+    assert "waiting for 1 worker" in gridtrain("status", invitation).stdout, "its key is known by now"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
@@ -136,7 +193,7 @@ def test_a_coordinator_comes_back_in_the_next_term(
     expected = -number if number is signal.SIGKILL else 128 + number
     assert running.process.returncode == expected
     again = start_coordinator()
-    assert json.loads(gridtrain("status", again.address, "--json").stdout)["term"] == 2
+    assert json.loads(gridtrain("status", "--state", str(again.state), "--json").stdout)["term"] == 2
 
 
 def test_a_coordinator_for_containers_takes_its_settings_from_the_environment(tmp_path: Path) -> None:
@@ -144,7 +201,7 @@ def test_a_coordinator_for_containers_takes_its_settings_from_the_environment(tm
         "GRIDTRAIN_RUN": "boxed",
         "GRIDTRAIN_LISTEN": "tcp://127.0.0.1:0",
         "GRIDTRAIN_ADVERTISE": "tcp://coordinator:7700",
-        "GRIDTRAIN_JOURNAL": str(tmp_path / "journal.sqlite"),
+        "GRIDTRAIN_STATE": str(tmp_path / "state"),
     }
     process = subprocess.Popen(
         (sys.executable, "-m", "gridtrain_coordinator"),
@@ -155,6 +212,8 @@ def test_a_coordinator_for_containers_takes_its_settings_from_the_environment(tm
     )
     assert process.stdout is not None
     assert 'run "boxed" is coordinated at tcp://coordinator:7700' in process.stdout.readline()
+    invited = gridtrain("invite", GRIDTRAIN_STATE=str(tmp_path / "state"))
+    assert parse(invited.stdout).address == "tcp://coordinator:7700", "in the container's environment"
     process.terminate()
     process.communicate(timeout=WITHIN_S)
     assert process.returncode == 128 + signal.SIGTERM
@@ -163,46 +222,60 @@ def test_a_coordinator_for_containers_takes_its_settings_from_the_environment(tm
 # -- or one sentence says what to do ---------------------------------------------------------------
 
 
+def invitation_to(address: str, **fields: Any) -> str:
+    keys = {"coordinator": bytes(32), "token": bytes(32), "run": "default"}
+    return Invitation(address, **keys | fields).text()
+
+
 def test_nobody_is_there() -> None:
     began_s = time.monotonic()
-    line = one_sentence(gridtrain("status", "tcp://127.0.0.1:1"), code=3)
+    line = one_sentence(gridtrain("status", invitation_to("tcp://127.0.0.1:1")), code=3)
     assert "no coordinator can be reached at tcp://127.0.0.1:1" in line
     assert "`gridtrain coordinator` is running" in line
     assert time.monotonic() - began_s < 15
 
 
+def test_no_coordinator_runs_on_this_machine(home: Path) -> None:
+    line = one_sentence(gridtrain("status"), code=2)
+    assert (
+        f"no coordinator is running there: {home}/gridtrain/default/coordinator.json does not exist" in line
+    )
+    assert "gridtrain coordinator" in line
+
+
 def test_somebody_else_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        line = one_sentence(gridtrain("status", f"127.0.0.1:{port}"), code=3)
+        line = one_sentence(gridtrain("status", invitation_to(f"tcp://127.0.0.1:{port}")), code=3)
     assert "did not answer within 4 s" in line
 
 
-def test_a_malformed_address() -> None:
-    line = one_sentence(gridtrain("status", "http://example"), code=2)
-    assert "an address is tcp://host:port, got 'http://example'" in line
+def test_an_address_in_the_place_of_an_invitation() -> None:
+    """As gridtrain 0.1 took it."""
+    for command in (("status", "tcp://10.0.0.5:7700"), ("worker", "tcp://10.0.0.5:7700", "--", "true")):
+        line = one_sentence(gridtrain(*command), code=2)
+        assert "is not an invitation, which begins with gridtrain1: -> copy the whole line" in line
 
 
 def test_the_port_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        journal = tmp_path / "journal.sqlite"
-        line = one_sentence(gridtrain("coordinator", "--listen", address, "--journal", str(journal)), code=1)
+        state = str(tmp_path / "state")
+        line = one_sentence(gridtrain("coordinator", "--listen", address, "--state", state), code=1)
     assert f"{address}: the port is taken -> stop the program that uses it" in line
 
 
-def test_the_journal_is_in_use(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
-    start_coordinator()
-    journal = str(tmp_path / "journal.sqlite")
-    line = one_sentence(
-        gridtrain("coordinator", "--listen", "tcp://127.0.0.1:0", "--journal", journal), code=1
-    )
+def test_the_journal_is_in_use(start_coordinator: StartCoordinator) -> None:
+    state = str(start_coordinator().state)
+    line = one_sentence(gridtrain("coordinator", "--listen", "tcp://127.0.0.1:0", "--state", state), code=1)
     assert "is in use" in line and "stop the other coordinator" in line
 
 
-def test_the_journals_directory_is_missing(tmp_path: Path) -> None:
-    line = one_sentence(gridtrain("coordinator", "--journal", str(tmp_path / "no" / "journal")), code=1)
-    assert f"-> mkdir -p {tmp_path}/no" in line
+def test_the_state_cannot_be_kept_there(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "state"
+    line = one_sentence(gridtrain("coordinator", "--state", str(place)), code=2)
+    assert f"the folder {place} cannot be made: Not a directory -> name another one with --state" in line
 
 
 def test_a_run_name_that_is_no_file_name() -> None:
@@ -210,29 +283,139 @@ def test_a_run_name_that_is_no_file_name() -> None:
 
 
 def test_another_run(start_coordinator: StartCoordinator) -> None:
-    running = start_coordinator()
-    done = gridtrain(
-        "worker", running.address, "--run", "mine", "--", sys.executable, "-c", "print('started')"
-    )
-    assert 'serves the run "default", not "mine" -> add --run default' in one_sentence(done, code=4)
+    """The invitation names one run, and who answers serves another: an address was given to a new run."""
+    foreign = replace(parse(start_coordinator().invitation()), run="mine").text()
+    done = gridtrain("worker", foreign, "--", sys.executable, "-c", "print('started')")
+    line = one_sentence(done, code=4)
+    assert 'serves the run "default", not "mine" -> ask the run\'s owner for a new invitation' in line
     assert done.stdout == ""
 
 
+# -- invitations that do not let in -------------------------------------------------------------------
+
+
+def refused(invitation: str, code: int = 4, **more: str) -> str:
+    """What a worker with it is told; its script is never started."""
+    done = gridtrain("worker", invitation, "--", sys.executable, "-c", "print('started')", **more)
+    assert done.stdout == ""
+    return one_sentence(done, code)
+
+
+def test_used_up_expired_withdrawn_or_never_given(
+    start_coordinator: StartCoordinator, tmp_path: Path
+) -> None:
+    """All are told the same, and no more: what was wrong is the owner's business."""
+    running = start_coordinator()
+    used, withdrawn = running.invitation(), running.invitation()
+    expired = running.invitation("--expires", "1s")
+    assert gridtrain("worker", used, "--", "true").returncode == 0
+    gone = gridtrain("invite", "--state", str(running.state), "--withdraw", withdrawn)
+    assert gone.returncode == 0, gone.stderr
+    never = replace(parse(used), token=b"t" * 32).text()
+    elsewhere = str(tmp_path / "elsewhere")
+    until_s = time.monotonic() + WITHIN_S
+    look = ("members", "--state", str(running.state), "--json")
+    while json.loads(gridtrain(*look).stdout)["door"]["invitations"]:
+        assert time.monotonic() < until_s, "a second is over"
+    told = [refused(one, XDG_STATE_HOME=elsewhere) for one in (used, withdrawn, never, expired)]
+    assert told == [f"gridtrain: {NOT_VALID} -> ask the run's owner for a new one"] * 4
+
+    running.process.terminate()
+    _, log = running.process.communicate(timeout=WITHIN_S)
+    enrolled = [line for line in map(json.loads, log.splitlines()) if line["event"] == "enrolled"]
+    assert len(enrolled) == 1
+
+
+@pytest.mark.parametrize("change", ["cut", "one letter", "another version"])
+def test_an_invitation_that_was_altered(change: str) -> None:
+    text = invitation_to("tcp://127.0.0.1:1")
+    middle = len(text) // 2
+    altered, told = {
+        "cut": (text[:-3], "was cut short or changed on its way -> copy the whole line again"),
+        "one letter": (
+            text[:middle] + ("B" if text[middle] != "B" else "C") + text[middle + 1 :],
+            "was cut short or changed on its way",
+        ),
+        "another version": (text.replace("1:", "2:", 1), "by a newer gridtrain -> pip install --upgrade"),
+    }[change]
+    assert told in refused(altered, code=2)
+
+
+def test_an_invitation_to_another_coordinator_at_this_address(start_coordinator: StartCoordinator) -> None:
+    """Whoever answers there cannot prove to be the one that invited: nothing is said to it."""
+    foreign = replace(parse(start_coordinator().invitation()), coordinator=Identity.generate().public).text()
+    line = one_sentence(gridtrain("status", foreign), code=3)
+    assert "no coordinator can be reached at tcp://127.0.0.1:" in line
+
+
+# -- without encryption ------------------------------------------------------------------------------
+
+
+def test_in_the_clear_only_by_an_explicit_flag_on_both_sides(start_coordinator: StartCoordinator) -> None:
+    running = start_coordinator("--unencrypted")
+    assert "NOT ENCRYPTED: everybody on the way can read and alter" in running.greeting
+    clear = running.invitation()
+    assert "told to do without -> ask its owner for an encrypted run" in refused(clear, code=2)
+    agreed = gridtrain("worker", clear, "--unencrypted", "--", sys.executable, "-c", "print('trained')")
+    assert (agreed.returncode, agreed.stdout) == (0, "trained\n"), agreed.stderr
+    assert gridtrain("status", "--state", str(running.state)).returncode == 0
+
+    sealed = replace(parse(clear), encrypted=True).text()
+    done = gridtrain("worker", sealed, "--unencrypted", "--", "true")
+    assert "is encrypted, and this worker was told to do without -> leave --unencrypted" in one_sentence(
+        done, 2
+    )
+    done = gridtrain("status", sealed)
+    assert done.returncode == 3, "an encrypted client gets no word from a coordinator in the clear"
+
+
+def test_in_the_clear_only_on_this_machine() -> None:
+    line = one_sentence(gridtrain("coordinator", "--unencrypted", "--listen", "tcp://0.0.0.0:0"), code=1)
+    assert "cannot listen at 'tcp://0.0.0.0:0' without encryption" in line and "127.0.0.1" in line
+    away = invitation_to("tcp://192.0.2.1:7700", encrypted=False)
+    done = gridtrain("worker", away, "--unencrypted", "--", "true")
+    assert "cannot dial 'tcp://192.0.2.1:7700' without encryption" in one_sentence(done, code=2)
+
+
+# -- key files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["coordinator.key", "operator.key"])
+def test_a_coordinator_with_a_key_that_others_may_read(tmp_path: Path, name: str) -> None:
+    state = tmp_path / "state"
+    Identity.generate().write(state / name)
+    (state / name).chmod(0o640)
+    line = one_sentence(gridtrain("coordinator", "--state", str(state)), code=2)
+    assert f"{state / name} has mode 0640, so others may read it -> chmod 600 {state / name}" in line
+
+
+def test_a_worker_with_a_key_that_others_may_read(start_coordinator: StartCoordinator, home: Path) -> None:
+    invitation = start_coordinator().invitation()
+    assert gridtrain("worker", invitation, "--", "true").returncode == 0
+    (path,) = home.rglob("worker-0.key")
+    path.chmod(0o604)
+    assert f"{path} has mode 0604, so others may read it -> chmod 600 {path}" in refused(invitation, code=2)
+
+
 def test_debug_shows_the_traceback() -> None:
-    done = gridtrain("status", "http://example", GRIDTRAIN_DEBUG="1")
+    done = gridtrain("status", "example", GRIDTRAIN_DEBUG="1")
     assert done.returncode == 1 and "Traceback" in done.stderr and "ConfigError" in done.stderr
+
+
+INVITATION = invitation_to("tcp://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (("dance",), "No such command 'dance'"),
-        (("worker", "127.0.0.1"), "no training command was given"),
-        (("worker", "127.0.0.1", "--upload-limit", "fast", "--", "true"), "'fast' is not a rate"),
+        (("worker", INVITATION), "no training command was given"),
+        (("worker", INVITATION, "--upload-limit", "fast", "--", "true"), "'fast' is not a rate"),
+        (("worker", "--", "true"), "not an invitation"),
         (("coordinator", "--min-workers", "0"), "0 is not in the range"),
         (("status", "--watch", "--json"), "use --json without it"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    ids=lambda value: " ".join(value).replace(INVITATION, "INVITATION") if isinstance(value, tuple) else "",
 )
 def test_usage(arguments: tuple[str, ...], text: str) -> None:
     done = gridtrain(*arguments)

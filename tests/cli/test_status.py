@@ -16,10 +16,10 @@ PICTURE: dict[str, Any] = {
     "facts": {"exchange": "GTopK(density=0.05)"},
     "members": [
         {"rank": 0, "name": "anna", "state": "active", "share": 8, "step": 41, "last_heard_s": 0.2,
-         "sent_Bps": 2_450_000.0, "received_Bps": 950.0,
+         "sent_Bps": 2_450_000.0, "received_Bps": 950.0, "reach": "direct", "strikes": 0,
          "figures": {"computing_s": 0.021, "selecting_s": 0.001, "communicating_s": 1.25, "waiting_s": 0.0}},
         {"rank": None, "name": "[red]bert", "state": "joining", "share": 0, "step": 0, "last_heard_s": 0.0,
-         "sent_Bps": None, "received_Bps": None, "figures": {}},
+         "sent_Bps": None, "received_Bps": None, "figures": {}, "reach": "behind NAT", "strikes": 0},
     ],
     "events": [{"at_s": 88.0, "event": "joined", "name": "anna"}],
 }  # fmt: skip
@@ -28,10 +28,16 @@ DRAWN = """\
 run default  training  2 workers since step 40
 term 1  generation 3  step 41  12.35 steps/s
 exchange: GTopK(density=0.05)
-rank name      state   share step   up/s down/s comp. select comm. wait  heard
-   0 anna      active      8   41 2.5 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
-   - [red]bert joining     0    0      -      -     -      -     -    -   0 ms
+rank name      state   reach      share step   up/s down/s comp. select comm. wait  heard
+   0 anna      active  direct         8   41 2.5 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
+   - [red]bert joining behind NAT     0    0      -      -     -      -     -    -   0 ms
    12 s ago  joined name=anna
+"""
+
+STRUCK = """\
+rank name      state   reach      strikes share step   up/s down/s comp. select comm. wait  heard
+   0 anna      active  direct           0     8   41 2.5 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
+   - [red]bert joining behind NAT       2     0    0      -      -     -      -     -    -   0 ms
 """
 
 
@@ -46,6 +52,23 @@ def test_the_picture() -> None:
     assert drawn(PICTURE) == DRAWN
 
 
+def test_strikes_are_shown_when_there_are_any() -> None:
+    anna, bert = PICTURE["members"]
+    assert STRUCK in drawn({**PICTURE, "members": [anna, {**bert, "strikes": 2}]})
+
+
+def test_it_fits_into_a_pipe() -> None:
+    """Large figures, a long name: names are cut, nothing else, and no line is wrapped."""
+    worst = {
+        "rank": 999, "name": "n" * 64, "state": "admitted", "reach": "behind NAT", "strikes": 2, "share": 99_999,
+        "step": 9_999_999, "sent_Bps": 999.9e6, "received_Bps": 999.9e6, "last_heard_s": 4.999,
+        "figures": dict.fromkeys(module.SECONDS, 999.9),
+    }  # fmt: skip
+    lines = drawn({"members": [worst]}).splitlines()
+    assert max(map(len, lines)) <= module.PLAIN_WIDTH and len(lines) == 4
+    assert "n\u2026 admitted behind NAT       2 99999 9999999 999.9 MB 999.9 MB 999.9 s" in lines[3]
+
+
 def test_no_worker_yet() -> None:
     assert "no worker yet" in drawn({**PICTURE, "members": []})
 
@@ -56,7 +79,7 @@ def test_no_worker_yet() -> None:
         {},
         {"members": 3, "events": "no", "facts": [], "step": None},
         {
-            "members": [None, {}, {"rank": "x", "figures": 1, "step": []}],
+            "members": [None, {}, {"rank": "x", "figures": 1, "step": [], "reach": 3, "strikes": "many"}],
             "events": [1, {"at_s": "x"}],
             "phase": {},
         },

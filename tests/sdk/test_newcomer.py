@@ -192,9 +192,7 @@ def test_a_token_that_nobody_gave(start_coordinator: StartCoordinator) -> None:
 
 def test_a_run_in_the_clear_is_joined_only_on_purpose() -> None:
     clear = Invitation("tcp://127.0.0.1:1", bytes(32), bytes(32), "default", encrypted=False)
-    with pytest.raises(
-        ConfigError, match=r'"default" is not encrypted, .* -> ask its owner for an encrypted'
-    ):
+    with pytest.raises(ConfigError, match=r'"default" is not encrypted, .* -> ask its owner for'):
         gridtrain.join(clear.text())
     sealed = replace(clear, encrypted=True)
     with pytest.raises(ConfigError, match=r'"default" is encrypted, .* -> leave --unencrypted out'):
@@ -211,7 +209,7 @@ def test_a_key_file_that_others_may_read(start_coordinator: StartCoordinator, st
     path.chmod(0o644)
     with pytest.raises(ConfigError) as caught:
         gridtrain.join(text)
-    assert caught.value.reason == f"the key file {path} has mode 644: others may read it"
+    assert caught.value.reason == f"the key file {path} has mode 0644, so others may read it"
     assert f"chmod 600 {path}" in caught.value.remedy
 
 
@@ -281,7 +279,8 @@ def test_another_runs_coordinator(start_coordinator: StartCoordinator) -> None:
         join(desk.address, desk.invitation(), run="mine")
     assert caught.value.code == "wrong-run"
     assert str(caught.value) == (
-        'this coordinator serves the run "default", not "mine" -> ask the owner of "mine" for an invitation to it'
+        'this coordinator serves the run "default", not "mine" -> '
+        'ask the owner of "mine" for an invitation to it'
     )
 
 

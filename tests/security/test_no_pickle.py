@@ -36,7 +36,7 @@ from gridtrain.wire.sparse import decode as decode_sparse
 from gridtrain_coordinator.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("gridtrain", "coordinator", "worker", "examples", "benchmarks")
+PRODUCT = ("gridtrain", "coordinator", "worker", "examples")
 HERE = Path(__file__).resolve()
 
 # -- what the source says --------------------------------------------------------------------------

@@ -1,0 +1,319 @@
+"""What a hostile member sends, once she is a member: one class for each attack.
+
+Decides nothing about when: `mallory` calls `send` for what the honest software would send, and `burst` as
+often as the loop's thread gets round to it, which is always.  Knows the insides of the transport, as an
+attacker would.
+
+    the core's effects --> send: what leaves instead
+    the loop's poll    --> burst: at line rate, what no honest worker sends at all
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import zmq
+
+from gridtrain.protocol import messages as m
+from gridtrain.transport import sockets
+from gridtrain.transport.curve import Identity
+from gridtrain.wire import codec
+
+BURST_S = 0.02
+"""Then the loop has its turn: beats, and whatever keeps her a member."""
+
+LARGEST = bytes(codec.MAX_PAYLOAD_BYTES)
+
+
+@dataclass
+class Place:
+    """Where she is: her loop's core and transports, and her key."""
+
+    core: Any
+    credit: Any  # CreditTransport
+    zeromq: Any  # ZeroMQTransport
+    identity: Identity
+
+    @property
+    def round(self) -> m.RoundId:
+        return self.core._attempts._here  # type: ignore[no-any-return]
+
+    @property
+    def rank(self) -> int:
+        return self.core.seat.rank  # type: ignore[no-any-return]
+
+    def peers(self) -> list[bytes]:
+        """The members to which there is a connection."""
+        members = [member.peer for member in self.core.seat.roster if member.peer != self.core.me]
+        return [peer for peer in members if self.zeromq.connected(peer)]
+
+    def everybody(self) -> list[bytes]:
+        hub = [self.core.coordinator] if self.zeromq.connected(self.core.coordinator) else []
+        return self.peers() + hub
+
+    def addresses(self) -> dict[bytes, str]:
+        """Of those whom she was told how to dial."""
+        told = {x.peer: x.address for x in self.core.seat.roster if x.peer != self.core.me}
+        dialled = {dial.peer: dial.address for dial in self.zeromq._dials}
+        return {peer: address for peer, address in {**told, **dialled}.items() if address.startswith("tcp")}
+
+    def write(self, peer: bytes, frames: list[bytes]) -> bool:
+        """Straight into libzmq's queue, past caps and credits.  False: it is full, or the peer has gone."""
+        links = self.zeromq._edges.get(peer)
+        if not links:
+            return False
+        link = links[0]
+        with contextlib.suppress(zmq.ZMQError):
+            if link.dial is None:
+                return sockets.write(self.zeromq._entrance.router, list(frames), link.routing_id)
+            if link.dial.socket is not None:
+                return sockets.write(link.dial.socket, list(frames))
+        return False
+
+    def pour(self, to: Callable[[], list[bytes]], frames_for: Callable[[bytes], list[bytes]]) -> int:
+        """Write to all of these until none takes any more, for at most `BURST_S`; how many it were."""
+        until_s, count, busy = time.monotonic() + BURST_S, 0, True
+        while busy and time.monotonic() < until_s:
+            busy = False
+            for peer in to():
+                for _ in range(32):
+                    if not self.write(peer, frames_for(peer)):
+                        break
+                    count, busy = count + 1, True
+        return count
+
+
+class Attack:
+    """Does nothing; `sent` counts what was sent at line rate.  Without hands: she keeps to the protocol."""
+
+    legal = False
+    """An honest member could have sent it: nobody can prove an offence, so nobody is to be kicked."""
+
+    def __init__(self, place: Place) -> None:
+        self.at, self.sent = place, 0
+
+    def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
+        return [message]
+
+    def burst(self) -> None: ...
+
+    def data(self, **changes: Any) -> m.Data:
+        return replace(m.Data(self.at.round, m.Channel(), m.Place(m.Phase.REDUCE), False, b"x"), **changes)
+
+
+# -- floods ------------------------------------------------------------------------------------------
+
+
+class Illegal(Attack):
+    """(a) Well-formed messages that a member may not send: to the members and to the coordinator."""
+
+    def burst(self) -> None:
+        there = self.at.round
+        to_member = codec.encode(m.Start(there.term, there.generation))
+        to_hub = codec.encode(m.Welcome(there.term, "mine", "mine"))
+        hub = self.at.core.coordinator
+        self.sent += self.at.pour(self.at.everybody, lambda peer: to_hub if peer == hub else to_member)
+
+
+class Garbage(Attack):
+    """(b) Frames that are no message."""
+
+    def burst(self) -> None:
+        frames = [os.urandom(200), os.urandom(2000)]
+        self.sent += self.at.pour(self.at.everybody, lambda peer: frames)
+
+
+class Frames(Attack):
+    """(b) Messages of 1,000 frames, and single frames of 64 MiB."""
+
+    def burst(self) -> None:
+        many = [b"x"] * 1000
+        self.sent += self.at.pour(
+            self.at.everybody, lambda peer: many if self.sent % 8 else [LARGEST, LARGEST]
+        )
+
+
+class Endless(Attack):
+    """(b) One message whose end never comes: libzmq gives it to nobody, and keeps what has come."""
+
+    def burst(self) -> None:
+        until_s = time.monotonic() + BURST_S
+        while time.monotonic() < until_s:
+            for link in [links[0] for links in self.at.zeromq._edges.values()]:
+                if link.dial is not None and link.dial.socket is not None:
+                    with contextlib.suppress(zmq.ZMQError):
+                        link.dial.socket.send(LARGEST[: 2**20], zmq.DONTWAIT | zmq.SNDMORE)
+                        self.sent += 1
+
+
+# -- in her own turn ---------------------------------------------------------------------------------
+
+
+class OfData(Attack):
+    """What becomes of the payloads of one round."""
+
+    def changed(self, data: m.Data) -> list[m.Message]:
+        raise NotImplementedError
+
+    def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
+        return self.changed(message) if isinstance(message, m.Data) else [message]
+
+
+class BadIndices(OfData):
+    """(c) The index part of a sparse payload: beyond the vector, in disorder.  Of a dense one: its length."""
+
+    def changed(self, data: m.Data) -> list[m.Message]:
+        payload = bytearray(data.payload)
+        middle = len(payload) // 4
+        payload[8:middle] = b"\xff" * (middle - 8)
+        return [replace(data, payload=bytes(payload[:-3]))]
+
+
+class NoNumber(OfData):
+    """(c) NaN among the values."""
+
+    def changed(self, data: m.Data) -> list[m.Message]:
+        payload = bytearray(data.payload)
+        payload[-4:] = b"\xff" * len(payload[-4:])
+        return [replace(data, payload=bytes(payload))]
+
+
+class Twice(OfData):
+    """(d) Every payload twice."""
+
+    def changed(self, data: m.Data) -> list[m.Message]:
+        return [data, data]
+
+
+class WrongPlace(OfData):
+    """(e) A payload of a place that her rank cannot have."""
+
+    def changed(self, data: m.Data) -> list[m.Message]:
+        return [replace(data, place=replace(data.place, hop=2**31 - 1))]
+
+
+class WrongChannel(OfData):
+    """(e) A payload of a channel that the round does not have."""
+
+    def changed(self, data: m.Data) -> list[m.Message]:
+        return [replace(data, channel=m.Channel(index=77))]
+
+
+class FarAhead(OfData):
+    """(e) A payload of a step at which nobody can be."""
+
+    def changed(self, data: m.Data) -> list[m.Message]:
+        return [data, replace(data, round=replace(data.round, step=data.round.step + 1000))]
+
+
+class FalseVotes(Attack):
+    """(f) YES to an update that nobody else has: what a broken memory does, too."""
+
+    legal = True
+
+    def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
+        if isinstance(message, m.Vote) and message.yes:
+            return [replace(message, digest=os.urandom(32))]
+        return [message]
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+
+class Held(Attack):
+    """(g) Payloads of 60 MiB for the step to come, which are held until it begins; no credit is waited for."""
+
+    def burst(self) -> None:
+        early = replace(self.at.round, step=self.at.round.step + 1)
+        frames = codec.encode(self.data(round=early, payload=memoryview(LARGEST)[: 60 * 2**20]))
+        self.sent += self.at.pour(self.at.peers, lambda peer: frames)  # type: ignore[arg-type]
+
+
+# -- connections -------------------------------------------------------------------------------------
+
+
+class Flapping(Attack):
+    """(h) Every connection is closed and made anew at once."""
+
+    def burst(self) -> None:
+        for dial in list(self.at.zeromq._dials):
+            if dial.link is not None:
+                self.at.zeromq._redial(dial, "on purpose")
+                self.sent += 1
+            dial.attempt, dial.due_s = 0, min(dial.due_s, time.monotonic() + 5.0)
+            if dial.socket is None:
+                dial.due_s = 0.0
+
+
+class Crowd(Attack):
+    """(i) 200 connections with one key, to everybody whose address she knows, each with its Hello."""
+
+    connections = 200
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._context: sockets.Context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 8000)
+        self._open: list[Any] = []
+
+    def burst(self) -> None:
+        hello = codec.encode(m.Hello(self.at.core.me, m.PROTOCOL_VERSION, "crowd"))
+        for peer, address in self.at.addresses().items():
+            if len(self._open) >= 4 * self.connections:
+                break
+            dealer = sockets.open_dealer(self._context, 32, self.at.identity, peer)
+            dealer.connect(address)
+            dealer.send_multipart(hello)
+            self._open.append(dealer)
+            self.sent += 1
+
+
+# -- nothing that could be proved ----------------------------------------------------------------------
+
+
+class Pings(Attack):
+    """Pings at line rate: each is legal, and each is answered."""
+
+    legal = True
+
+    def burst(self) -> None:
+        ping = codec.encode(m.Ping(7))
+        beat = codec.encode(m.Beat(7, self.at.round.step, 7, ()))
+        hub = self.at.core.coordinator
+        self.sent += self.at.pour(self.at.everybody, lambda peer: beat if peer == hub else ping)
+
+
+class Stale(Attack):
+    """Payloads of the generation before at line rate: dropped, as they can happen to an honest member."""
+
+    legal = True
+
+    def burst(self) -> None:
+        old = replace(self.at.round, generation=max(0, self.at.round.generation - 1))
+        frames = codec.encode(self.data(round=old, payload=bytes(1000)))
+        self.sent += self.at.pour(self.at.peers, lambda peer: frames)
+
+
+ATTACKS: dict[str, type[Attack]] = {
+    "illegal": Illegal,
+    "garbage": Garbage,
+    "frames": Frames,
+    "endless": Endless,
+    "bad-indices": BadIndices,
+    "no-number": NoNumber,
+    "twice": Twice,
+    "wrong-place": WrongPlace,
+    "wrong-channel": WrongChannel,
+    "far-ahead": FarAhead,
+    "false-votes": FalseVotes,
+    "held": Held,
+    "flapping": Flapping,
+    "crowd": Crowd,
+    "pings": Pings,
+    "stale": Stale,
+}

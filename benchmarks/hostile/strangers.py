@@ -1,0 +1,195 @@
+"""Those who have no key: what they do to a port, from one process.
+
+    python -m hostile.strangers silent 1500 127.0.0.1:7700                connect, and say nothing
+    python -m hostile.strangers greeting 1500 127.0.0.1:7700              ZMTP's greeting, then nothing
+    python -m hostile.strangers handshakes 200 127.0.0.1:7700 KEY         so many whole handshakes a second
+    ... --from 127.0.0.2 127.0.0.20                                      from these addresses, in turn
+
+Connections that the other side closes are made again at once, until the process is ended.  Each line of stdout is
+one JSON object: `{"mark": "ready"}` when all have been made once, and a `count` every second after that.
+
+`hammer` is for a hostile member whose key was taken off the list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+import itertools
+import json
+import os
+import resource
+import selectors
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import zmq
+
+from gridtrain.transport import sockets
+from gridtrain.transport.curve import Identity
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""ZMTP 3.1: signature, version, mechanism, as-server no, filler; then a CURVE client would say its HELLO."""
+
+TRY_S = 2.0
+"""A handshake that takes longer is given up."""
+
+
+def say(mark: str, **fields: object) -> None:
+    os.write(1, (json.dumps({"mark": mark, "at_s": time.monotonic(), **fields}) + "\n").encode())
+
+
+def sources(first: str, last: str) -> Iterator[str]:
+    """These addresses of this machine, in turn, for ever; empty: the system chooses."""
+    if not first:
+        return itertools.repeat("")
+    low, high = (int(ipaddress.IPv4Address(address)) for address in (first, last or first))
+    return itertools.cycle(str(ipaddress.IPv4Address(number)) for number in range(low, high + 1))
+
+
+def connect(source: str, host: str, port: int) -> socket.socket:
+    """Begin to connect, without waiting."""
+    connection = socket.socket()
+    connection.setblocking(False)
+    if source:
+        connection.setsockopt(socket.SOL_IP, getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24), 1)
+        connection.bind((source, 0))
+    with contextlib.suppress(BlockingIOError):
+        connection.connect((host, port))
+    return connection
+
+
+def besiege(count: int, host: str, port: int, addresses: Iterator[str], first_words: bytes) -> None:
+    """Keep `count` connections open; each says `first_words` and no more."""
+    with selectors.DefaultSelector() as selector:
+        made, closed, told_s = 0, 0, time.monotonic()
+        for _ in range(count):
+            selector.register(connect(next(addresses), host, port), selectors.EVENT_WRITE)
+        while True:
+            for key, events in selector.select(1.0):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if events & selectors.EVENT_WRITE:
+                    with contextlib.suppress(OSError):
+                        connection.send(first_words)
+                    made += 1
+                    selector.modify(connection, selectors.EVENT_READ)
+                    if made == count:
+                        say("ready", closed=closed)
+                elif _is_over(connection):
+                    closed += 1
+                    selector.unregister(connection)
+                    connection.close()
+                    selector.register(connect(next(addresses), host, port), selectors.EVENT_WRITE)
+            if time.monotonic() >= told_s + 1.0:
+                told_s = time.monotonic()
+                say("count", made=made, closed=closed)
+
+
+def _is_over(connection: socket.socket) -> bool:
+    """The other side's greeting is thrown away; True: it has closed."""
+    try:
+        return not connection.recv(4096)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+# -- handshakes with keys of one's own -----------------------------------------------------------------
+
+
+class Handshakes:
+    """Handshakes that are under way, and their sockets."""
+
+    def __init__(self) -> None:
+        self._context: sockets.Context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 8000)
+        self._poller = zmq.Poller()
+        self._open: dict[zmq.Socket[bytes], tuple[zmq.Socket[bytes], float]] = {}  # by monitor
+        self.begun, self.refused, self.let_in, self.unanswered = 0, 0, 0, 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, identity: Identity, server: bytes, address: str, source: str = "") -> None:
+        dealer = sockets.open_dealer(self._context, 2, identity, server)
+        dealer.setsockopt(zmq.LINGER, 0)
+        monitor = sockets.open_monitor(dealer)
+        dealer.connect(address.replace("tcp://", f"tcp://{source}:0;") if source else address)
+        self._poller.register(monitor, zmq.POLLIN)
+        self._open[monitor] = (dealer, time.monotonic() + TRY_S)
+        self.begun += 1
+
+    def settle(self, timeout_s: float) -> None:
+        """Take note of those that have ended."""
+        now_s = time.monotonic()
+        ready = dict(self._poller.poll(round(timeout_s * 1000)))
+        for monitor, (dealer, until_s) in list(self._open.items()):
+            happened = {event for event, _ in sockets.monitor_events(monitor)} if monitor in ready else set()
+            if zmq.EVENT_HANDSHAKE_FAILED_AUTH in happened:
+                self.refused += 1
+            elif zmq.EVENT_HANDSHAKE_SUCCEEDED in happened:
+                self.let_in += 1
+            elif happened & sockets.LOST_EVENTS or now_s >= until_s:
+                self.unanswered += 1
+            else:
+                continue
+            self._poller.unregister(monitor)
+            del self._open[monitor]
+            sockets.close(dealer, monitor)
+
+    def say(self) -> None:
+        counts = {"refused": self.refused, "let_in": self.let_in, "unanswered": self.unanswered}
+        say("count", begun=self.begun, **counts)
+
+
+def shake(per_s: float, address: str, server: bytes, addresses: Iterator[str]) -> None:
+    """So many handshakes a second, each with a key that nobody knows."""
+    keys = itertools.cycle([Identity.generate() for _ in range(500)])
+    hands, began_s, told_s = Handshakes(), time.monotonic(), time.monotonic()
+    say("ready")
+    while True:
+        due = int((time.monotonic() - began_s) * per_s) - hands.begun
+        for _ in range(min(due, 100)):
+            hands.begin(next(keys), server, address, next(addresses))
+        hands.settle(0.01)
+        if time.monotonic() >= told_s + 1.0:
+            told_s = time.monotonic()
+            hands.say()
+
+
+def hammer(identity: Identity, doors: Mapping[bytes, str], at_once: int = 8) -> None:
+    """Handshakes with a key that is not let in (any more), at all these doors, as fast as they go; for ever."""
+    hands, told_s = Handshakes(), time.monotonic()
+    for server, address in itertools.cycle(list(doors.items())):
+        while len(hands) >= at_once:
+            hands.settle(0.01)
+        hands.begin(identity, server, address)
+        if time.monotonic() >= told_s + 1.0:
+            told_s = time.monotonic()
+            hands.say()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("kind", choices=("silent", "greeting", "handshakes"))
+    parser.add_argument("count", type=int)
+    parser.add_argument("door", help="HOST:PORT")
+    parser.add_argument("key", nargs="?", default="", help="the public key behind the door, for handshakes")
+    parser.add_argument("--from", dest="sources", nargs=2, default=["", ""], metavar=("FIRST", "LAST"))
+    chosen = parser.parse_args(arguments)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    host, _, port = chosen.door.removeprefix("tcp://").rpartition(":")
+    addresses = sources(*chosen.sources)
+    if chosen.kind == "handshakes":
+        shake(chosen.count, f"tcp://{host}:{port}", bytes.fromhex(chosen.key), addresses)
+    else:
+        besiege(chosen.count, host, int(port), addresses, GREETING if chosen.kind == "greeting" else b"")
+
+
+if __name__ == "__main__":
+    main()
