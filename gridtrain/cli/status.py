@@ -143,7 +143,7 @@ def members_table(picture: Mapping[str, Any]) -> Table:
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("name", overflow="ellipsis", no_wrap=True)
+    table.add_column("name", min_width=4)  # the one that gets narrower where there is not room for all
     table.add_column("state", no_wrap=True)
     table.add_column("reach", no_wrap=True)
     members = _listed(picture.get("members"))
@@ -166,7 +166,7 @@ def members_table(picture: Mapping[str, Any]) -> Table:
             *(_seconds(figures.get(name)) for name in SECONDS),
             _seconds(member.get("last_heard_s")),
         ]
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
     if not table.row_count:
         table.add_row("-", Text("no worker yet", style="dim"))
     return table

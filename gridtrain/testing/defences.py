@@ -111,6 +111,14 @@ def _as_it_came(_: Any, value: Any) -> Any:
     return value
 
 
+def _unbox_without_tag(box: bytes, nonce: bytes, key: bytes) -> bytes:
+    """Decrypts whatever it is, as if there were no proof of who made it."""
+    from nacl import bindings
+
+    stream = bindings.crypto_secretbox_easy(bytes(len(box) - 16), nonce, key)[16:]
+    return bytes(a ^ b for a, b in zip(box[16:], stream, strict=True))
+
+
 _WIDE_OPEN = dict.fromkeys(
     ("max_str_len", "max_bin_len", "max_array_len", "max_map_len", "max_ext_len"), 2**31 - 1
 )
@@ -172,6 +180,30 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
     "gridtrain.protocol.means": [
         ("mean-role", "_check_role", _nothing, "an average that the root did not make"),
         ("mean-room", "MAX_OPEN", 2**31, "numbers for steps that never come fill the root's memory"),
+    ],
+    "gridtrain.protocol.invitation": [
+        ("invite-checksum", "is_intact", _yes, "a mistyped invitation leads to another address"),
+    ],
+    "gridtrain.protocol.door_rules": [
+        ("invite-expiry", "has_expired", _no, "an expired invitation lets in"),
+        ("invite-uses", "is_used_up", _no, "a used invitation is replayed for a second key"),
+        ("invite-hashed", "stored_form", bytes.hex, "the journal names the invitations' keys"),
+        ("ban", "is_banned", _no, "a banned key comes in with an invitation"),
+        ("kick", "is_too_old", _no, "a kicked key comes back with one kept in reserve"),
+        ("operator-only", "may_order", _yes, "a member bans another"),
+        ("enrol-rate", "is_crowded", _no, "one household uses up an invitation for many"),
+        ("join-rate", "joins_too_often", _no, "a key joins a thousand times a second"),
+    ],
+    "gridtrain.protocol.strikes": [
+        ("three-strikes", "is_struck_out", _no, "an offender stays for ever"),
+        ("liar", "is_common_end", _no, "one member gets rid of all others by accusing them"),
+    ],
+    "gridtrain.transport.sealed": [
+        ("seal", "unbox", _unbox_without_tag, "a relay alters what it passes on"),
+        ("replay", "taken_before", _no, "a relay repeats a packet"),
+    ],
+    "gridtrain.transport.credits": [
+        ("credits", "overdrawn", _no, "a sender fills the receiver's memory"),
     ],
 }
 

@@ -60,9 +60,9 @@ def test_strikes_are_shown_when_there_are_any() -> None:
 def test_it_fits_into_a_pipe() -> None:
     """Large figures, a long name: names are cut, nothing else, and no line is wrapped."""
     worst = {
-        "rank": 999, "name": "n" * 64, "state": "admitted", "reach": "behind NAT", "strikes": 2, "share": 99_999,
-        "step": 9_999_999, "sent_Bps": 999.9e6, "received_Bps": 999.9e6, "last_heard_s": 4.999,
-        "figures": dict.fromkeys(module.SECONDS, 999.9),
+        "rank": 999, "name": "n" * 64, "state": "admitted", "reach": "behind NAT",
+        "strikes": 2, "share": 99_999, "step": 9_999_999, "last_heard_s": 4.999,
+        "sent_Bps": 999.9e6, "received_Bps": 999.9e6, "figures": dict.fromkeys(module.SECONDS, 999.9),
     }  # fmt: skip
     lines = drawn({"members": [worst]}).splitlines()
     assert max(map(len, lines)) <= module.PLAIN_WIDTH and len(lines) == 4

@@ -21,7 +21,7 @@ from gridtrain.protocol.messages import (
     StateBlock,
     StatusReply,
 )
-from gridtrain.transport import credits
+from gridtrain.testing.defences import without
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, TransportEvent, Violation
 from gridtrain.transport.credits import CreditTransport, credit_bytes
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
@@ -335,9 +335,9 @@ def test_a_sender_that_does_not_wait_is_a_violation_and_fills_no_memory(pair):
     assert {event.peer for event in bert.events if isinstance(event, Violation)} == {anna.key}
 
 
-def test_without_the_defence_it_fills_the_memory(pair, monkeypatch):
-    monkeypatch.setattr(credits, "overdrawn", lambda *figures: False)
-    _, bert = flood(pair)
+def test_without_the_defence_it_fills_the_memory(pair):
+    with without("credits"):
+        _, bert = flood(pair)
     assert len(bert.undone) == 20 * FULL
     assert sum(event.nbytes for event in bert.undone) >= 20 * FULL * ONE
     assert bert.violations() == []

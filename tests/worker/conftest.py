@@ -1,28 +1,91 @@
-"""A real coordinator over loopback, in a thread of the test process."""
+"""A real coordinator over loopback, in a thread of the test process, and invitations to it."""
 
 from __future__ import annotations
 
-import os
+import io
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gridtrain.protocol.door import Door
+from gridtrain.protocol.invitation import Invitation
+from gridtrain.runtime.operator import Contact, Operator
+from gridtrain.transport.curve import Identity
+from gridtrain.transport.stack import over
 from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.log import log_to
+from gridtrain_coordinator.reception import gate_of
 from gridtrain_coordinator.store import Store
+
+SOFTWARE = "gridtrain test"
+
+
+@dataclass
+class Desk:
+    """Serves the run "default"; gives invitations as its operator."""
+
+    keys: Identity = field(default_factory=Identity.generate)
+    operator: Identity = field(default_factory=Identity.generate)
+    log: io.StringIO = field(default_factory=io.StringIO)
+    address: str = ""
+
+    def __enter__(self) -> Desk:
+        door = Door(operator=self.operator.public, coordinator=self.keys.public)
+        transport = over(ZeroMQTransport(self.keys, SOFTWARE, gate=gate_of(door, time.time)), self.keys)
+        self.address = transport.listen("tcp://127.0.0.1:0")
+        daemon = Coordinator.of_run(
+            transport,
+            Store.open(":memory:"),
+            door,
+            operator=self.operator.public,
+            log=log_to(self.log),
+            address=self.address,
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=daemon.run, args=(self._stop,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "the daemon notices a stop"
+
+    def invitation(self, uses: int = 1) -> Invitation:
+        with self._operator() as operator:
+            return operator.invite(uses, 600.0)
+
+    def door(self) -> dict[str, Any]:
+        """What `gridtrain members` shows of it."""
+        with self._operator() as operator:
+            door = operator.status()["door"]
+            assert isinstance(door, dict)
+            return door
+
+    def _operator(self) -> Operator:
+        return Operator(Contact(self.address, self.address, self.keys.public, "default", True, self.operator))
 
 
 @pytest.fixture(scope="module")
-def coordinator() -> Iterator[str]:
-    """Its address; it serves the run "default"."""
-    transport = ZeroMQTransport(os.urandom(32), "test")
-    address = transport.listen("tcp://127.0.0.1:0")
-    daemon = Coordinator.of_run(transport, Store.open(":memory:"), address=address)
-    stop = threading.Event()
-    thread = threading.Thread(target=daemon.run, args=(stop,))
-    thread.start()
-    yield address
-    stop.set()
-    thread.join(10)
-    assert not thread.is_alive(), "the daemon notices a stop"
+def desk() -> Iterator[Desk]:
+    with Desk() as desk:
+        yield desk
+
+
+@pytest.fixture(scope="module")
+def invitation(desk: Desk) -> Invitation:
+    """Good for all tests of the module."""
+    return desk.invitation(uses=1000)
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the keys of this test's workers lie: every test is another machine."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"

@@ -11,21 +11,34 @@ import os
 import signal
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from zmq.utils import z85
 
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
-from gridtrain_worker.agent import Job, supervise
+from gridtrain.protocol.invitation import Invitation
+from gridtrain.runtime.entry import NOT_VALID, Entry
+from gridtrain.transport.curve import Identity
+from gridtrain_worker.agent import Job, check, supervise
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 30.0
+NOBODY = Invitation("tcp://127.0.0.1:1", bytes(32), bytes(32), "default")
 StartAgent = Callable[..., "subprocess.Popen[str]"]
 
 
 def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
+
+
+def identities(state: Path, invitation: Invitation) -> Path:
+    """The keys of this machine for the run."""
+    return state / "gridtrain" / invitation.run / "identities" / invitation.coordinator.hex()[:16]
 
 
 # -- exit codes and environment --------------------------------------------------------------------
@@ -40,33 +53,36 @@ def python(code: str) -> tuple[str, ...]:
     ],
     ids=["fine", "exit code", "killed"],
 )
-def test_the_scripts_exit_code_is_passed_on(coordinator: str, code: str, expected: int) -> None:
-    assert supervise(Job(python(code), coordinator)) == expected
+def test_the_scripts_exit_code_is_passed_on(invitation: Invitation, code: str, expected: int) -> None:
+    assert supervise(Job(python(code), invitation)) == expected
 
 
 def test_a_script_that_raises_is_reported_in_one_line(
-    coordinator: str, capfd: pytest.CaptureFixture[str]
+    invitation: Invitation, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert supervise(Job(python("raise ValueError('no such column')"), coordinator)) == 1
+    assert supervise(Job(python("raise ValueError('no such column')"), invitation)) == 1
     err = capfd.readouterr().err
     assert "ValueError: no such column" in err, "its own traceback comes through"
     (line,) = [line for line in err.splitlines() if "the script ended" in line]
     assert "with exit code 1 after" in line and "->" in line
 
 
-def test_a_script_that_was_killed_is_reported(coordinator: str, capfd: pytest.CaptureFixture[str]) -> None:
-    supervise(Job(python("import os; os.kill(os.getpid(), 9)"), coordinator))
+def test_a_script_that_was_killed_is_reported(
+    invitation: Invitation, capfd: pytest.CaptureFixture[str]
+) -> None:
+    supervise(Job(python("import os; os.kill(os.getpid(), 9)"), invitation))
     assert "was killed by SIGKILL" in capfd.readouterr().err
 
 
 def test_the_script_finds_its_run_in_the_environment(
-    coordinator: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    invitation: Invitation, state: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """All that `gridtrain.join` needs; nothing of it lets anybody in."""
     ours = "{name: value for name, value in os.environ.items() if name.startswith('GRIDTRAIN_')}"
     code = f"import json, os; print(json.dumps({ours}))"
     job = Job(
         python(code),
-        coordinator.removeprefix("tcp://"),
+        invitation,
         name="anna",
         advertise="tcp://10.0.0.5:7001",
         upload_limit="20Mbit",
@@ -74,19 +90,22 @@ def test_the_script_finds_its_run_in_the_environment(
     )
     assert supervise(job) == 0
     assert json.loads(capfd.readouterr().out) == {
-        "GRIDTRAIN_COORDINATOR": coordinator,
+        "GRIDTRAIN_COORDINATOR": invitation.address,
+        "GRIDTRAIN_COORDINATOR_KEY": invitation.coordinator.hex(),
+        "GRIDTRAIN_IDENTITY": str(identities(state, invitation) / "worker-0.key"),
         "GRIDTRAIN_RUN": "default",
         "GRIDTRAIN_NAME": "anna",
         "GRIDTRAIN_LISTEN": "tcp://127.0.0.1:0",
         "GRIDTRAIN_ADVERTISE": "tcp://10.0.0.5:7001",
         "GRIDTRAIN_UPLOAD_LIMIT": "20Mbit",
         "GRIDTRAIN_EXPORT_DIR": str(tmp_path),
+        "GRIDTRAIN_RELAY": "yes",
     }
 
 
-def test_a_prefix_only_if_asked(coordinator: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prefix_only_if_asked(invitation: Invitation, capsys: pytest.CaptureFixture[str]) -> None:
     code = "import sys; print('one'); print('two'); print('three', file=sys.stderr)"
-    assert supervise(Job(python(code), coordinator, name="anna", prefix=True)) == 0
+    assert supervise(Job(python(code), invitation, name="anna", prefix=True)) == 0
     captured = capsys.readouterr()
     assert captured.out == "[anna] one\n[anna] two\n"
     assert "[anna] three\n" in captured.err
@@ -97,7 +116,7 @@ def test_a_prefix_only_if_asked(coordinator: str, capsys: pytest.CaptureFixture[
 
 def test_no_coordinator(tmp_path: Path) -> None:
     mark = tmp_path / "started"
-    job = Job(python(f"open({str(mark)!r}, 'w')"), "127.0.0.1:1", connect_s=0.3)
+    job = Job(python(f"open({str(mark)!r}, 'w')"), NOBODY, connect_s=0.3)
     with pytest.raises(
         CoordinatorUnreachable, match=r"tcp://127\.0\.0\.1:1.*within 0\.3 s -> check the address"
     ):
@@ -105,24 +124,45 @@ def test_no_coordinator(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_another_run(coordinator: str) -> None:
-    with pytest.raises(
-        JoinRefused, match='serves the run "default", not "mine" -> add --run default'
-    ) as caught:
-        supervise(Job(python("pass"), coordinator, run="mine"))
+def test_another_run(invitation: Invitation) -> None:
+    with pytest.raises(JoinRefused, match='serves the run "default", not "mine" -> ask the run') as caught:
+        supervise(Job(python("pass"), replace(invitation, run="mine")))
     assert caught.value.code == "wrong-run"
 
 
-def test_a_program_that_does_not_exist(coordinator: str) -> None:
+def test_a_run_that_is_finished(tmp_path: Path) -> None:
+    status = {"run": "default", "finished": True}
+    entry = Entry("tcp://lab-pc:7700", bytes(32), "default", True, tmp_path / "worker-0.key", status)
+    with pytest.raises(JoinRefused, match='the run "default" is finished -> ask its owner') as caught:
+        check(entry)
+    assert caught.value.code == "finished"
+
+
+def test_an_invitation_that_does_not_let_in_starts_nothing(desk: Any, tmp_path: Path) -> None:
+    never = replace(desk.invitation(), token=b"t" * 32)
+    mark = tmp_path / "started"
+    with pytest.raises(JoinRefused, match=f"^{NOT_VALID} -> ask the run's owner for a new one$") as caught:
+        supervise(Job(python(f"open({str(mark)!r}, 'w')"), never))
+    assert caught.value.code == "invitation" and not mark.exists()
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_encryption_is_as_both_sides_were_told(encrypted: bool) -> None:
+    job = Job(python("pass"), replace(NOBODY, encrypted=encrypted), unencrypted=encrypted)
+    with pytest.raises(ConfigError, match="encrypted, and this worker was") as caught:
+        supervise(job)
+    assert "--unencrypted" in caught.value.remedy
+
+
+def test_a_program_that_does_not_exist(invitation: Invitation) -> None:
     with pytest.raises(ConfigError, match="cannot start 'pyhton'"):
-        supervise(Job(("pyhton", "train.py"), coordinator))
+        supervise(Job(("pyhton", "train.py"), invitation))
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"command": ()},
-        {"coordinator": "http://127.0.0.1"},
         {"upload_limit": "fast"},
         {"download_limit": "0Mbit"},
     ],
@@ -130,8 +170,61 @@ def test_a_program_that_does_not_exist(coordinator: str) -> None:
 )
 def test_a_job_that_cannot_work_is_refused_at_once(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        Job(**{"command": ("python", "train.py"), "coordinator": "127.0.0.1", **wrong})  # type: ignore[arg-type]
+        Job(**{"command": ("python", "train.py"), "invitation": NOBODY, **wrong})  # type: ignore[arg-type]
     assert caught.value.remedy
+
+
+# -- who we are ------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_was_let_in_needs_no_further_use(desk: Any, state: Path) -> None:
+    """It is the same worker as before, for the coordinator too; the used-up invitation finds the run."""
+    once = desk.invitation(uses=1)
+    before = desk.door()["enrolled_total"]
+    for _ in range(3):
+        assert supervise(Job(python("pass"), once)) == 0
+    assert desk.door()["enrolled_total"] == before + 1
+    assert [path.name for path in sorted(identities(state, once).iterdir())] == [
+        "worker-0.key",
+        "worker-0.lock",
+    ]
+
+
+def test_two_workers_of_one_machine_are_two(agent: StartAgent, desk: Any, state: Path) -> None:
+    """The second one finds the first one's key held; when that has ended, its key is taken again."""
+    before = desk.door()["enrolled_total"]
+    first, second = agent(SAYS_WHO_IT_IS), agent(SAYS_WHO_IT_IS)
+    said = [process.stdout.readline().strip() for process in (first, second)]
+    first.terminate()
+    first.communicate(timeout=WITHIN_S)
+    third = agent(SAYS_WHO_IT_IS)
+    said.append(third.stdout.readline().strip())
+    assert [Path(path).name for path in said] == ["worker-0.key", "worker-1.key", "worker-0.key"]
+    keys = {Identity.read(Path(path)).public for path in said}
+    assert len(keys) == 2 and desk.door()["enrolled_total"] == before + 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks a process up in /proc")
+def test_the_script_and_the_logs_hold_no_secret(
+    agent: StartAgent, desk: Any, invitation: Invitation, state: Path
+) -> None:
+    """Neither the token nor a secret key: whoever may look at the script's process learns nothing."""
+    process = agent(SAYS_WHO_IT_IS)
+    assert process.stdout is not None
+    path = Path(process.stdout.readline().strip())
+    script = int(process.stdout.readline())
+    seen = [Path(f"/proc/{script}/{name}").read_bytes() for name in ("environ", "cmdline")]
+    assert str(path).encode() in seen[0], "the right process"
+    process.terminate()
+    out, err = process.communicate(timeout=WITHIN_S)
+    seen += [out.encode(), err.encode(), desk.log.getvalue().encode()]
+
+    worker, guest = Identity.read(path), Identity.from_secret(invitation.token)
+    assert b'"enrolled"' in seen[-1] and worker.public.hex()[:12].encode() in seen[-1], "the right log"
+    secrets = [invitation.text().encode(), desk.keys.secret, desk.operator.secret]
+    for secret in (*secrets, worker.secret, guest.secret):
+        for form in (secret, secret.hex().encode(), b64encode(secret), z85.encode(secret[:32])):
+            assert not [text for text in seen if form in text]
 
 
 # -- restarts --------------------------------------------------------------------------------------
@@ -146,10 +239,10 @@ sys.exit(0 if len(log.read_text()) == 3 else 5)
 
 @pytest.mark.parametrize(("restarts", "code", "starts"), [(0, 5, 1), (1, 5, 2), (2, 0, 3), (9, 0, 3)])
 def test_a_script_that_failed_is_started_again(
-    coordinator: str, tmp_path: Path, restarts: int, code: int, starts: int
+    invitation: Invitation, tmp_path: Path, restarts: int, code: int, starts: int
 ) -> None:
     log = tmp_path / "starts"
-    job = Job(python(FAILS_TWICE.format(path=str(log))), coordinator, restarts=restarts, backoff_s=0.01)
+    job = Job(python(FAILS_TWICE.format(path=str(log))), invitation, restarts=restarts, backoff_s=0.01)
     lines: list[str] = []
     assert supervise(job, lines.append) == code
     assert len(log.read_text()) == starts
@@ -160,8 +253,10 @@ def test_a_script_that_failed_is_started_again(
 
 AGENT = """
 import json, sys
+from gridtrain.protocol.invitation import parse
 from gridtrain_worker.agent import Job, supervise
-sys.exit(supervise(Job(**json.loads(sys.argv[1]))))
+options = json.loads(sys.stdin.readline())
+sys.exit(supervise(Job(**options | {"invitation": parse(options["invitation"])})))
 """
 LEAVES_GRACEFULLY = """
 import signal, sys, time
@@ -171,6 +266,11 @@ def leave(number, frame):
 signal.signal(signal.SIGTERM, leave)
 signal.signal(signal.SIGINT, leave)
 print("ready", flush=True)
+time.sleep(600)
+"""
+SAYS_WHO_IT_IS = """
+import os, time
+print("ready", os.environ["GRIDTRAIN_IDENTITY"], os.getpid(), sep="\\n", flush=True)
 time.sleep(600)
 """
 IGNORES_SIGNALS = """
@@ -190,21 +290,24 @@ print("ready", flush=True)
 
 
 @pytest.fixture
-def agent(coordinator: str) -> Iterator[StartAgent]:
+def agent(invitation: Invitation) -> Iterator[StartAgent]:
     """Start an agent, and come back when its script has said "ready"."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, **options: object) -> subprocess.Popen[str]:
-        job = json.dumps({"command": python(code), "coordinator": coordinator, **options})
+        job = {"command": python(code), "invitation": invitation.text(), **options}
         process = subprocess.Popen(
-            (*python(AGENT), job),
+            python(AGENT),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
         started.append(process)
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
         assert process.stdout.readline() == "ready\n"
         return process
 
