@@ -306,8 +306,8 @@ class MemberCore:
                 return self._expect(peers)
             case m.Admitted(probe):
                 return [*self._expect(probe), Probe(probe)]
-            case m.Freeze(term, generation, reason):
-                return self._freeze(term, generation, reason)
+            case m.Freeze():
+                return self._freeze(message)
             case m.Roster(term, generation):
                 if term >= self.term and generation > self.generation:
                     self._pages[message.page] = message
@@ -331,9 +331,12 @@ class MemberCore:
             effects.append(self._ready())
         return effects + (self._maybe_finished() if self.stage is Stage.RUNNING else [])
 
-    def _freeze(self, term: int, generation: int, reason: str) -> list[Effect]:
+    def _freeze(self, freeze: m.Freeze) -> list[Effect]:
+        term, generation, reason = freeze.term, freeze.generation, freeze.reason
         if term < self.term:
             return []
+        self._offenders |= set(freeze.without) - {self.me}
+        gone = self._let_go()
         if self.stage in (Stage.RUNNING, Stage.FORMING):
             self.stage = Stage.FROZEN
         given_up = self._means.give_up() if self._means is not None else []
@@ -350,7 +353,7 @@ class MemberCore:
             digest=prepared.digest if prepared is not None else b"",
             skip=mine.skip if mine is not None and prepared is not None else False,
         )
-        return [Note("frozen", {"reason": reason}), Post(self.coordinator, report), *given_up]
+        return [Note("frozen", {"reason": reason}), Post(self.coordinator, report), *gone, *given_up]
 
     def _view(self, view: m.View, now_s: float) -> list[Effect]:
         if view.term < self.term or view.generation <= self.generation:

@@ -328,7 +328,13 @@ class Membership:
         view = [Send(peer, message) for message in self._view_messages(peer)]
         match self._making:
             case _Making.FREEZING:
-                return [*view, Send(peer, m.Freeze(self.term, self.generation, self._change))]
+                return [
+                    *view,
+                    Send(
+                        peer,
+                        m.Freeze(self.term, self.generation, self._change, tuple(sorted(self._departed))),
+                    ),
+                ]
             case _Making.FORMING:
                 return [*view]
             case _Making.NONE:
@@ -464,7 +470,7 @@ class Membership:
     def _freeze(self, now_s: float) -> list[Effect]:
         self._making, self._making_until_s = _Making.FREEZING, now_s + self._deadlines.report_s
         self._reports.clear()
-        freeze = m.Freeze(self.term, self.generation, self._change)
+        freeze = m.Freeze(self.term, self.generation, self._change, tuple(sorted(self._departed)))
         note = Note("info", "freeze", {"generation": self.generation, "reason": self._change})
         return [note, *(Send(x.peer, freeze) for x in self._roster if x.peer in self._workers)]
 

@@ -381,11 +381,15 @@ class BeatReply:
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """From now on neither vote nor apply in this generation; report (commit rule 5)."""
+    """From now on neither vote nor apply in this generation; report (commit rule 5).
+
+    `without`: members that left or were put out; they are to be cut off now, not only by the next VIEW.
+    """
 
     term: int
     generation: int
     reason: str
+    without: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ MESSAGES: dict[int, Record] = {
     31: Record(m.Refused, code=NAME, reason=REASON, remedy=REASON),
     32: Record(m.Admitted, probe=Many(Group(PEER, ADDRESS), 256)),
     33: Record(m.BeatReply, term=UINT, sequence=UINT),
-    34: Record(m.Freeze, term=UINT, generation=UINT, reason=REASON),
+    34: Record(m.Freeze, term=UINT, generation=UINT, reason=REASON, without=Many(PEER, 1024)),
     35: Record(
         m.Roster,
         _page_is_one_of,

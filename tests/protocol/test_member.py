@@ -124,3 +124,12 @@ def test_a_worker_that_never_reached_its_coordinator_is_not_paused() -> None:
     worker = Worker()
     worker.hear(io.EdgeDown(COORDINATOR, "line"))
     assert "needs the coordinator" in worker.core.paused
+
+
+def test_a_freeze_names_who_is_cut_off_before_the_next_view() -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="")
+    worker.hear(io.EdgeUp(A)), worker.hear(io.EdgeUp(B))
+    effects = worker.say(m.Freeze(1, 1, "a was put out", (A,)))
+    assert io.HangUp(A) in effects
+    assert worker.core.acquaintances == {COORDINATOR, ME, B}

@@ -219,3 +219,10 @@ def test_who_is_put_out_hears_why_and_the_others_go_on() -> None:
 def test_who_is_not_there_any_more_is_at_least_cut_off() -> None:
     run = Run(A)
     assert run.hear(Expelled(C, "kicked", "", "")) == [Dismiss(C)]
+
+
+def test_the_others_are_told_at_once_whom_to_cut_off() -> None:
+    run = Run(A, B)
+    run.now_s += 10.0
+    effects = run.hear(Expelled(B, "kicked", "was put out of the run", "ask"))
+    assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects
