@@ -163,6 +163,12 @@ def reassign(
     )
 
 
+def released(spec: LedgerSpec, state: LedgerState) -> LedgerState:
+    """The same state for another group of workers: what was held for single members is handed out anew."""
+    held = [span for _, spans in state.holders or () for span in spans]
+    return _balanced(replace(state, requeued=_coalesce(spec, [*state.requeued, *held]), holders=None))
+
+
 # -- spans ---------------------------------------------------------------------------------------
 
 

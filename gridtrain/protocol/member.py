@@ -206,6 +206,10 @@ class MemberCore:
                 return self._edge_down(peer, reason, now_s)
             case Enter(setup, edges):
                 self._setup, self._edges = setup, edges
+                if setup.held is not None and self.seat is None:
+                    held = setup.held
+                    self.applied, self.history, self.ledger = held.applied, held.history, held.ledger
+                    self.synced = True
                 return [Post(self.coordinator, setup)] if self.welcomed else []
             case Submit():
                 return self._submit(event, now_s)
@@ -373,7 +377,8 @@ class MemberCore:
         if not self.synced:
             self.applied, self.history = view.applied, view.history  # what we shall hold once restored
             # The first generation starts from the state of the member that is not `joining`.
-            self.synced = view.applied < 0 and not roster[seat.rank].joining
+            untouched = self._setup is not None and self._setup.held is None
+            self.synced = untouched and view.applied < 0 and not roster[seat.rank].joining
         fields = {"generation": view.generation, "rank": seat.rank, "of": len(roster), "reason": view.reason}
         effects.append(Note("view", fields))
         known = {member.peer for member in roster}

@@ -370,6 +370,10 @@ class Membership:
                 "this worker would train something else: " + "; ".join(differing),
                 "start every worker with the same script, data and options",
             )
+        held = setup.held
+        if held is not None and not (ledger.balances(held.ledger) and held.ledger.step == held.applied + 1):
+            reason = f"the checkpoint of step {held.applied + 1} has a ledger that does not add up"
+            return self._refuse(worker.peer, "checkpoint", reason, "move this worker's checkpoints away")
         if setup.batch_size < 1 and setup.global_batch_size is None:
             reason = f"batch_size is {setup.batch_size}; it must be >= 1"
             return self._refuse(worker.peer, "batch-size", reason, "give grid.batches a batch_size")
@@ -508,8 +512,38 @@ class Membership:
     def _first_generation(self, now_s: float) -> list[Effect]:
         admitted = [w.peer for w in self._workers.values() if w.admitted]
         eldest = min(admitted, key=self._seniority)
-        nothing_yet = Outcome(m.Verdict.ABORT, None, -1, HISTORY_START, m.LedgerState(), frozenset({eldest}))
-        return self._make(nothing_yet, now_s)
+        begin = self._from_checkpoints(sorted(admitted, key=self._seniority))
+        if begin is None:
+            ledger_state = m.LedgerState()
+            begin = Outcome(m.Verdict.ABORT, None, -1, HISTORY_START, ledger_state, frozenset({eldest}))
+        effects: list[Effect] = []
+        if self._reached > begin.applied + 1:
+            lost = {"from": self._reached, "to": begin.applied + 1}
+            reason = f"nobody holds step {self._reached} any more; back to step {begin.applied + 1}"
+            effects = [
+                Journal("state", {"state": str(self.phase), "reason": reason, "rollback": lost}),
+                Note("error", "rollback", lost),
+            ]
+            self._reached = begin.applied + 1
+        return effects + self._make(begin, now_s)
+
+    def _from_checkpoints(self, eldest_first: list[m.PeerId]) -> Outcome | None:
+        """Where the latest checkpoint that somebody holds left off (rule 13); None: nobody holds one."""
+        held = {
+            peer: setup.held
+            for peer in eldest_first
+            if (setup := self._workers[peer].setup) is not None and setup.held is not None
+        }
+        if not held:
+            return None
+        applied = max(state.applied for state in held.values())
+        first = next(state for state in held.values() if state.applied == applied)
+        holders = frozenset(
+            p for p, state in held.items() if (state.applied, state.history) == (applied, first.history)
+        )
+        assert self._reference is not None
+        state = ledger.released(self._reference.ledger, first.ledger)
+        return Outcome(m.Verdict.ABORT, None, applied, first.history, state, holders)
 
     def _seniority(self, peer: m.PeerId) -> tuple[float, m.PeerId]:
         worker = self._workers[peer]
@@ -646,13 +680,13 @@ class Membership:
         ]
 
     def _start_over(self, now_s: float) -> list[Effect]:
-        """Nobody is left who holds the model: wait for workers, and begin at step 0."""
-        self._roster, self._view, self._change, self._reached = (), None, "", 0
+        """Nobody is left who holds the model: wait for workers, and begin from their checkpoints, or at 0."""
+        self._roster, self._view, self._change = (), None, ""
         self._started = self._regathering = False
         self._departed.clear()
         self._making, self._making_until_s = _Making.NONE, math.inf
         self.phase = RunPhase.WAITING
-        self.reason = "all workers that held the model are gone; the next ones begin at step 0"
+        self.reason = "all workers that held the model are gone; the next ones begin from a checkpoint, or at step 0"
         return [
             Journal("state", {"state": str(self.phase), "reason": self.reason}),
             Note("error", "waiting", {"reason": self.reason}),

@@ -208,17 +208,28 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """The state that a worker has read from its checkpoint: after which step, with which history."""
+
+    applied: int
+    history: bytes
+    ledger: LedgerState
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """What this worker will train.  `facts` must be equal on all workers of a run.
 
     `facts` are short texts for people and for comparison, such as
     ("model", "120576 parameters, digest 3fa9..."), ("exchange", "GTopK(density=0.05)").
+    `held`: from a checkpoint; the run goes on from it if nobody holds a later state.
     """
 
     facts: tuple[tuple[str, str], ...]
     ledger: LedgerSpec
     batch_size: int
     global_batch_size: int | None
+    held: Held | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,9 +93,10 @@ LEDGER = Record(
     skipped=UINT,
     holders=Maybe(Many(Group(PEER, SPANS), 1024)),
 )
+HELD = Record(m.Held, applied=UINT, history=DIGEST, ledger=LEDGER)
 MEMBER = Record(m.Member, peer=PEER, name=NAME, address=ADDRESS, share=COUNT, joining=FLAG)
 
-RECORDS: tuple[Record, ...] = (ROUND, CHANNEL, PLACE, SPAN, LEDGER_SPEC, LEDGER, MEMBER)
+RECORDS: tuple[Record, ...] = (ROUND, CHANNEL, PLACE, SPAN, LEDGER_SPEC, LEDGER, HELD, MEMBER)
 
 # -- messages --------------------------------------------------------------------------------------
 
@@ -117,6 +118,7 @@ MESSAGES: dict[int, Record] = {
         ledger=LEDGER_SPEC,
         batch_size=COUNT,
         global_batch_size=Maybe(COUNT),
+        held=Maybe(HELD),
     ),
     12: Record(m.Links, rtt_s=Many(Group(PEER, SECONDS), 256)),
     13: Record(m.Beat, sequence=UINT, step=APPLIED, progress=UINT, figures=Many(Group(NAME, REAL), 64)),
