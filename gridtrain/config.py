@@ -6,6 +6,7 @@ Decides nothing at run time and touches neither torch nor sockets.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -13,6 +14,7 @@ from gridtrain.errors import ConfigError
 
 DEFAULT_PORT = 7700
 ENV_PREFIX = "GRIDTRAIN_"
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 # -- exchanges (DESIGN: "exchange = how gradients are shared") -----------------------------------
@@ -158,7 +160,7 @@ class JoinConfig:
     ) -> JoinConfig:
         """Arguments win over `GRIDTRAIN_*` variables, which win over defaults.
 
-        Raises `ConfigError` if no coordinator is named.
+        Raises `ConfigError` if no coordinator is named, or its key is none.
         """
         source = os.environ if environ is None else environ
         names = tuple(known.name for known in fields(cls) if known.name != "deadlines")
@@ -174,5 +176,10 @@ class JoinConfig:
                 "this script does not know which run to join",
                 remedy="start it with `gridtrain worker INVITATION -- python train.py`, "
                 'or pass the invitation: gridtrain.join("gridtrain1:...")',
+            )
+        if not _KEY.fullmatch(values["coordinator_key"]):
+            raise ConfigError(
+                f"the coordinator's key is {values['coordinator_key'][:80]!r}, and not 64 hexadecimal digits",
+                remedy=f"leave {ENV_PREFIX}COORDINATOR_KEY to `gridtrain worker`, or pass the invitation",
             )
         return cls(**values)  # type: ignore[arg-type]

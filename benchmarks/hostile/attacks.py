@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from gridtrain.protocol import messages as m
 from gridtrain.transport import sockets
 from gridtrain.transport.curve import Identity
 from gridtrain.wire import codec
+from hostile.wire import CurveConnection, Refused
 
 BURST_S = 0.02
 """Then the loop has its turn: beats, and whatever keeps her a member."""
@@ -139,16 +141,35 @@ class Frames(Attack):
 
 
 class Endless(Attack):
-    """(b) One message whose end never comes: libzmq gives it to nobody, and keeps what has come."""
+    """(g) One message whose end never comes: libzmq gives it to nobody, and keeps what has come.
+
+    Over connections beside her own, so that nothing else ends the message.
+    """
+
+    legal = True
+
+    seconds = 6.0
+    frame = bytes(2**20)
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._threads: dict[bytes, threading.Thread] = {}
 
     def burst(self) -> None:
-        until_s = time.monotonic() + BURST_S
-        while time.monotonic() < until_s:
-            for link in [links[0] for links in self.at.zeromq._edges.values()]:
-                if link.dial is not None and link.dial.socket is not None:
-                    with contextlib.suppress(zmq.ZMQError):
-                        link.dial.socket.send(LARGEST[: 2**20], zmq.DONTWAIT | zmq.SNDMORE)
-                        self.sent += 1
+        for peer, address in self.at.addresses().items():
+            if peer not in self._threads:
+                self._threads[peer] = threading.Thread(target=self._talk, args=(peer, address), daemon=True)
+                self._threads[peer].start()
+
+    def _talk(self, peer: bytes, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        with contextlib.suppress(OSError, Refused):
+            connection = CurveConnection(self.at.identity, peer, host, int(port))
+            connection.send(codec.encode(m.Hello(self.at.core.me, m.PROTOCOL_VERSION, "endless")))  # type: ignore[arg-type]
+            until_s = time.monotonic() + self.seconds
+            while time.monotonic() < until_s:
+                connection.send([self.frame], more=True)
+                self.sent += 1
 
 
 # -- in her own turn ---------------------------------------------------------------------------------
@@ -222,6 +243,17 @@ class FalseVotes(Attack):
         return [message]
 
 
+class NoVotes(Attack):
+    """(f) NO, always: every member may."""
+
+    legal = True
+
+    def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
+        if isinstance(message, m.Vote):
+            return [replace(message, yes=False, digest=b"", reason="on purpose")]
+        return [message]
+
+
 # -- memory ------------------------------------------------------------------------------------------
 
 
@@ -238,10 +270,15 @@ class Held(Attack):
 
 
 class Flapping(Attack):
-    """(h) Every connection is closed and made anew at once."""
+    """(h) Every connection to a member is closed and made anew at once."""
+
+    legal = True
+    spared = True  # the coordinator
 
     def burst(self) -> None:
         for dial in list(self.at.zeromq._dials):
+            if dial.peer == self.at.core.coordinator and self.spared:
+                continue
             if dial.link is not None:
                 self.at.zeromq._redial(dial, "on purpose")
                 self.sent += 1
@@ -250,9 +287,16 @@ class Flapping(Attack):
                 dial.due_s = 0.0
 
 
+class FlappingEverywhere(Flapping):
+    """(h) The same, with the coordinator too."""
+
+    spared = False
+
+
 class Crowd(Attack):
     """(i) 200 connections with one key, to everybody whose address she knows, each with its Hello."""
 
+    legal = True
     connections = 200
 
     def __init__(self, place: Place) -> None:
@@ -311,8 +355,10 @@ ATTACKS: dict[str, type[Attack]] = {
     "wrong-channel": WrongChannel,
     "far-ahead": FarAhead,
     "false-votes": FalseVotes,
+    "no-votes": NoVotes,
     "held": Held,
     "flapping": Flapping,
+    "flapping-everywhere": FlappingEverywhere,
     "crowd": Crowd,
     "pings": Pings,
     "stale": Stale,

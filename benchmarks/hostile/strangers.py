@@ -3,7 +3,7 @@
     python -m hostile.strangers silent 1500 127.0.0.1:7700                connect, and say nothing
     python -m hostile.strangers greeting 1500 127.0.0.1:7700              ZMTP's greeting, then nothing
     python -m hostile.strangers handshakes 200 127.0.0.1:7700 KEY         so many whole handshakes a second
-    ... --from 127.0.0.2 127.0.0.20                                      from these addresses, in turn
+    ... --from others                                                    from addresses of 19 other ranges
 
 Connections that the other side closes are made again at once, until the process is ended.  Each line of stdout is
 one JSON object: `{"mark": "ready"}` when all have been made once, and a `count` every second after that.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
 import itertools
 import json
 import os
@@ -29,9 +28,7 @@ import zmq
 
 from gridtrain.transport import sockets
 from gridtrain.transport.curve import Identity
-
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""ZMTP 3.1: signature, version, mechanism, as-server no, filler; then a CURVE client would say its HELLO."""
+from hostile.wire import GREETING
 
 TRY_S = 2.0
 """A handshake that takes longer is given up."""
@@ -41,12 +38,16 @@ def say(mark: str, **fields: object) -> None:
     os.write(1, (json.dumps({"mark": mark, "at_s": time.monotonic(), **fields}) + "\n").encode())
 
 
-def sources(first: str, last: str) -> Iterator[str]:
-    """These addresses of this machine, in turn, for ever; empty: the system chooses."""
-    if not first:
-        return itertools.repeat("")
-    low, high = (int(ipaddress.IPv4Address(address)) for address in (first, last or first))
-    return itertools.cycle(str(ipaddress.IPv4Address(number)) for number in range(low, high + 1))
+def sources(where: str) -> Iterator[str]:
+    """Addresses to connect from, in turn, for ever: "here": the system's choice, as all others on this machine;
+    "same": other hosts of the same range; "others": of 19 other ranges."""
+    hosts = range(2, 21)
+    chosen = {
+        "here": [""],
+        "same": [f"127.0.0.{host}" for host in hosts],
+        "others": [f"127.0.{host}.1" for host in hosts],
+    }
+    return itertools.cycle(chosen[where])
 
 
 def connect(source: str, host: str, port: int) -> socket.socket:
@@ -179,12 +180,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("count", type=int)
     parser.add_argument("door", help="HOST:PORT")
     parser.add_argument("key", nargs="?", default="", help="the public key behind the door, for handshakes")
-    parser.add_argument("--from", dest="sources", nargs=2, default=["", ""], metavar=("FIRST", "LAST"))
+    parser.add_argument("--from", dest="sources", choices=("here", "same", "others"), default="here")
     chosen = parser.parse_args(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, _, port = chosen.door.removeprefix("tcp://").rpartition(":")
-    addresses = sources(*chosen.sources)
+    addresses = sources(chosen.sources)
     if chosen.kind == "handshakes":
         shake(chosen.count, f"tcp://{host}:{port}", bytes.fromhex(chosen.key), addresses)
     else:

@@ -270,6 +270,7 @@ def _empty(folder: Path) -> None:
         "journal.sqlite*",
         "coordinator.*",
         "operator.key",
+        "gridtrain/*/identities/*/worker-*",
         "final.safetensors",
     ):
         for path in folder.glob(pattern):

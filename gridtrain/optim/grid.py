@@ -116,6 +116,7 @@ def join(
             f"gridtrain {__version__}",
             gate=acquaintances,
             encrypted=encrypted,
+            plain_anywhere=not encrypted,  # where the coordinator may, which has to be told too
             upload_Bps=parse_rate(config.upload_limit) if config.upload_limit else None,
             download_Bps=parse_rate(config.download_limit) if config.download_limit else None,
         )

@@ -99,7 +99,7 @@ class MemberCore:
         self._pages: dict[int, m.Roster] = {}
         self._early_requests: dict[m.PeerId, m.StateRequest] = {}
         self._up: set[m.PeerId] = set()
-        self._dialled: set[m.PeerId] = set()  # connected or not: the loop keeps trying until HangUp
+        self._dialled: dict[m.PeerId, str] = {}  # connected or not: the loop keeps trying until HangUp
         self._expected: dict[m.PeerId, int] = {}  # who may measure its link to us, since which generation
         self._offenders: set[m.PeerId] = set()  # of this generation
         self._formed_s = math.inf  # when the way into the generation began; infinite: NoRoute is sent
@@ -404,14 +404,19 @@ class MemberCore:
         return self._dial([(peer, ways.get(peer, "")) for peer in sorted(needed | relays)])
 
     def _dial(self, peers: Sequence[tuple[m.PeerId, str]]) -> list[Effect]:
-        """Whoever has no address will come, or is reached through the coordinator, or is there already."""
-        wanted = [
-            (peer, address)
-            for peer, address in peers
-            if address and peer not in self._up and peer != self.coordinator
-        ]
-        self._dialled.update(peer for peer, _ in wanted)
-        return [Dial(peer, address) for peer, address in wanted]
+        """Whoever has no address will come, or is reached through the coordinator.
+
+        Who is connected stays so, but for a relay: there is a better one now, or none is needed.
+        """
+        effects: list[Effect] = []
+        for peer, address in peers:
+            known = self._dialled.get(peer, "")
+            stays = peer in self._up and (known == address or relay_of(known) is None)
+            if address and peer != self.coordinator and not stays:
+                self._up.discard(peer)
+                self._dialled[peer] = address
+                effects.append(Dial(peer, address))
+        return effects
 
     def _let_go(self) -> list[Effect]:
         """Of whom we do not deal with any more.
@@ -420,8 +425,8 @@ class MemberCore:
         the transport's gate then cuts: closed from here alone, the other would believe in it and, back in
         the group, not dial again.
         """
-        strangers = self._dialled - self.acquaintances
-        self._dialled -= strangers
+        strangers = set(self._dialled) - self.acquaintances
+        self._dialled = {peer: way for peer, way in self._dialled.items() if peer not in strangers}
         self._up -= strangers
         return [HangUp(peer) for peer in sorted(strangers)]
 
@@ -453,7 +458,7 @@ class MemberCore:
             return [Note("offence", {"peer": "the coordinator", "reason": reason})]
         text = f"peer {peer.hex()[:8]} broke the protocol: {reason}"
         self._up.discard(peer)
-        self._dialled.discard(peer)
+        self._dialled.pop(peer, None)
         if peer in self._offenders:
             return [HangUp(peer)]
         self._offenders.add(peer)

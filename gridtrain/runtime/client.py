@@ -86,7 +86,9 @@ class CoordinatorClient:
             from gridtrain.transport.zeromq import ZeroMQTransport  # only who asks over TCP loads it
 
             address = coordinator_address(address)
-            transport = ZeroMQTransport(identity, SOFTWARE, gate=only(key), encrypted=encrypted)
+            transport = ZeroMQTransport(
+                identity, SOFTWARE, gate=only(key), encrypted=encrypted, plain_anywhere=not encrypted
+            )
         self.address = address
         self._key = key
         self._transport = transport

@@ -98,7 +98,8 @@ class LocalGroup:
             if self.keys.get(name) in self.hub.endpoints:
                 raise ConfigError(f"there is a worker {name!r} in the group", remedy="choose another name")
             identity, acquaintances = Identity.generate(), Acquaintances(self.key)
-            transport = MemoryTransport(identity.public, self.hub, gate=acquaintances)
+            host = name if hidden else "memory"  # a router of its own: nobody else is behind the same one
+            transport = MemoryTransport(identity.public, self.hub, gate=acquaintances, host=host)
             self.keys[name] = transport.me
             if self._stop.is_set():
                 self.hub.kill(transport.me)

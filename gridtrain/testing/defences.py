@@ -107,6 +107,14 @@ def _no(*_: Any, **__: Any) -> bool:
     return False
 
 
+def _nobody(*_: Any, **__: Any) -> list[Any]:
+    return []
+
+
+def _every_key(gate: Any, domain: bytes, mechanism: bytes, credentials: list[bytes]) -> str:
+    return credentials[0].hex()
+
+
 def _as_it_came(_: Any, value: Any) -> Any:
     return value
 
@@ -197,6 +205,16 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
     "gridtrain.protocol.strikes": [
         ("three-strikes", "is_struck_out", _no, "an offender stays for ever"),
         ("liar", "is_common_end", _no, "one member gets rid of all others by accusing them"),
+    ],
+    "gridtrain.transport.zap": [
+        ("zap", "verdict", _every_key, "any key there is finishes the handshake"),
+    ],
+    "gridtrain.transport.admission": [
+        ("user-id", "speaks_for", _yes, "a member greets and speaks as another"),
+        ("revocation", "still_admitted", _yes, "a removed member goes on sending"),
+    ],
+    "gridtrain.transport.doorway": [
+        ("half-open", "overstayers", _nobody, "silent connections keep descriptors"),
     ],
     "gridtrain.transport.sealed": [
         ("seal", "unbox", _unbox_without_tag, "a relay alters what it passes on"),

@@ -7,6 +7,10 @@ time, little room, and the room of one address range is not the others'.
     accepted --> waiting --Hello--> greeted, no longer ours
                     |------------> gone: closed by the other side
                     +------------> cut: too old, or too many of its range, or too many at all
+
+Whoever is cut may well come back at once, and each coming costs us more than the other side.  So beyond
+the soft limits the oldest are cut at a moderate pace, and whoever came last has time to greet meanwhile;
+only beyond the hard limit is there no delay.
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ MOST_HALF_OPEN = 256
 MOST_OF_ONE_RANGE = 64
 """The workers of one household or one laboratory come from one range, all at once after an outage."""
 
-HANDSHAKES_OF_ONE_RANGE_PER_S = 256.0
-BURST_OF_ONE_RANGE = 512.0
-"""A handshake takes a fraction of a millisecond of computing: this much, and no more, for one range."""
+CUTS_PER_S = 200.0
+"""The pace, beyond those two."""
 
-MOST_RANGES = 4096
+MOST_AT_ALL = 4096
+"""Beyond it there is no pace.  Far below the limit of descriptors, which listening raises."""
+
 IPV4_RANGE_BITS, IPV6_RANGE_BITS = 24, 48
 
 
@@ -41,35 +46,14 @@ def address_range(host: str) -> str:
     return str(ipaddress.ip_network(f"{address}/{bits}", strict=False))
 
 
-def may_shake_hands(bucket: Bucket, now_s: float) -> bool:
-    """Whether a range has not used up its handshakes; takes one."""
-    return bucket.take(now_s)
-
-
-def overstayers(doorway: Doorway, heard_s: float) -> list[int]:
+def overstayers(doorway: Doorway, heard_s: float, now_s: float) -> list[int]:
     """Descriptors of connections to cut now, each named once.
 
     Args:
         heard_s: everything that was said until then has been read, so whoever came `HALF_OPEN_S` before
             and is still here said nothing.
     """
-    return doorway.take_refused() + doorway.take_old(heard_s - HALF_OPEN_S) + doorway.take_surplus()
-
-
-@dataclass(slots=True)
-class Bucket:
-    """How many handshakes a range has left."""
-
-    tokens: float
-    since_s: float
-
-    def take(self, now_s: float) -> bool:
-        grown = self.tokens + (now_s - self.since_s) * HANDSHAKES_OF_ONE_RANGE_PER_S
-        self.tokens, self.since_s = min(BURST_OF_ONE_RANGE, grown), now_s
-        if self.tokens < 1.0:
-            return False
-        self.tokens -= 1.0
-        return True
+    return doorway.take_old(heard_s - HALF_OPEN_S) + doorway.take_surplus(now_s)
 
 
 @dataclass(slots=True)
@@ -78,8 +62,7 @@ class Doorway:
 
     _waiting: dict[int, tuple[str, float]] = field(default_factory=dict)  # range, accepted_s
     _ranges: dict[str, dict[int, None]] = field(default_factory=dict)  # its descriptors, in order
-    _buckets: dict[str, Bucket] = field(default_factory=dict)
-    _refused: dict[int, None] = field(default_factory=dict)
+    _paced_s: float = float("-inf")
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -92,12 +75,6 @@ class Doorway:
         name = address_range(host)
         self._waiting[fd] = (name, now_s)
         self._ranges.setdefault(name, {})[fd] = None
-        bucket = self._buckets.pop(name, None) or Bucket(BURST_OF_ONE_RANGE, now_s)
-        self._buckets[name] = bucket  # the latest is last
-        if len(self._buckets) > MOST_RANGES:
-            del self._buckets[next(iter(self._buckets))]
-        if not may_shake_hands(bucket, now_s):
-            self._refused[fd] = None
 
     def left(self, fd: int) -> bool:
         """It greeted, or it is gone.  False: it was not waiting."""
@@ -107,17 +84,15 @@ class Doorway:
         self._ranges[name].pop(fd)
         if not self._ranges[name]:
             del self._ranges[name]
-        self._refused.pop(fd, None)
         return True
 
     def due_s(self) -> float:
-        """When the oldest will be too old; infinite: nobody waits."""
+        """When there is somebody to cut, by time alone; infinite: nobody waits."""
         for _, accepted_s in self._waiting.values():
-            return accepted_s + HALF_OPEN_S
+            crowded = len(self._waiting) > MOST_HALF_OPEN or self._largest() > MOST_OF_ONE_RANGE
+            next_s = self._paced_s + 1.0 / CUTS_PER_S if crowded else float("inf")
+            return min(accepted_s + HALF_OPEN_S, next_s)
         return float("inf")
-
-    def take_refused(self) -> list[int]:
-        return self._take(list(self._refused))
 
     def take_old(self, before_s: float) -> list[int]:
         old = []
@@ -127,15 +102,23 @@ class Doorway:
             old.append(fd)
         return self._take(old)
 
-    def take_surplus(self) -> list[int]:
-        taken = []
-        for members in list(self._ranges.values()):
-            surplus = max(0, len(members) - MOST_OF_ONE_RANGE)
-            taken += self._take(list(members)[:surplus])
-        while len(self._waiting) > MOST_HALF_OPEN:
+    def take_surplus(self, now_s: float) -> list[int]:
+        """The oldest of the largest range, again and again, as far as limits and pace say."""
+        pace = int(min((now_s - self._paced_s) * CUTS_PER_S, CUTS_PER_S))
+        taken: list[int] = []
+        while self._waiting:
+            crowded = len(self._waiting) > MOST_HALF_OPEN or self._largest() > MOST_OF_ONE_RANGE
+            if not (len(self._waiting) > MOST_AT_ALL or (crowded and pace > 0)):
+                break
+            pace -= 1
             largest = max(self._ranges.values(), key=len)
             taken += self._take([next(iter(largest))])
+        if taken:
+            self._paced_s = now_s
         return taken
+
+    def _largest(self) -> int:
+        return max(map(len, self._ranges.values()), default=0)
 
     def _take(self, fds: list[int]) -> list[int]:
         for fd in fds:

@@ -9,7 +9,7 @@ who is admitted: that is `admission.py`.
                  +--too old, too many--> cut <--violation, revoked, farewell-+
 
 A monitor event carries a file descriptor and nothing else, and so does a frame (SRCFD).  Descriptors are
-reused, so the monitor is always read to its end before a descriptor is believed.
+reused, so a descriptor is believed only if the other end is still the one that it had when it was accepted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from gridtrain.transport.base import Gate
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.links import Link
 from gridtrain.transport.zap import Zap
+
+BATCH_EVENTS = 256
+"""At most so many comings and goings are noted before messages have their turn."""
 
 FAREWELL_S = 1.0
 """A guest is cut that long after `hang_up`, so that the answer that it came for still leaves."""
@@ -60,23 +63,32 @@ class Entrance:
     def read(self) -> sockets.Incoming | None:
         return sockets.read(self.router, encrypted=self._encrypted)
 
-    def read_monitor(self, now_s: float) -> list[Link]:
-        """Take note of who came and went; returns greeted connections that were lost."""
-        lost = []
-        for event, fd in sockets.monitor_events(self.monitor):
-            if fd in self._by_fd:
-                lost.append(self._by_fd.pop(fd))
-            self._doorway.left(fd)
-            self._remotes.pop(fd, None)
-            remote = descriptors.remote_of(fd, self._ports) if event == zmq.EVENT_ACCEPTED else None
-            if remote is not None:  # None: it is closed again, as the monitor will say
-                self._remotes[fd] = remote
-                self._doorway.accepted(fd, remote[0], now_s)
+    def read_monitor(self, now_s: float, *, until_fd: int = -1) -> list[Link]:
+        """Take note of who came and went; returns greeted connections that were lost.
+
+        At most `BATCH_EVENTS` are read, or with `until_fd` as many as it takes to know that connection.
+        """
+        lost: list[Link] = []
+        while events := sockets.monitor_events(self.monitor, BATCH_EVENTS):
+            for event, fd in events:
+                self._note(event, fd, now_s, lost)
+            if until_fd < 0 or self.is_open(until_fd):
+                break
         return lost
 
+    def _note(self, event: int, fd: int, now_s: float, lost: list[Link]) -> None:
+        if fd in self._by_fd:
+            lost.append(self._by_fd.pop(fd))
+        self._doorway.left(fd)
+        self._remotes.pop(fd, None)
+        remote = descriptors.remote_of(fd, self._ports) if event == zmq.EVENT_ACCEPTED else None
+        if remote is not None:  # None: it is closed again, as the monitor will say
+            self._remotes[fd] = remote
+            self._doorway.accepted(fd, remote[0], now_s)
+
     def is_open(self, fd: int) -> bool:
-        """Whether this is a connection, as far as the monitor was read; yes if libzmq tells no descriptor."""
-        return fd < 0 or fd in self._remotes
+        """Whether this is a connection that we know of; yes if libzmq tells no descriptor."""
+        return fd < 0 or (fd in self._remotes and descriptors.remote_of(fd, self._ports) == self._remotes[fd])
 
     def greeted(self, link: Link) -> Link | None:
         """Keep the link.  Returns one that had its descriptor before, and is lost without a word."""
@@ -114,7 +126,7 @@ class Entrance:
             del self.links[link.routing_id]
 
     def cut(self, link: Link) -> None:
-        """Close this connection, and nobody else's.  Call `read_monitor` before."""
+        """Close this connection, and nobody else's."""
         link.state = "shut"
         if self._by_fd.get(link.fd) is link:
             self._cut(link.fd)
@@ -129,7 +141,7 @@ class Entrance:
 
     def tend(self, heard_s: float, now_s: float) -> None:
         """Cut who has been too long or too many.  All that was said until `heard_s` has been read."""
-        for fd in doorway.overstayers(self._doorway, heard_s):
+        for fd in doorway.overstayers(self._doorway, heard_s, now_s):
             self._cut(fd)
         for due_s, link in self._farewells:
             if now_s >= due_s:

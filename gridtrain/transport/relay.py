@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gridtrain.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from gridtrain.errors import GridtrainError, LocalProtocolError, RemoteProtocolError, TransportError
 from gridtrain.protocol.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -200,7 +200,8 @@ class RelayingTransport:
 
     def close(self) -> None:
         for peer in list(self._edges):
-            self._give_up(peer, "")
+            with contextlib.suppress(GridtrainError):  # what is below may be gone already
+                self._give_up(peer, "")
         self._inner.close()
 
     # -- events from below ---------------------------------------------------------------------

@@ -18,15 +18,16 @@ What libzmq does not bound: the number of frames of one message while it arrives
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import math
 import re
+import struct
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import PeerId
@@ -56,6 +57,7 @@ CURVE_FRAME_BYTES = 33
 LINGER_S = 0.5
 ZERO_COPY_BYTES = 64 * 1024
 
+_EVENT = struct.Struct("=Hi")  # of a socket monitor: what happened, and a number
 _ADDRESS = re.compile(r"tcp://([^/\s]+):(\d{1,5}|\*)")
 
 LOST_EVENTS = frozenset(
@@ -235,12 +237,13 @@ def write(socket: zmq.Socket[bytes], frames: Frames, routing_id: bytes = b"") ->
     return True
 
 
-def monitor_events(monitor: zmq.Socket[bytes]) -> list[tuple[int, int]]:
-    """All (event, file descriptor or error number) that have happened."""
-    events = []
-    while monitor.poll(0):
-        told: Any = recv_monitor_message(monitor, zmq.DONTWAIT)
-        events.append((int(told["event"]), int(told["value"])))
+def monitor_events(monitor: zmq.Socket[bytes], most: int = 1024) -> list[tuple[int, int]]:
+    """At most so many (event, file descriptor or error number) that have happened, in their order."""
+    events: list[tuple[int, int]] = []
+    with contextlib.suppress(zmq.Again):
+        while len(events) < most:
+            told, _ = monitor.recv_multipart(zmq.DONTWAIT)
+            events.append(_EVENT.unpack(told))
     return events
 
 

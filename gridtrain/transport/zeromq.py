@@ -31,15 +31,13 @@ import zmq
 
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Message, PeerId
-from gridtrain.transport import admission, sockets
+from gridtrain.transport import admission, greeting, sockets
 from gridtrain.transport.base import (
     Denied,
     Gate,
     PeerDown,
-    PeerUp,
     Reached,
     Received,
-    Standing,
     Traffic,
     TransportEvent,
     Violation,
@@ -334,7 +332,7 @@ class ZeroMQTransport:
             elif dial is not None:
                 self._answered(dial, incoming)
             else:
-                self._read_router_monitor()
+                self._read_router_monitor(until_fd=incoming.fd)
                 self._accept(incoming)
         return False
 
@@ -349,28 +347,13 @@ class ZeroMQTransport:
             self._shut(link, "its key is not admitted any more")
         elif link.state == "up":
             try:
-                message = self._decode(incoming)
+                message = greeting.decode(incoming, self.traffic)
                 if isinstance(message, Hello):
                     raise RemoteProtocolError("a second Hello on a connection")
             except RemoteProtocolError as error:
                 self._events.append(Violation(link.peer, str(error)))
             else:
                 self._events.append(Received(link.peer, message, incoming.nbytes))
-
-    def _hello_in(self, incoming: sockets.Incoming) -> Hello:
-        """Raises `RemoteProtocolError`."""
-        message = self._decode(incoming)
-        if not isinstance(message, Hello):
-            raise RemoteProtocolError(f"{type(message).__name__} before Hello")
-        return message
-
-    def _decode(self, incoming: sockets.Incoming) -> Message:
-        """Raises `RemoteProtocolError`."""
-        if incoming.excess:
-            raise RemoteProtocolError(incoming.excess)
-        message = codec.decode(incoming.frames)
-        self.traffic.count_received(type(message).__name__, incoming.nbytes)
-        return message
 
     # -- connections that we made --------------------------------------------------------------
 
@@ -391,7 +374,7 @@ class ZeroMQTransport:
     def _answered(self, dial: Dial, incoming: sockets.Incoming) -> None:
         """The first message over a connection that we made."""
         try:
-            hello = self._hello_in(incoming)
+            hello = greeting.hello_in(incoming, self.traffic)
             if hello.peer != dial.peer:
                 raise RemoteProtocolError(f"{dial.address} answers with key {hello.peer.hex()[:8]}")
         except RemoteProtocolError as error:
@@ -400,7 +383,7 @@ class ZeroMQTransport:
             return
         self._count_hello()  # the one it answers; those of failed attempts never left
         if hello.version != PROTOCOL_VERSION:
-            self._events.append(_mismatch(hello, dial.peer))
+            self._events.append(greeting.mismatch(hello, dial.peer))
             self._drop_dial(dial)  # the same software will give the same answer
         elif not admission.still_admitted(self._gate, dial.peer, guest=False):
             self._redial(dial, "its key is not admitted")
@@ -416,11 +399,15 @@ class ZeroMQTransport:
             if event in sockets.LOST_EVENTS:
                 while not self._read_batch(dial, in_debt=True):
                     pass  # bounded: what libzmq holds, nothing more can come
-                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or self._was_cut(dial, event):
                     self._events.append(Denied(dial.peer, dial.address))
                 if dial.socket is not None:
                     self._redial(dial, f"connection to {dial.address} lost")
                 return
+
+    def _was_cut(self, dial: Dial, event: int) -> bool:
+        """Without encryption nobody says 400: who was there, and ended it before a greeting, denies us."""
+        return self._identity is None and dial.link is None and event == zmq.EVENT_DISCONNECTED
 
     def _redial(self, dial: Dial, reason: str) -> None:
         dial.retry_later(time.monotonic())
@@ -438,46 +425,28 @@ class ZeroMQTransport:
         """The first message over a connection that was made to us."""
         if not self._entrance.is_open(incoming.fd):
             return
+        encrypted = self._identity is not None
         try:
-            hello = self._hello_in(incoming)
-            if not admission.speaks_for(incoming.user_id, self._user_id(hello.peer)):
-                raise RemoteProtocolError(f"key {incoming.user_id[:8]} greets as {hello.peer.hex()[:8]}")
-            if hello.peer == self.me:
-                raise RemoteProtocolError("a peer greets with our own key")
+            hello = greeting.hello_in(incoming, self.traffic)
+            greeting.check_greeter(hello, incoming, self.me, encrypted=encrypted)
         except RemoteProtocolError as error:
             self._events.append(Violation(None, str(error)))
             self._turn_away(incoming)
             return
-        standing = self._gate(hello.peer)
-        guest = standing is Standing.GUEST
-        if not admission.still_admitted(self._gate, hello.peer, guest):
+        link = greeting.link_for(hello, incoming, self._gate)
+        if link is None:
             self._turn_away(incoming)  # without a word
             return
         with contextlib.suppress(zmq.ZMQError):  # it is gone again, as the monitor will say
             if sockets.write(self._entrance.router, self._hello, incoming.routing_id):
                 self._count_hello()
-        name = admission.guest_name(hello.peer, incoming.routing_id) if guest else hello.peer
         if hello.version != PROTOCOL_VERSION:
-            self._events.append(_mismatch(hello, name))
+            self._events.append(greeting.mismatch(hello, link.peer))
             self._entrance.ignore(incoming)
-        elif self._identity is not None or hello.software != PROBE:
-            self._welcome(hello, incoming, name)
+        elif encrypted or hello.software != PROBE:
+            self._welcome(link)
 
-    def _user_id(self, key: PeerId) -> str:
-        """What the frames of an accepted connection carry if it was made with this key."""
-        return "" if self._identity is None else key.hex()
-
-    def _welcome(self, hello: Hello, incoming: sockets.Incoming, name: PeerId) -> None:
-        link = Link(
-            name,
-            hello.peer,
-            hello.software,
-            routing_id=incoming.routing_id,
-            user_id=incoming.user_id,
-            fd=incoming.fd,
-            host=incoming.host,
-            guest=name != hello.peer,
-        )
+    def _welcome(self, link: Link) -> None:
         for old in [] if link.guest else self._entrance.of(link.key):
             if old.state == "replaced":
                 self._shut(old, "")
@@ -501,12 +470,11 @@ class ZeroMQTransport:
         if link.dial is not None:
             self._redial(link.dial, reason)
         else:
-            self._read_router_monitor()
             self._entrance.cut(link)
             self._link_down(link, reason)
 
-    def _read_router_monitor(self) -> None:
-        for link in self._entrance.read_monitor(time.monotonic()):
+    def _read_router_monitor(self, until_fd: int = -1) -> None:
+        for link in self._entrance.read_monitor(time.monotonic(), until_fd=until_fd):
             self._lose(link)
 
     def _lose(self, link: Link) -> None:
@@ -542,7 +510,7 @@ class ZeroMQTransport:
         links = self._edges.setdefault(link.peer, [])
         links.append(link)
         if len(links) == 1:
-            self._events.append(_up(link))
+            self._events.append(greeting.up(link))
 
     def _link_down(self, link: Link, reason: str) -> None:
         links = self._edges.get(link.peer, [])
@@ -552,7 +520,7 @@ class ZeroMQTransport:
         self._outbox.drop(link.peer)
         self._events.append(PeerDown(link.peer, reason))
         if links:
-            self._events.append(_up(links[0]))
+            self._events.append(greeting.up(links[0]))
         else:
             del self._edges[link.peer]
 
@@ -574,15 +542,3 @@ class ZeroMQTransport:
                 f"cannot {what} {address!r} without encryption: everybody on the way could read and alter",
                 remedy='switch encryption on, or stay on this machine: "tcp://127.0.0.1:PORT"',
             )
-
-
-def _up(link: Link) -> PeerUp:
-    return PeerUp(link.peer, link.software, link.host, link.key if link.guest else None)
-
-
-def _mismatch(hello: Hello, name: PeerId) -> Violation:
-    return Violation(
-        name,
-        f"peer speaks gridtrain protocol {hello.version}, this software speaks {PROTOCOL_VERSION} "
-        f"(the peer runs {hello.software!r}) -> install the same version of gridtrain on both machines",
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,25 +13,32 @@ import pytest
 from gridtrain.config import Deadlines
 from gridtrain.errors import JournalError, TransportError
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.door import Door
 from gridtrain.protocol.membership_io import (
+    CallBack,
+    CalledBack,
     Dismiss,
     Effect,
     Event,
+    Expelled,
     Heard,
     Journal,
     Lost,
     Note,
     Offended,
     Send,
+    Strike,
     Up,
 )
-from gridtrain.transport.base import PeerDown, PeerUp, Received, TransportEvent, Violation
+from gridtrain.transport.base import Denied, PeerDown, PeerUp, Reached, Received, TransportEvent, Violation
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 from gridtrain_coordinator.daemon import FAREWELL_S, Coordinator
+from gridtrain_coordinator.reception import Reception
 from gridtrain_coordinator.store import Store
 
-COORDINATOR, ANNA, BERT = (letter * 32 for letter in (b"c", b"a", b"b"))
-NAMES = {COORDINATOR: "coordinator", ANNA: "anna", BERT: "bert"}
+COORDINATOR, OPERATOR, ANNA, BERT, INVITATION = (letter * 32 for letter in (b"c", b"o", b"a", b"b", b"i"))
+GUEST = b"g" * 32
+NAMES = {COORDINATOR: "coordinator", OPERATOR: "operator", ANNA: "anna", BERT: "bert", GUEST: "the guest"}
 JOIN = m.Join("default", "anna", "memory://anna")
 
 
@@ -41,7 +49,7 @@ class FakeCore:
         self.answers = dict(answers or {})
         self.heard: list[Event] = []
         self.deadline_s = math.inf
-        self.picture: dict[str, Any] = {"step": 0, "finished": False, "members": []}
+        self.picture: dict[str, Any] = {"step": 0, "finished": False, "members": [], "events": []}
         self.at_start: list[Effect] = []
         self.at_tick: list[Effect] = []
 
@@ -82,6 +90,9 @@ class ScriptedTransport:
         self.transcript.append(f"send {type(message).__name__} to {NAMES[peer]}")
         self.sent.append(message)
 
+    def reach(self, peer: m.PeerId, addresses: Iterable[str], timeout_s: float) -> None:
+        self.transcript.append(f"call {NAMES[peer]} back at {', '.join(addresses)} for {timeout_s:g} s")
+
     def hang_up(self, peer: m.PeerId) -> None:
         self.transcript.append(f"hang up on {NAMES[peer]}")
 
@@ -113,10 +124,20 @@ class Turns:
         return self.left < 0
 
 
+def reception_of(core: FakeCore, *members: m.PeerId) -> Reception:
+    """Over a real door, with an invitation of two uses that so many have used already."""
+    door = Door(operator=OPERATOR, coordinator=COORDINATOR)
+    door.invite(INVITATION, 2, 600.0, 0.0)
+    for member in members:
+        door.enrol(INVITATION, member, "", 0.0)
+    return Reception(door, core, OPERATOR, lambda: 100.0)
+
+
 def play(
     core: FakeCore,
     *turns: list[TransportEvent],
     refuses: Iterable[m.PeerId] = (),
+    reception: Reception | None = None,
     clock: Callable[[], float] = lambda: 100.0,
     **options: Any,
 ) -> tuple[list[str], ScriptedTransport]:
@@ -131,7 +152,9 @@ def play(
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
         transcript.append(f"log {level} {event}")
 
-    Coordinator(transport, store, core, log=log, clock=clock, **options).run(Turns(len(turns)))  # type: ignore[arg-type]
+    reception = reception or reception_of(core, ANNA, BERT)
+    coordinator = Coordinator(transport, store, core, reception, log=log, clock=clock, **options)  # type: ignore[arg-type]
+    coordinator.run(Turns(len(turns)))
     assert transcript[-2:] == ["close transport", "close journal"]
     return transcript[:-2], transport
 
@@ -172,7 +195,7 @@ def test_nothing_is_sent_when_the_journal_fails(monkeypatch: pytest.MonkeyPatch)
     store.transcript = transcript  # type: ignore[attr-defined]
     core = FakeCore({Heard: [Send(BERT, m.Start(1, 1)), Journal("state", {}), Send(ANNA, m.Start(1, 1))]})
     with pytest.raises(JournalError, match="disk is full"):
-        Coordinator(transport, store, core).run(Turns(9))  # type: ignore[arg-type]
+        Coordinator(transport, store, core, reception_of(core)).run(Turns(9))  # type: ignore[arg-type]
     assert transcript == ["close transport", "close journal"]
 
 
@@ -187,11 +210,24 @@ def test_transport_events_become_the_cores_events() -> None:
     core = FakeCore()
     transcript, _ = play(
         core,
-        [PeerUp(ANNA), Received(ANNA, JOIN, 80), Violation(ANNA, "no msgpack"), PeerDown(ANNA, "closed")],
-        [Violation(None, "not greeted")],
+        [PeerUp(ANNA, "", "10.0.0.5"), Received(ANNA, JOIN, 80), Reached(ANNA, "memory://anna")],
+        [Violation(ANNA, "no msgpack"), PeerDown(ANNA, "closed")],
+        [Violation(None, "not greeted"), Denied(ANNA, "memory://anna")],
     )
-    assert core.heard == [Up(ANNA), Heard(ANNA, JOIN), Offended(ANNA, "no msgpack"), Lost(ANNA, "closed")]
-    assert transcript == ["log warning violation", "log warning violation"]
+    assert core.heard == [
+        Up(ANNA, "10.0.0.5"),
+        Heard(ANNA, JOIN),
+        CalledBack(ANNA, "memory://anna"),
+        Offended(ANNA, "no msgpack"),
+        Lost(ANNA, "closed"),
+    ]
+    assert transcript == ["log warning violation", "log warning violation", "log info denied"]
+
+
+def test_a_worker_is_called_back_at_the_addresses_that_the_core_names() -> None:
+    core = FakeCore({Heard: [CallBack(ANNA, ("tcp://a:1", "tcp://b:1"))]})
+    transcript, _ = play(core, [Received(ANNA, JOIN, 80)], reach_s=1.5)
+    assert transcript == ["call anna back at tcp://a:1, tcp://b:1 for 1.5 s"]
 
 
 def test_a_peer_that_cannot_be_sent_to_is_lost_once() -> None:
@@ -223,28 +259,124 @@ def test_the_loop_sleeps_until_the_cores_deadline_and_then_ticks() -> None:
     transcript: list[str] = []
     transport = Late(transcript, [])
     log = lambda level, event, fields: transcript.append(f"log {level} {event}")  # noqa: E731
-    Coordinator(transport, Store.open(":memory:"), core, log=log, clock=clock).run(Turns(2))  # type: ignore[arg-type]
+    store, reception = Store.open(":memory:"), reception_of(core)
+    Coordinator(transport, store, core, reception, log=log, clock=clock).run(Turns(2))  # type: ignore[arg-type]
     assert transcript == ["log warning lost", "close transport"]
     assert transport.waits_s == pytest.approx([0.1, 0.25]), "then bounded, so that a stop is noticed"
 
 
-def test_status_is_answered_by_the_daemon() -> None:
+def status_for(asker: m.PeerId) -> dict[str, Any]:
     core = FakeCore()
     figures = {"sent_bytes": 5e6, "loss": 2.5}
-    core.picture["members"] = [{"peer": "aa", "name": "anna", "figures": figures}]
-    transcript, transport = play(core, [Received(BERT, m.StatusRequest(), 9)], address="tcp://10.0.0.5:7700")
-    assert transcript == ["send StatusReply to bert"] and core.heard == []
+    line = {"peer": ANNA.hex(), "name": "anna", "address": "tcp://10.0.0.6:7001", "figures": figures}
+    core.picture["members"] = [line]
+    core.picture["events"] = [{"event": "joined", "name": "anna", "address": "tcp://10.0.0.6:7001"}]
+    turn: list[TransportEvent] = [Received(asker, m.StatusRequest(), 9)]
+    transcript, transport = play(core, turn, address="tcp://10.0.0.5:7700")
+    assert transcript == [f"send StatusReply to {NAMES[asker]}"] and core.heard == []
     (reply,) = transport.sent
     assert isinstance(reply, m.StatusReply)
     picture = json.loads(reply.payload)
     assert picture["address"] == "tcp://10.0.0.5:7700"
-    assert picture["members"] == [
-        {"peer": "aa", "name": "anna", "figures": figures, "sent_Bps": None, "received_Bps": None}
+    (member,) = picture["members"]
+    assert member.pop("address") == picture["events"][0].get("address", "")
+    rates = {"sent_Bps": None, "received_Bps": None}
+    assert member == {"peer": ANNA.hex(), "name": "anna", "figures": figures, "strikes": 0, **rates}
+    assert isinstance(picture, dict)
+    return picture
+
+
+def test_status_is_answered_by_the_daemon_and_tells_members_nothing_of_places() -> None:
+    picture = status_for(BERT)
+    assert "door" not in picture and "10.0.0.6" not in json.dumps(picture)
+
+
+def test_the_operator_is_told_more() -> None:
+    picture = status_for(OPERATOR)
+    assert picture["events"][0]["address"] == "tcp://10.0.0.6:7001"
+    assert [line["peer"] for line in picture["door"]["enrolled"]] == [ANNA.hex(), BERT.hex()]
+
+
+# -- the door ------------------------------------------------------------------------------------------
+
+COMES = PeerUp(GUEST, "", "10.0.0.5", guest_of=INVITATION)
+
+
+def test_a_guest_is_enrolled_durably_and_the_core_never_hears_of_it() -> None:
+    core = FakeCore()
+    enrols: list[TransportEvent] = [COMES, Received(GUEST, m.Enrol(BERT), 40)]
+    transcript, transport = play(core, enrols, [PeerDown(GUEST, "done")], reception=reception_of(core, ANNA))
+    assert transcript == ["durable: enrolled", "log info enrolled", "send Enrolled to the guest"]
+    assert transport.sent == [m.Enrolled("default")] and core.heard == []
+
+
+def test_an_invitation_that_was_used_up_meanwhile() -> None:
+    core = FakeCore()
+    transcript, transport = play(core, [COMES, Received(GUEST, m.Enrol(b"d" * 32), 40)])
+    assert transcript == ["log info not_enrolled", "send Refused to the guest"]
+    (refused,) = transport.sent
+    assert isinstance(refused, m.Refused) and refused.code == "invitation"
+
+
+@pytest.mark.parametrize(
+    "message", [m.StatusRequest(), JOIN, m.Expel(ANNA, True, "")], ids=lambda m: type(m).__name__
+)
+def test_a_guest_may_do_nothing_else(message: m.Message) -> None:
+    core = FakeCore()
+    transcript, _ = play(core, [COMES, Received(GUEST, message, 40)], reception=reception_of(core, ANNA))
+    assert transcript == ["log warning violation", "hang up on the guest"] and core.heard == []
+
+
+def test_a_guest_that_breaks_the_protocol_is_hung_up_on() -> None:
+    core = FakeCore()
+    transcript, _ = play(core, [COMES, Violation(GUEST, "no msgpack")])
+    assert transcript == ["log warning violation", "hang up on the guest"] and core.heard == []
+
+
+def test_a_kick_is_durable_before_anybody_is_told() -> None:
+    core = FakeCore({Expelled: [Send(ANNA, m.Refused("kicked", "out", "ask")), Dismiss(ANNA)]})
+    transcript, _ = play(core, [Received(OPERATOR, m.Expel(ANNA, False, "too slow"), 40)])
+    assert transcript == [
+        "durable: expelled",
+        "send Refused to anna",
+        "hang up on anna",
+        "send Done to operator",
+    ]
+    (expelled,) = core.heard
+    assert isinstance(expelled, Expelled) and expelled.code == "kicked"
+    assert expelled.reason == "was put out of the run: too slow" and "invite" in expelled.remedy
+
+
+@pytest.mark.parametrize("order", [m.Invite(b"n" * 32, 1, 60.0), m.Expel(ANNA, False, ""), m.Pardon(ANNA)])
+def test_orders_are_the_operators(order: m.Message) -> None:
+    core = FakeCore()
+    transcript, transport = play(core, [Received(BERT, order, 40)])
+    assert transcript == ["send Refused to bert"] and core.heard == []
+    (refused,) = transport.sent
+    assert isinstance(refused, m.Refused) and refused.code == "operator"
+
+
+def test_the_operators_key_does_not_train() -> None:
+    core = FakeCore()
+    transcript, _ = play(core, [Received(OPERATOR, JOIN, 80)])
+    assert transcript == ["send Refused to operator"] and core.heard == []
+
+
+def test_the_third_strike_is_a_kick() -> None:
+    core = FakeCore({Heard: [Strike(ANNA, "reported a ledger that does not add up")]})
+    turns = [[Received(ANNA, JOIN, 80)] for _ in range(3)]
+    transcript, _ = play(core, *turns, clock=itertools.count(100.0, 0.01).__next__)
+    assert transcript == ["durable: strike", "durable: strike", "durable: strike, expelled"]
+    expulsions = [event for event in core.heard if isinstance(event, Expelled)]
+    assert [(event.code, event.reason[:38]) for event in expulsions] == [
+        ("offence", "broke the protocol (strike 1 of 3): re"),
+        ("offence", "broke the protocol (strike 2 of 3): re"),
+        ("kicked", "was put out of the run: 3 strikes, the"),
     ]
 
 
 @pytest.mark.parametrize(
-    ("members", "ends_after_s"), [([], 1.0), ([{"peer": "aa", "figures": {}}], FAREWELL_S)]
+    ("members", "ends_after_s"), [([], 1.0), ([{"peer": ANNA.hex(), "figures": {}}], FAREWELL_S)]
 )
 def test_it_exits_some_time_after_the_end(members: list[dict[str, Any]], ends_after_s: float) -> None:
     """At once when everybody has left, else after a farewell; each look at the clock takes 0.05 s."""
@@ -273,9 +405,10 @@ def test_a_worker_is_welcomed_by_the_real_core_over_the_memory_transport() -> No
     hub = MemoryHub()
     mine, anna = MemoryTransport(COORDINATOR, hub), MemoryTransport(ANNA, hub)
     mine.listen("memory://coordinator")
-    anna.dial(None, "memory://coordinator")
+    anna.dial(COORDINATOR, "memory://coordinator")
     anna.send(COORDINATOR, JOIN)
-    coordinator = Coordinator.of_run(mine, Store.open(":memory:"), deadlines=Deadlines())
+    door = Door(open_to_all=True, coordinator=COORDINATOR)
+    coordinator = Coordinator.of_run(mine, Store.open(":memory:"), door, deadlines=Deadlines())
     coordinator.run(Turns(1))
     heard = [event.message for event in anna.poll(1.0) if isinstance(event, Received)]
     assert [type(message).__name__ for message in heard] == ["Welcome", "RunState"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gridtrain_coordinator.views import Speedometer
+from gridtrain_coordinator.views import Speedometer, withhold_places
 
 
 def snapshot(step: int, **sent_bytes: float) -> dict[str, Any]:
@@ -39,3 +39,24 @@ def test_what_is_not_known_is_none() -> None:
 def test_a_restarted_worker_has_no_negative_rate() -> None:
     speed = observed((0, snapshot(100, a=9000)), (1, snapshot(0, a=10)))
     assert (speed.steps_per_s(), speed.figure_per_s("a", "sent_bytes")) == (None, None)
+
+
+def test_where_members_are_is_withheld_and_nothing_else() -> None:
+    called_back = {
+        "event": "called_back",
+        "name": "anna",
+        "reachable": True,
+        "address": "tcp://10.0.0.6:7001",
+    }
+    picture = {
+        "members": [{"name": "anna", "address": "tcp://10.0.0.6:7001", "reach": "direct"}],
+        "events": [called_back, {"event": "no_route", "tried": ["tcp://10.0.0.6:7001"], "name": "anna"}],
+    }
+    withhold_places(picture)
+    assert picture == {
+        "members": [{"name": "anna", "address": "", "reach": "direct"}],
+        "events": [
+            {"event": "called_back", "name": "anna", "reachable": True},
+            {"event": "no_route", "name": "anna"},
+        ],
+    }

@@ -10,8 +10,20 @@ from pathlib import Path
 import pytest
 
 from gridtrain.demo.metrics import STEPS_FILE, Sent, StepRecord, Times
-from gridtrain.demo.orchestrate import Command, Plan, commands, curve_of, supervise
+from gridtrain.demo.orchestrate import (
+    Command,
+    Plan,
+    coordinator_command,
+    curve_of,
+    run_all,
+    supervise,
+    worker_commands,
+)
 from gridtrain.errors import GridtrainError
+from gridtrain.protocol.invitation import Invitation
+from gridtrain.runtime.operator import Contact
+from gridtrain.transport.contact import OPERATOR_KEY, ContactFile
+from gridtrain.transport.curve import Identity
 
 FOREVER = "import time; time.sleep(600)"
 
@@ -124,22 +136,99 @@ def test_ctrl_c_leaves_nobody_behind_not_even_a_stubborn_grandchild(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        supervise(python("coordinator", FOREVER), [python("worker-1", parent)], tmp_path, ctrl_c)
+        supervise(python("coordinator", FOREVER), lambda: [python("worker-1", parent)], tmp_path, ctrl_c)
 
     assert lifeline.read_to_end() == b"."
 
 
-def test_the_commands_are_those_that_a_user_would_type(tmp_path: Path) -> None:
-    plan = Plan(runs=(("gtopk", 450),), out=tmp_path, workers=2, cap="20Mbit", density=0.05)
+def test_workers_are_started_when_the_coordinator_listens(tmp_path: Path) -> None:
+    """It says so by a file; a worker that came earlier would have no invitation."""
+    (tmp_path / "asked").touch()
+    listens = f"""\
+        import pathlib, time
+        asked = pathlib.Path({str(tmp_path / "asked")!r})
+        while not asked.read_text():
+            time.sleep(0.01)
+        pathlib.Path({str(tmp_path / "listens")!r}).touch()
+        {FOREVER}
+    """
 
-    coordinator, *workers = commands(plan, "gtopk", 450, tmp_path)
+    def workers() -> list[Command] | None:
+        (tmp_path / "asked").write_text("yes")
+        return [python("worker-1", "print('came')")] if (tmp_path / "listens").exists() else None
 
-    address = coordinator.argv[coordinator.argv.index("--listen") + 1]
-    assert address.startswith("tcp://127.0.0.1:")
-    assert coordinator.argv[3:6] == ("coordinator", "--listen", address)
-    assert [worker.name for worker in workers] == ["worker-1", "worker-2"]
+    supervise(python("coordinator", listens), workers, tmp_path, nothing)
+
+    assert (tmp_path / "worker-1.log").read_text() == "came\n"
+
+
+def test_a_coordinator_that_never_listens_is_no_hang(tmp_path: Path) -> None:
+    with pytest.raises(GridtrainError, match=r"(?s)no step for 0 s.*coordinator, end of its log"):
+        supervise(python("coordinator", FOREVER), lambda: None, tmp_path, nothing, start_s=0.2)
+
+
+def test_keys_of_an_earlier_demo_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "dense"
+    keys = folder / "gridtrain" / "default" / "identities" / "0a1b"
+    for path in (keys / "worker-0.key", folder / "coordinator.key", folder / "operator.key"):
+        Identity.generate().write(path)
+    for name in ("worker-1.log", "journal.sqlite-wal", "coordinator.json", "mine.txt"):
+        (folder / name).touch()
+    with pytest.raises(StopIteration):  # instead of the run itself
+        run_all(Plan(runs=(("dense", 1),), out=tmp_path), NoView())
+    assert [path.name for path in folder.rglob("*") if path.is_file()] == ["mine.txt"]
+
+
+class NoView:
+    def begin(self, label: str, steps: int) -> None:
+        raise StopIteration
+
+    def update(self, record: StepRecord) -> None: ...
+
+    def end(self) -> None: ...
+
+
+PLAN = {"runs": (("gtopk", 450),), "workers": 2, "cap": "20Mbit", "density": 0.05}
+
+
+def test_the_coordinators_command_is_what_a_user_would_type(tmp_path: Path) -> None:
+    command = coordinator_command(Plan(**PLAN, out=tmp_path), tmp_path)
+    assert " ".join(command.argv[3:]) == (
+        f"coordinator --listen tcp://127.0.0.1:0 --state {tmp_path} --min-workers 2"
+    )
+
+
+def test_the_workers_commands_are_those_that_a_user_would_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(**PLAN, out=tmp_path)
+    assert worker_commands(plan, "gtopk", 450, tmp_path) is None, "no coordinator listens yet"
+    asked: list[tuple[Contact, int, float]] = []
+    invitation = Invitation("tcp://127.0.0.1:7700", bytes(32), bytes(range(32)), "default")
+
+    class Desk:
+        def __init__(self, contact: Contact) -> None:
+            self.contact = contact
+
+        def __enter__(self) -> Desk:
+            return self
+
+        def __exit__(self, *exc_info: object) -> None: ...
+
+        def invite(self, uses: int, expires_s: float) -> Invitation:
+            asked.append((self.contact, uses, expires_s))
+            return invitation
+
+    monkeypatch.setattr("gridtrain.demo.orchestrate.Operator", Desk)
+    Identity.generate().write(tmp_path / OPERATOR_KEY)
+    ContactFile("tcp://127.0.0.1:7700", "tcp://127.0.0.1:7700", bytes(32), "default", True).write(tmp_path)
+    workers = worker_commands(plan, "gtopk", 450, tmp_path)
+
+    assert workers is not None and [worker.name for worker in workers] == ["worker-1", "worker-2"]
+    ((contact, uses, _),) = asked
+    assert (contact.here, uses) == ("tcp://127.0.0.1:7700", 2)
     assert " ".join(workers[0].argv[3:]) == (
-        f"worker {address} --upload-limit 20Mbit --download-limit 20Mbit --name worker-1 -- "
+        f"worker {invitation.text()} --upload-limit 20Mbit --download-limit 20Mbit --name worker-1 -- "
         f"{sys.executable} -m gridtrain.demo.train --exchange gtopk --steps 450 --density 0.05 "
         f"--model small --seed 0 --measure-every 10 --metrics {tmp_path}"
     )

@@ -1,6 +1,6 @@
 """A short run of `make fuzz`, over the kept inputs and some new ones; and that it would find what there is.
 
-    make fuzz MINUTES=10 SEED=1        more of the same
+make fuzz MINUTES=10 SEED=1        more of the same
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ SLOW = ("state", "member", "membership", "door", "sealed")  # some milliseconds 
 TARGETS = [
     pytest.param(
         name,
-        marks=pytest.mark.skipif(bool(registry.missing(name)), reason=f"there is no {registry.missing(name)}"),
+        marks=pytest.mark.skipif(
+            bool(registry.missing(name)), reason=f"there is no {registry.missing(name)}"
+        ),
     )
     for name in registry.NAMES
 ]
@@ -84,7 +86,11 @@ PLANTED = {
     "codec": ("gridtrain.wire.kinds.Int.pack", lambda self, value: value, 2000),
     "sparse": ("gridtrain.wire.sparse._EXPONENT_MAX", 400, 2000),
     "status": ("gridtrain.runtime.client._printable", lambda value: value, 200),
-    "stateblocks": ("gridtrain.runtime.statefeed.StateIntake.complete_for", lambda self, generation: True, 200),
+    "stateblocks": (
+        "gridtrain.runtime.statefeed.StateIntake.complete_for",
+        lambda self, generation: True,
+        200,
+    ),
     "state": ("gridtrain.optim.state_sync._check_same", lambda what, theirs, own: None, 400),
     "collectives": ("gridtrain.protocol.ring.check_due", lambda *of: None, 400),
     "attempts": ("gridtrain.protocol.attempts._proves_commit", lambda rank: True, 4000),
@@ -159,7 +165,9 @@ def test_what_reaches_further_leads_further(tmp_path: Path, monkeypatch: pytest.
     """Four stairs.  Inputs that reach one are kept and built upon; without that the top is not found."""
     (tmp_path / "stairs.py").write_text(STAIRS)
     monkeypatch.syspath_prepend(tmp_path)
-    target = Target("stairs", "", import_module("stairs").run, lambda random: bytes(8), ("stairs",), max_bytes=8)
+    target = Target(
+        "stairs", "", import_module("stairs").run, lambda random: bytes(8), ("stairs",), max_bytes=8
+    )
 
     def inputs_to_the_top(kept: bool) -> int:
         tried, reach = Trial(target), Reach(target.watched)
@@ -235,11 +243,15 @@ def test_the_command_as_make_runs_it(road: str) -> None:
     if road == "atheris" and not guided.available():
         pytest.skip("atheris is not installed: pip install atheris")
     command = [sys.executable, str(corpus.HERE), "--target", "merge", "--inputs", "300", "--seed", "1"]
-    done = subprocess.run([*command, "--road", road, "--jobs", "1"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, "--road", road, "--jobs", "1"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     first, _, line, last = done.stdout.splitlines()
-    assert first == f"seed 1, 1 processes, guided by {'atheris (libFuzzer)' if road == 'atheris' else 'lines reached'}" or (
-        "atheris is not installed" in first
+    assert (
+        first
+        == f"seed 1, 1 processes, guided by {'atheris (libFuzzer)' if road == 'atheris' else 'lines reached'}"
+        or ("atheris is not installed" in first)
     )
     assert line.split()[:2] == ["merge", "300"] and int(line.split()[5]) > 50  # lines reached
     assert last.split()[:3] == ["all", "300", "inputs"] and last.endswith("0 findings")

@@ -1,7 +1,8 @@
 """Groups of real processes on loopback: a coordinator, worker agents, and the training scripts in them.
 
     with new_group(min_workers=2) as group:       gridtrain coordinator --listen tcp://127.0.0.1:0 ...
-        group.add("anna", exchange="dense", ...)      gridtrain worker ADDRESS -- python scripts/train.py ...
+                                                  gridtrain invite --uses 100
+        group.add("anna", exchange="dense", ...)      gridtrain worker INVITATION -- python train.py ...
         group.add("bert", ...)
         group.wait("a step", lambda: ...)             until a line of somebody's output makes it true
         ended = group.finish()                        until all have exited
@@ -170,10 +171,13 @@ class Group:
         for gate in self._gates:
             gate.close()
 
-    def add(self, name: str, *more_runs: dict[str, Any], **options: Any) -> Program:
-        """Start one more worker; `options` are those of `scripts/train.py`, `more_runs` of further runs."""
+    def add(self, name: str, *more_runs: dict[str, Any], shows: str = "", **options: Any) -> Program:
+        """Start one more worker; `options` are those of `scripts/train.py`, `more_runs` of further runs.
+
+        `shows`: another invitation than the group's.
+        """
         runs = [json.dumps(run) for run in (options, *more_runs)]
-        agent = (*CLI, "worker", self.invitation(), "--name", name, "--export-dir", str(self.folder))
+        agent = (*CLI, "worker", shows or self.invitation(), "--name", name, "--export-dir", str(self.folder))
         argv = (*agent, "--", sys.executable, str(SCRIPT), *runs)
         self.workers[name] = Program(name, argv, self._changed, state=self.folder)
         return self.workers[name]
@@ -182,11 +186,15 @@ class Group:
         """For every worker of the group; made by the operator's command when the first one needs it."""
         if not self._invitation:
             self.address()  # it listens
-            argv = (*CLI, "invite", "--state", str(self.folder), "--uses", "100")
-            self._invitation = subprocess.run(
-                argv, check=True, capture_output=True, text=True, timeout=60.0, env=environment()
-            ).stdout.strip()
+            self._invitation = self.operator("invite", "--uses", "100")
         return self._invitation
+
+    def operator(self, *command: str) -> str:
+        """What a command of the run's owner prints."""
+        argv = (*CLI, *command, "--state", str(self.folder))
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60.0, env=environment())
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     def address(self) -> str:
         """Where the coordinator's greeting says that it is."""

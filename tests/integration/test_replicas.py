@@ -39,9 +39,9 @@ def trained(request: pytest.FixtureRequest, new_group) -> dict[str, Trained]:
     with ExitStack() as stack:
         groups = {name: stack.enter_context(new_group(min_workers=world_size)) for name in EXCHANGES}
         same = {"batch_size": 8, "steps": STEPS, "batch_norm": True}
-        first, *others = (
-            {"coordinator": group.address(), "exchange": name, **same} for name, group in groups.items()
-        )
+        first, *others = ({"exchange": name, **same} for name in EXCHANGES)
+        for other in others:  # the agent shows the first one's, the script itself the others'
+            other["invitation"] = groups[other["exchange"]].invitation()
         workers = [groups["dense"].add(f"worker-{number}", *others, **first) for number in range(world_size)]
         for group in groups.values():
             group.finish()

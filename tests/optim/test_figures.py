@@ -32,15 +32,15 @@ def test_a_name_that_cannot_travel(name):
     with pytest.raises(ConfigError, match=f"^the name of a figure is .*, {bound}"):
         Figures().fitting({name: 1.0})
     with pytest.raises(ConfigError, match=f"^the name of this worker is .*, {bound}"):
-        check_names(JoinConfig("tcp://127.0.0.1:7700", name=name))
+        check_names(JoinConfig("tcp://127.0.0.1:7700", "0" * 64, name=name))
     with pytest.raises(ConfigError, match=f"^the name of the run is .*, {bound}"):
-        check_names(JoinConfig("tcp://127.0.0.1:7700", run=name))
+        check_names(JoinConfig("tcp://127.0.0.1:7700", "0" * 64, run=name))
 
 
 def test_an_address_that_cannot_travel():
     with pytest.raises(ConfigError, match=r"^the advertised address is 130 bytes, .* at most 128 bytes"):
-        check_names(JoinConfig("tcp://127.0.0.1:7700", advertise="tcp://" + "a" * 124))
+        check_names(JoinConfig("tcp://127.0.0.1:7700", "0" * 64, advertise="tcp://" + "a" * 124))
 
 
 def test_the_longest_name():
-    check_names(JoinConfig("tcp://127.0.0.1:7700", run="r" * 64, name="n" * 64))
+    check_names(JoinConfig("tcp://127.0.0.1:7700", "0" * 64, run="r" * 64, name="n" * 64))

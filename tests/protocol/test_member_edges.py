@@ -85,3 +85,22 @@ def test_a_connection_that_breaks_on_the_way_into_a_generation_is_made_anew() ->
     assert worker.view(1, a="a:1", b="") == []
     assert worker.hear(io.EdgeDown(A, "reset")) == ["dial a at a:1"]
     assert worker.hear(io.EdgeUp(B)) + worker.hear(io.EdgeUp(A)) == ["ready"]
+
+
+def test_a_better_relay_replaces_the_one_that_was_measured_through() -> None:
+    """When a newcomer is measured there may be nobody but the coordinator to relay; a generation has members."""
+    worker, by_coordinator, by_b = Worker(), f"relay:{COORDINATOR.hex()}", f"relay:{B.hex()}"
+    announced = m.Expect(((A, by_coordinator),))
+    assert worker.hear(io.Heard(COORDINATOR, announced)) == [f"dial a at {by_coordinator}"]
+    worker.hear(io.EdgeUp(A)), worker.hear(io.EdgeUp(B))
+    assert worker.view(1, a=by_b, b="") == [f"dial a at {by_b}"], "and not ready on the old way"
+    assert worker.hear(io.EdgeDown(A, "it is reached through b now")) == [f"dial a at {by_b}"], "harmless"
+    assert worker.hear(io.EdgeUp(A)) == ["ready"]
+    assert worker.view(2, a=by_b, b="") == ["ready"], "the same way as before"
+
+
+def test_a_direct_connection_is_not_given_up_for_another_address() -> None:
+    worker = Worker()
+    worker.view(1, a="a:1")
+    worker.hear(io.EdgeUp(A))
+    assert worker.view(2, a="a:2") == ["ready"]

@@ -45,7 +45,7 @@ TABLE: dict[str, str] = {
     "gridtrain.optim":              LIBRARY,
     "gridtrain.pipeline":           LIBRARY,
     "gridtrain.sim":                "gridtrain.protocol gridtrain.sparsify.merge numpy",
-    "gridtrain.testing":            "gridtrain numpy torch",
+    "gridtrain.testing":            "gridtrain numpy torch nacl",
     "gridtrain.demo":               f"{LIBRARY} gridtrain rich",
     "gridtrain.cli":                ANYTHING,     # lazily: another test holds the module level
     "gridtrain_coordinator":        CORE,

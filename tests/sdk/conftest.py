@@ -35,11 +35,11 @@ class Group(LocalGroup):
         self.results: dict[int, Any] = {}
         self.threads: list[threading.Thread] = []
 
-    def start(self, train: Train) -> int:
-        """One more worker; its number."""
+    def start(self, train: Train, *, hidden: bool = False) -> int:
+        """One more worker; its number.  `hidden`: nobody can dial it, as behind NAT."""
         number = len(self.threads)
         thread = threading.Thread(
-            target=self._work, args=(train, number), name=f"worker-{number}", daemon=True
+            target=self._work, args=(train, number, hidden), name=f"worker-{number}", daemon=True
         )
         self.threads.append(thread)
         thread.start()
@@ -51,9 +51,9 @@ class Group(LocalGroup):
         assert number in self.results, f"worker-{number} still runs after {WITHIN_S:.0f} s"
         return self.results[number]
 
-    def _work(self, train: Train, number: int) -> None:
+    def _work(self, train: Train, number: int, hidden: bool) -> None:
         try:
-            grid = self.join(f"worker-{number}", export_dir=str(self.export_dir))
+            grid = self.join(f"worker-{number}", export_dir=str(self.export_dir), hidden=hidden)
             try:
                 self.results[number] = train(grid, number)
             except BaseException as error:

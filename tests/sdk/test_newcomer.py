@@ -140,6 +140,12 @@ def test_a_script_without_an_agent_and_without_an_invitation() -> None:
     )
 
 
+def test_a_coordinators_key_that_is_none() -> None:
+    place = {"coordinator": "tcp://10.0.0.5:7700", "identity": "worker-0.key"}
+    with pytest.raises(ConfigError, match="the coordinator's key is '0a1b', and not 64 hexadecimal digits"):
+        JoinConfig.from_environment({}, coordinator_key="0a1b", **place)
+
+
 @pytest.mark.parametrize("text", ["tcp://10.0.0.5:7700", "10.0.0.5", "", "a b"])
 def test_what_is_no_invitation(text: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -27,7 +27,6 @@ from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 from gridtrain.transport.zeromq import ZeroMQTransport
 
-
 _NAMES: dict[PeerId, str] = {}  # of the keys that were made here
 
 

@@ -5,24 +5,30 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
+from gridtrain.testing.defences import without
 from gridtrain.transport import descriptors, doorway
-from gridtrain.transport.base import PeerUp
+from gridtrain.transport.base import PeerDown, PeerUp
 from gridtrain.transport.doorway import (
-    BURST_OF_ONE_RANGE,
+    CUTS_PER_S,
     HALF_OPEN_S,
-    HANDSHAKES_OF_ONE_RANGE_PER_S,
+    MOST_AT_ALL,
     MOST_HALF_OPEN,
     MOST_OF_ONE_RANGE,
     Doorway,
     address_range,
-    overstayers,
 )
 
 HOME, ELSEWHERE = "198.51.100.7", "203.0.113.9"
+
+
+def overstayers(made: Doorway, heard_s: float, now_s: float = 0.0) -> list[int]:
+    return doorway.overstayers(made, heard_s, now_s)
 
 
 def crowd(made: Doorway, host: str, fds: range, now_s: float = 0.0) -> None:
@@ -105,17 +111,25 @@ def test_a_reused_descriptor_is_a_new_connection():
     assert overstayers(made, HALF_OPEN_S) == []
 
 
-def test_a_range_has_so_many_handshakes_and_gets_them_back_with_time():
+def test_beyond_the_soft_limits_the_pace_is_moderate_and_the_latest_have_time():
     made = Doorway()
-    burst = int(BURST_OF_ONE_RANGE)
-    for fd in range(burst):
-        made.accepted(fd, HOME, 0.0)
-        made.left(fd)
-    made.accepted(burst, HOME, 0.0)
-    made.accepted(burst + 1, ELSEWHERE, 0.0)
-    assert overstayers(made, 0.0) == [burst]
-    made.accepted(burst + 2, HOME, 1.0 / HANDSHAKES_OF_ONE_RANGE_PER_S)
-    assert overstayers(made, 0.0) == []
+    crowd(made, HOME, range(1500))
+    first = overstayers(made, 0.0, now_s=0.0)
+    assert first == list(range(int(CUTS_PER_S)))
+    assert overstayers(made, 0.0, now_s=0.0) == []
+    assert made.due_s() == pytest.approx(1.0 / CUTS_PER_S)
+    later = overstayers(made, 0.0, now_s=1.0)
+    assert later == list(range(len(first), 2 * len(first)))
+
+
+def test_beyond_the_hard_limit_there_is_no_pace():
+    made = Doorway()
+    crowd(made, HOME, range(MOST_AT_ALL))
+    overstayers(made, 0.0)
+    crowd(made, HOME, range(10_000, 10_000 + MOST_AT_ALL))
+    overstayers(made, 0.0)
+    assert len(made) == MOST_AT_ALL
+    assert 10_000 + MOST_AT_ALL - 1 in made and 1000 not in made
 
 
 # -- cutting, with real descriptors --------------------------------------------------------------
@@ -223,6 +237,52 @@ def test_a_silent_crowd_delays_no_honest_peer(zeromq_net, besieged):
     assert bert.story() == ["up anna"]
 
 
+SIEGE = """
+import selectors, socket, sys
+selector = selectors.DefaultSelector()
+def come():
+    silent = socket.socket()
+    silent.setblocking(False)
+    silent.connect_ex(("127.0.0.1", int(sys.argv[1])))
+    selector.register(silent, selectors.EVENT_READ)
+for _ in range(1500):
+    come()
+print("there", flush=True)
+while True:
+    for key, _ in selector.select():
+        try:
+            if key.fileobj.recv(4096):
+                continue  # libzmq's own greeting
+        except BlockingIOError:
+            continue
+        except OSError:
+            pass
+        selector.unregister(key.fileobj)
+        key.fileobj.close()
+        come()  # as soon as it is cut
+"""
+
+
+@pytest.mark.integration
+def test_a_silent_crowd_that_comes_back_at_once_delays_nobody(zeromq_net):
+    bert = zeromq_net.add("bert")
+    address = bert.transport.listen("tcp://127.0.0.1:0")
+    command = [sys.executable, "-c", SIEGE, address.rpartition(":")[2]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as siege:
+        try:
+            siege.stdout.readline()
+            end_s = time.monotonic() + 1.0
+            zeromq_net.until(lambda: time.monotonic() > end_s, bert)
+            for name in ("anna", "carl", "dave"):
+                honest, start_s = zeromq_net.add(name), time.monotonic()
+                honest.transport.dial(bert.key, address)
+                zeromq_net.until(lambda honest=honest: honest.of(PeerUp), honest, bert)
+                assert time.monotonic() - start_s < 2.0
+            assert bert.of(PeerDown) == []
+        finally:
+            siege.kill()
+
+
 def test_silent_connections_are_cut_and_a_greeted_one_stays(zeromq_net, besieged, monkeypatch):
     monkeypatch.setattr(doorway, "HALF_OPEN_S", 0.3)
     bert, address = besieged(20)
@@ -235,9 +295,9 @@ def test_silent_connections_are_cut_and_a_greeted_one_stays(zeromq_net, besieged
 
 def test_without_the_limits_a_silent_crowd_stays(zeromq_net, besieged, monkeypatch):
     """What the limits are for: each of these holds a descriptor for as long as libzmq lets it."""
-    monkeypatch.setattr(doorway, "overstayers", lambda made, heard_s: [])
     monkeypatch.setattr(doorway, "HALF_OPEN_S", 0.1)
-    bert, _ = besieged(SILENT)
-    end_s = time.monotonic() + 0.5
-    zeromq_net.until(lambda: time.monotonic() > end_s, bert)
-    assert besieged.still_open() == SILENT
+    with without("half-open"):
+        bert, _ = besieged(SILENT)
+        end_s = time.monotonic() + 0.5
+        zeromq_net.until(lambda: time.monotonic() > end_s, bert)
+        assert besieged.still_open() == SILENT

@@ -6,13 +6,15 @@ Each defence is tried twice: with it the attack fails; with that one function ta
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Ping
-from gridtrain.transport import admission, zap
+from gridtrain.testing.defences import without
+from gridtrain.transport import zap
 from gridtrain.transport.base import PeerDown, PeerUp, Reached, Standing, Violation
 from gridtrain.wire import codec
 
@@ -70,10 +72,15 @@ def test_a_stranger_gets_nothing(zeromq_net, besieger):
     assert dealer.poll(0) == 0
 
 
-def test_without_the_doorman_every_key_gets_through_the_handshake(
-    zeromq_net, besieger, identity_of, monkeypatch
-):
-    monkeypatch.setattr(zap, "verdict", lambda gate, domain, mechanism, credentials: credentials[0].hex())
+@pytest.fixture
+def away():
+    """Takes defences away until the end of the test."""
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(without(name))
+
+
+def test_without_the_doorman_every_key_gets_through_the_handshake(zeromq_net, besieger, identity_of, away):
+    away("zap")
     bert = zeromq_net.add("bert")
     bert.door.only(anna=Standing.PEER)
     dealer, monitor = besieger(bert, "stranger")
@@ -83,7 +90,7 @@ def test_without_the_doorman_every_key_gets_through_the_handshake(
     assert next_event(zeromq_net, monitor, {zmq.EVENT_DISCONNECTED}, bert) and dealer.poll(0) == 0
     assert bert.transport.traffic.sent_messages == {}
     # Without that, too, a stranger is one of us.
-    monkeypatch.setattr(admission, "still_admitted", lambda gate, key, guest: True)
+    away("revocation")
     dealer.send_multipart(hello(identity_of("stranger").public))
     zeromq_net.until(lambda: bert.of(PeerUp), bert)
     assert bert.story() == ["up stranger"]
@@ -150,10 +157,8 @@ def test_a_member_cannot_greet_as_another(zeromq_net, besieger, identity_of):
     assert bert.transport.traffic.sent_messages == {}
 
 
-def test_without_the_comparison_a_member_is_taken_for_another(
-    zeromq_net, besieger, identity_of, monkeypatch
-):
-    monkeypatch.setattr(admission, "speaks_for", lambda proved, named: True)
+def test_without_the_comparison_a_member_is_taken_for_another(zeromq_net, besieger, identity_of, away):
+    away("user-id")
     bert = zeromq_net.add("bert")
     dealer, _ = besieger(bert, "mallory")
     dealer.send_multipart(hello(identity_of("anna").public))
@@ -184,7 +189,7 @@ def test_a_routing_id_that_is_in_use_cannot_be_taken(zeromq_net, besieger, ident
 def test_a_message_under_anothers_routing_id_is_nobodys(zeromq_net, besieger, identity_of):
     """Should libzmq ever give one connection's routing id to another, the key on the frames tells."""
     anna, bert = zeromq_net.pair()
-    dealer, monitor = besieger(bert, "mallory")
+    dealer, _ = besieger(bert, "mallory")
     dealer.send_multipart(hello(identity_of("mallory").public))
     zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, bert, anna)
     links = bert.transport._entrance.links
@@ -199,10 +204,10 @@ def test_a_message_under_anothers_routing_id_is_nobodys(zeromq_net, besieger, id
 # -- for as long as the gate says ------------------------------------------------------------------
 
 
-def test_without_asking_again_a_removed_member_goes_on(zeromq_net, monkeypatch):
+def test_without_asking_again_a_removed_member_goes_on(zeromq_net, away):
     """What asking for every message is for: libzmq asks at the handshake and never again."""
     anna, bert = zeromq_net.pair()
-    monkeypatch.setattr(admission, "still_admitted", lambda gate, key, guest: True)
+    away("revocation")
     bert.door.only()
     for nonce in range(3):
         anna.transport.send(bert.key, Ping(nonce))

@@ -23,7 +23,6 @@ from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain.wire import codec
 
 
-
 @pytest.fixture
 def mallory_key(identity_of):
     """Of a member: mallory is let in, and misbehaves then."""
@@ -138,7 +137,7 @@ def test_the_latest_connection_that_greets_has_the_route(zeromq_net, mallory, ma
 
 
 def test_one_key_keeps_two_connections_open_at_most(zeromq_net, mallory, mallory_key):
-    """The latest, and the one before it: two processes with one key must not throw each other out for ever."""
+    """The latest and the one before it: two processes with one key do not throw each other out for ever."""
     bert = zeromq_net.add("bert")
     dealers = [mallory(bert) for _ in range(5)]
     monitors = [dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED) for dealer in dealers]

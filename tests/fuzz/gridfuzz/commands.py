@@ -35,7 +35,7 @@ ROOT = corpus.HERE.parents[1]
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments and arguments[0] in ("work", "measure"):
+    if arguments and arguments[0] in worker.KINDS:
         return worker.main(*arguments)
     options = _parser().parse_args(arguments)
     names = options.target.split(",") if options.target else list(registry.NAMES)
@@ -89,7 +89,7 @@ def _fuzz(options: argparse.Namespace, names: Sequence[str]) -> int:
             results.append(result)
             _line(job.name, result)
             if options.grow:
-                _keep(job)
+                _child("keep", job)
     found = [finding for result in results for finding in result["findings"]]
     inputs = sum(result["inputs"] for result in results)
     print(f"{'all':<12}{inputs:>10,} inputs in {time.monotonic() - began_s:.0f} s, {len(found)} findings")
@@ -120,7 +120,13 @@ def _child(kind: str, job: Job) -> str:
     """Runs to its end; returns the end of what it said."""
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     command = [sys.executable, str(corpus.HERE), kind, job.argument()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    limit_s = 300 + 4 * job.seconds if job.inputs is None else None
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end within {limit_s:.0f} s"
     return f"exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
 
 
@@ -169,17 +175,6 @@ def _target_of(path: Path) -> str:
     return parent if parent in registry.NAMES else path.name.partition("-")[0]
 
 
-def _keep(job: Job) -> None:
-    target = registry.find(job.name)
-    inputs = corpus.load(job.name)
-    for path in sorted(worker.grown(job)):
-        data = path.read_bytes()
-        inputs.setdefault(corpus.digest(data), data)
-    trial = Trial(target)
-    clean = {name: data for name, data in inputs.items() if trial.one(data) is None}
-    corpus.replace(job.name, corpus.minimised(target, clean))
-
-
 def _minimise(names: Sequence[str]) -> int:
     for name in [name for name in names if not registry.missing(name)]:
         before = corpus.load(name)
@@ -187,4 +182,3 @@ def _minimise(names: Sequence[str]) -> int:
         corpus.replace(name, after)
         print(f"{name:<12} {len(before)} inputs -> {len(after)}, {sum(map(len, after.values()))} bytes")
     return 0
-

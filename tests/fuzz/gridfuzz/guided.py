@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -74,5 +75,10 @@ def fuzz(
         "-verbosity=0",
         "-detect_leaks=0",
     ]
-    atheris.Setup(arguments, one, custom_mutator=change)
-    atheris.Fuzz()
+    try:
+        atheris.Setup(arguments, one, custom_mutator=change)
+        atheris.Fuzz()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # leaving the usual way, an interpreter with atheris in it may wait for itself for ever

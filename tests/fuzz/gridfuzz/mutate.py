@@ -14,7 +14,10 @@ from typing import Any
 import msgpack
 
 MSGPACK = (
-    *(bytes([code]) for code in (0xC0, 0xC1, 0xC2, 0xC3, 0x80, 0x81, 0x90, 0x91, 0x9F, 0xA0, 0xBF, 0xE0, 0x7F)),
+    *(
+        bytes([code])
+        for code in (0xC0, 0xC1, 0xC2, 0xC3, 0x80, 0x81, 0x90, 0x91, 0x9F, 0xA0, 0xBF, 0xE0, 0x7F)
+    ),
     b"\xdd\xff\xff\xff\xff",  # an array of 2**32 - 1 items, which do not follow
     b"\xdf\xff\xff\xff\xff",  # a map
     b"\xdb\xff\xff\xff\xff",  # a string
@@ -41,7 +44,22 @@ MSGPACK = (
     b"\x91" * 600,
 )
 JSON = (
-    *(b'{', b'}', b'[', b']', b'"', b":", b",", b"null", b"true", b"NaN", b"Infinity", b"-0", b"1e999", b"\\ud800"),
+    *(
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b'"',
+        b":",
+        b",",
+        b"null",
+        b"true",
+        b"NaN",
+        b"Infinity",
+        b"-0",
+        b"1e999",
+        b"\\ud800",
+    ),
     b'"__class__"',
     b"[" * 2000,
     b'{"a":' * 600,
@@ -137,7 +155,9 @@ def _altered(node: Any, random: Random) -> Any:
     if isinstance(node, bool) or node is None or random.random() < 0.3:
         return random.choice(_ODD)
     if isinstance(node, int):
-        return random.choice((node + 1, node - 1, -node, node * 2, node ^ 1 << random.randrange(63), float(node)))
+        return random.choice(
+            (node + 1, node - 1, -node, node * 2, node ^ 1 << random.randrange(63), float(node))
+        )
     if isinstance(node, float):
         return random.choice((-node, node * 1e300, int(node) if abs(node) < 2**60 else 0, float("nan")))
     if isinstance(node, str | bytes) and node:

@@ -1,6 +1,6 @@
 """Which lines of the product an input reaches, and in which order: Python's own tracing, no extra package.
 
-    Reach(modules).trace(action) -> steps from line to line that nothing has reached before
+Reach(modules).trace(action) -> steps from line to line that nothing has reached before
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One target in one process, until its time or its inputs are used up.
 
-    worker   fuzzes; leaves `result.json`, and in pool/ what reached something new
-    measure  runs pool/ and the corpus under our own tracing, the same for both roads: the lines reached
+worker   fuzzes; leaves `result.json`, and in pool/ what reached something new
+keep     puts into the corpus what reaches more than it did
+measure  runs pool/ and the corpus under our own tracing, the same for both roads: the lines reached
 """
 
 from __future__ import annotations
@@ -127,8 +128,26 @@ def measure(job: Job) -> int:
     return 0
 
 
+def keep(job: Job) -> int:
+    """Into the corpus with what reaches more than the corpus does."""
+    from gridfuzz import corpus, registry
+    from gridfuzz.trial import Trial
+
+    target = registry.find(job.name)
+    inputs, trial = corpus.load(job.name), Trial(target)
+    for path in sorted(grown(job)):
+        data = path.read_bytes()
+        if trial.one(data) is None:
+            inputs.setdefault(corpus.digest(data), data)
+    corpus.replace(job.name, corpus.minimised(target, inputs))
+    return 0
+
+
+KINDS = {"work": work, "measure": measure, "keep": keep}
+
+
 def main(kind: str, text: str) -> int:
     job = Job.parse(text)
     if os.environ.get("PYTHONHASHSEED") != "0":
         sys.exit("a worker needs PYTHONHASHSEED=0: the order of sets is part of what a seed repeats")
-    return {"work": work, "measure": measure}[kind](job)
+    return KINDS[kind](job)

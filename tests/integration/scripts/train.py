@@ -42,7 +42,7 @@ class Options:
     """One JSON object on the command line is one run.
 
     Attributes:
-        coordinator: its address; None: the one that the agent names.
+        invitation: to the run; None: the one that the agent has shown already.
         seed: of the initial parameters; None: another one in each process.
         rates: a learning rate schedule, tracked by the grid.
         join_gate, step_gate: FIFOs; a byte in one lets the worker join, or begin step `held_step`.
@@ -51,7 +51,7 @@ class Options:
         die_rank, die_of: whom it hits, in the first group of `die_of` workers.
     """
 
-    coordinator: str | None = None
+    invitation: str | None = None
     exchange: str = "dense"
     batch_size: int | None = None
     global_batch_size: int | None = None
@@ -165,7 +165,7 @@ class Witness:
             workspace.apply = lambda effect: die()
         elif self._options.die == "votes":
             driver, voters = self._session._driver, set()
-            handle = driver._guarded
+            handle = driver._handle
 
             def hear(event):
                 if isinstance(event, Heard) and isinstance(event.message, m.Vote) and event.message.yes:
@@ -174,7 +174,7 @@ class Witness:
                         die()
                 handle(event)
 
-            driver._guarded = hear
+            driver._handle = hear
 
 
 def digest_of(tensors) -> str:
@@ -188,7 +188,7 @@ def train(options: Options) -> None:
     say("loaded")
     if options.join_gate:
         wait_for_gate(options.join_gate)
-    grid = gridtrain.join(options.coordinator)
+    grid = gridtrain.join(options.invitation)
     model = build_model(os.getpid() if options.seed is None else options.seed, options.batch_norm)
     optimizer = grid.optimizer(
         build_optimizer(model, options.exchange),

@@ -30,7 +30,19 @@ COORDINATOR, STRANGER = b"C" * 32, b"s" * 32
 SPEC = m.LedgerSpec(size=40, seed=0, epochs=3)
 SETUP = m.Setup((("model", "tiny"),), SPEC, 4, None)
 OF_WORKERS = (
-    *(m.Join, m.Setup, m.Links, m.Beat, m.Report, m.Ready, m.Stalled, m.Leave, m.Finished, m.Accuse, m.NoRoute),
+    *(
+        m.Join,
+        m.Setup,
+        m.Links,
+        m.Beat,
+        m.Report,
+        m.Ready,
+        m.Stalled,
+        m.Leave,
+        m.Finished,
+        m.Accuse,
+        m.NoRoute,
+    ),
     *(m.Report, m.Report, m.Stalled, m.Setup),
 )
 ANY = tuple(drawing.TYPE_CODES)
@@ -85,7 +97,7 @@ class Office:
             self.say(peer, m.Ready(view.term, view.generation, view.history))
 
     def report(self, peer: m.PeerId, ahead: int, prepared: bool) -> None:
-        """As a worker that has committed `ahead` steps in its generation, and may be prepared for one more."""
+        """As a worker that has committed `ahead` steps in its generation, and may be prepared for another."""
         view = self.views.get(peer)
         if view is None:
             return
@@ -201,7 +213,9 @@ class Office:
                     must(peer in (*KEYS, STRANGER), "sent to nobody who was there")
                     self.sent(peer, message)
                 case io.Journal("generation", body):
-                    earlier = [e for e in effects[:at] if isinstance(e, io.Send) and isinstance(e.message, m.View)]
+                    earlier = [
+                        e for e in effects[:at] if isinstance(e, io.Send) and isinstance(e.message, m.View)
+                    ]
                     told = [view for view in earlier if view.message.generation == body["generation"]]
                     must(not told, "a VIEW is told before it is in the journal")
                 case io.CallBack(peer, addresses):
@@ -262,7 +276,9 @@ def valid(random: Random) -> bytes:
     # Mostly what an honest group does: ready, reports, newcomers, beats.
     steps = bytearray(random.randbytes(5))
     for _ in range(random.choice((8, 20, 50))):
-        steps += bytes((random.randrange(5), random.randrange(5), random.choice((0, 0, 2, 2, 5, 11, 15, 16, 7))))
+        steps += bytes(
+            (random.randrange(5), random.randrange(5), random.choice((0, 0, 2, 2, 5, 11, 15, 16, 7)))
+        )
         steps += bytes(random.randrange(256) for _ in range(random.randrange(5)))
     return head + bytes(steps)
 

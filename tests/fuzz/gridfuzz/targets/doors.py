@@ -48,7 +48,9 @@ class Gate:
             case 2 | 3:
                 self.enrol(source.choice(TOKENS), peer)
             case 4:
-                self.enrol(source.choice((*KEYS, *TOKENS, OPERATOR)), source.choice((*KEYS, OPERATOR, COORDINATOR)))
+                self.enrol(
+                    source.choice((*KEYS, *TOKENS, OPERATOR)), source.choice((*KEYS, OPERATOR, COORDINATOR))
+                )
             case 5:
                 self.order(OPERATOR, m.Expel(peer, source.one_in(2), "why"))
             case 6:
@@ -108,7 +110,10 @@ class Gate:
     def judged(self, judgement: doors.Judgement) -> None:
         self.write(judgement.entries)
         for peer, reason in judgement.kicked:
-            must(self.door.standing(peer, self.wall_s) is not doors.Standing.PEER, f"a kicked key stays: {reason}")
+            must(
+                self.door.standing(peer, self.wall_s) is not doors.Standing.PEER,
+                f"a kicked key stays: {reason}",
+            )
         must(set(judgement.restored) <= self.ever_let_in, "restored who never was a member")
 
     def write(self, entries: Any) -> None:

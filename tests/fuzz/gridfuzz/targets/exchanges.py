@@ -1,6 +1,6 @@
 """One collective of one round, as one rank sees it: what is due in any order, and what is not due.
 
-    input:  u8 kind, u8 ranks, u8 rank, u8 slices, then for each arrival one byte of what, and what it takes
+input:  u8 kind, u8 ranks, u8 rank, u8 slices, then for each arrival one byte of what, and what it takes
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
         case 0:
             left, last = (rank - 1) % world_size, world_size - 2
             hops = range(last + 1)
-            reduce = [Place(Phase.REDUCE, hop, (left - hop) % world_size, s) for hop in hops for s in range(slices)]
-            gather = [Place(Phase.GATHER, hop, (rank - hop) % world_size, s) for hop in hops for s in range(slices)]
+            reduce = [
+                Place(Phase.REDUCE, hop, (left - hop) % world_size, s) for hop in hops for s in range(slices)
+            ]
+            gather = [
+                Place(Phase.GATHER, hop, (rank - hop) % world_size, s) for hop in hops for s in range(slices)
+            ]
             return [(left, place) for place in [*reduce, *gather]] if world_size > 1 else []
         case 1:
             due = []
@@ -58,7 +62,10 @@ def run(data: bytes) -> bool:
             break
         if due and not source.one_in(3):
             arrival = due[0] if kind == 0 else source.choice(due)
-            must(arrival[0] in core.waiting_for() or kind == 2, "something is due from a rank that is not waited for")
+            must(
+                arrival[0] in core.waiting_for() or kind == 2,
+                "something is due from a rank that is not waited for",
+            )
             due.remove(arrival)
             effects = core.handle(Arrived(*arrival, bool(source.byte() & 1), b"x"), 1.0)
             sent += _check(effects, rank, world_size, completes=not due)
@@ -83,7 +90,9 @@ def _wrong(source: Source, world_size: int, due: Due) -> Arrived:
         sender, place = source.choice(due)
         sender = source.choice((sender, (sender + 1) % world_size, world_size))
         if source.one_in(2):
-            place = Place(place.phase, place.hop, source.choice((place.segment, place.segment + 1)), 2**31 - 1)
+            place = Place(
+                place.phase, place.hop, source.choice((place.segment, place.segment + 1)), 2**31 - 1
+            )
     else:
         numbers = [source.choice((0, 1, 2, 3, world_size, 2**31 - 1)) for _ in range(3)]
         sender, place = source.below(world_size + 1), Place(source.choice(list(Phase)), *numbers)
@@ -114,7 +123,9 @@ def _to_send(kind: int, rank: int, world_size: int, slices: int) -> int:
 
 def valid(random: Random) -> bytes:
     head = bytes(random.randrange(9) for _ in range(4))
-    return head + bytes(random.choice((0, 0, 1, random.randrange(256))) for _ in range(random.choice((6, 40, 200))))
+    return head + bytes(
+        random.choice((0, 0, 1, random.randrange(256))) for _ in range(random.choice((6, 40, 200)))
+    )
 
 
 TARGETS = (

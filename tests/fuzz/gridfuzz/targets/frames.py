@@ -1,6 +1,6 @@
 """Frames of one multipart message into `wire.codec.decode`.
 
-    input:  u8 frames - 1, then each frame but the last as u16 length and bytes, then the last
+input:  u8 frames - 1, then each frame but the last as u16 length and bytes, then the last
 """
 
 from __future__ import annotations

@@ -5,18 +5,13 @@ What is not real is the network below the loop and the trainer above it, and bot
 wrong is the product's fault.  The schedule decides what comes from outside, and when.
 
     input:  u8 rank, u8 exchange, then a schedule: one byte of what, and what it takes
-
-    Rig: schedule --Received, PeerUp ..--> Driver --> Watched core --> Driver --> Wire (checks what leaves)
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,19 +20,19 @@ from gridfuzz import drawing
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridfuzz.targets.exchanges import expected
+from gridfuzz.targets.loops import Before, Watched, Wire, loop_by
 from gridtrain.config import JoinConfig
-from gridtrain.errors import JoinRefused, RemoteProtocolError, TransportError
+from gridtrain.errors import JoinRefused, RemoteProtocolError
 from gridtrain.protocol import allgather, gtopk, ring
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import MAX_HELD_BYTES, MAX_HELD_MESSAGES
-from gridtrain.protocol.member import MAX_EXPECTED, MemberCore
+from gridtrain.protocol.member import MAX_EXPECTED
 from gridtrain.protocol.round import HISTORY_START, ROOT, extend_history
 from gridtrain.runtime import driver as loop
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Standing, Traffic, Violation
-from gridtrain.wire.codec import encode as to_frames
+from gridtrain.transport.base import PeerDown, PeerUp, Received, Standing, Violation
 from gridtrain.wire.sparse import ValueKind, encode
 
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abc")
@@ -58,66 +53,6 @@ OF_COORDINATOR = (
 ANY = tuple(drawing.TYPE_CODES)
 
 
-@dataclass(frozen=True)
-class Before:
-    """How the core stood before an event."""
-
-    term: int
-    generation: int
-    applied: int
-    prepared: m.RoundId | None
-    members: frozenset[m.PeerId]
-    running: bool
-
-
-class Watched(MemberCore):
-    """The product's core; the rig sees each event with its effects."""
-
-    rig: Rig
-
-    def handle(self, event: io.Event, now_s: float) -> list[io.Effect]:
-        before = self.rig.standing()
-        effects = super().handle(event, now_s)
-        self.rig.check(event, effects, before)
-        return effects
-
-    def tick(self, now_s: float) -> list[io.Effect]:
-        before = self.rig.standing()
-        effects = super().tick(now_s)
-        self.rig.check(None, effects, before)
-        return effects
-
-
-class Wire:
-    """Below the loop: nothing leaves that has no connection or is no message."""
-
-    def __init__(self, me: m.PeerId, up: set[m.PeerId]) -> None:
-        self.me, self.up, self.traffic = me, up, Traffic()
-
-    def send(self, peer: m.PeerId, message: m.Message) -> None:
-        to_frames(message)  # a LocalProtocolError here is one that others have caused
-        if peer not in self.up:
-            raise TransportError("there is no connection")
-
-    def dial(self, peer: m.PeerId, address: str) -> None:
-        must(peer != self.me, "dials itself")
-
-    def hang_up(self, peer: m.PeerId) -> None:
-        self.up.discard(peer)
-
-    def connected(self, peer: m.PeerId) -> bool:
-        return peer in self.up
-
-    def done(self, peer: m.PeerId, nbytes: int) -> None:
-        must(nbytes > 0, "credit for nothing")
-
-    def backlog_bytes(self, peer: m.PeerId) -> int:
-        return 0
-
-    def wake(self) -> None:
-        pass
-
-
 class Rig:
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -135,7 +70,7 @@ class Rig:
         self.loop = loop.Driver(Wire(self.me, self.up), config, self.gate)  # type: ignore[arg-type]
         join = m.Join("run", "me", "tcp://127.0.0.1:1")
         self.core = Watched(self.me, COORDINATOR, join, config.deadlines)
-        self.core.rig = self
+        self.core.watcher = self
         self.loop._core = self.core
 
     @property
@@ -259,7 +194,11 @@ class Rig:
             "Place": [place for _, place in self.due] or [m.Place(m.Phase.SWAP)],
             "peer": (*KEYS, STRANGER),
             "digest": tuple(self.yes.get(here, {}).values()) or (b"", b"d" * 32),
-            "LedgerState": (core.ledger, m.LedgerState(requeued=spans), m.LedgerState(holders=((KEYS[0], spans),))),
+            "LedgerState": (
+                core.ledger,
+                m.LedgerState(requeued=spans),
+                m.LedgerState(holders=((KEYS[0], spans),)),
+            ),
             "world_size": (3, 1, 2),
             "index": (0, 1),
             "total": (1, 2),
@@ -428,26 +367,13 @@ class Rig:
             must(decided and cause.peer == root, "aborts alone after its YES")
 
 
-@contextmanager
-def clock_of(rig: Rig) -> Iterator[None]:
-    """The loop's clock is the schedule's, and it says nothing."""
-    real, level = loop.time, loop.log.level
-    loop.time = SimpleNamespace(monotonic=lambda: rig.now_s)  # type: ignore[assignment]
-    loop.log.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        loop.time = real
-        loop.log.setLevel(level)
-
-
 def run(data: bytes) -> bool:
     rig = Rig(Source(data))
-    with clock_of(rig):
-        try:
-            rig.go(80)
-        except JoinRefused:
-            pass  # dismissed: the end of this worker, as the coordinator wishes
+    with (
+        loop_by(lambda: rig.now_s),
+        suppress(JoinRefused),
+    ):  # refused: the end of this worker, as the coordinator wishes
+        rig.go(80)
     return any(rig.ended.values())
 
 

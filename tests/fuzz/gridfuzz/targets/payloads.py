@@ -1,7 +1,7 @@
 """Payloads of the sparse exchanges into `wire.sparse.decode`, and two of them into `merge`.
 
-    input:  u8 n, u8 largest K, u8 kind of values (indices of the tables below), then the payload
-            merge: the same, u16 length of the first payload, both payloads
+input:  u8 n, u8 largest K, u8 kind of values (indices of the tables below), then the payload
+        merge: the same, u16 length of the first payload, both payloads
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ def run_merge(data: bytes) -> bool:
         return False
     sums: dict[int, np.float32] = {}
     with np.errstate(over="ignore"):
-        for index, number in [*zip(mine.indices, mine.values, strict=True)] + [
-            *zip(theirs.indices, theirs.values, strict=True)
-        ]:
-            sums[int(index)] = np.float32(sums.get(int(index), np.float32(0)) + number)
+        for side in (mine, theirs):
+            for index, number in zip(side.indices, side.values, strict=True):
+                sums[int(index)] = np.float32(sums.get(int(index), np.float32(0)) + number)
     after: dict[int, float] = {}
     for indices, values in (
         (merged.sparse.indices, merged.sparse.values),
@@ -122,7 +121,8 @@ def change(data: bytes, random: Random) -> bytes:
         case 0:
             k = random.choice((0, k + 1, abs(k - 1), 2 * k, 2**31, 2**32 - 1))
         case 1:
-            exponent = random.choice((0, 1, -exponent, 113, 114, 200, -163, -164, 32767, -32768))
+            beside = exponent - 1 if exponent > 0 else exponent + 1
+            exponent = random.choice((0, 1, beside, 113, 114, 200, -163, -164, 32767, -32768))
         case _:
             kind = random.choice((0, 1, 2, 3, 256, 65535))
     struct.pack_into("<IhH", out, at, k & 2**32 - 1, exponent, kind)
@@ -140,7 +140,15 @@ def change_merge(data: bytes, random: Random) -> bytes:
     return data[:3] + len(first).to_bytes(2, "little") + first + second
 
 
-_TOKENS = (b"\xff\xff\xff\xff", b"\0\0\0\x80", b"\xff\x7f", b"\0\x7c", b"\x01\0", b"\0\0\xc0\x7f", b"\0\0\x80\x7f")
+_TOKENS = (
+    b"\xff\xff\xff\xff",
+    b"\0\0\0\x80",
+    b"\xff\x7f",
+    b"\0\x7c",
+    b"\x01\0",
+    b"\0\0\xc0\x7f",
+    b"\0\0\x80\x7f",
+)
 
 TARGETS = (
     Target("sparse", "payloads of sparse exchanges", run, valid, ("gridtrain.wire.sparse",), change, _TOKENS),

@@ -1,10 +1,11 @@
 """Votes, decisions and data into `protocol.attempts`, at the root and elsewhere; the local side is honest.
 
-    input:  u8 ranks, u8 rank, then a schedule: one byte of what, and what it takes
+input:  u8 ranks, u8 rank, then a schedule: one byte of what, and what it takes
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from random import Random
 
 from gridfuzz import drawing
@@ -96,10 +97,8 @@ class Play:
         return self.source.below(self.seat.world_size)
 
     def progressed(self, rank: int, message: m.Progress) -> None:
-        try:
+        with suppress(RemoteProtocolError):
             self.core.progressed(self.seat.roster[rank].peer, message, self.now_s)
-        except RemoteProtocolError:
-            pass
 
     def hear(self, rank: int, message: m.Data | m.Vote | m.Decision) -> None:
         peer = self.seat.roster[rank].peer

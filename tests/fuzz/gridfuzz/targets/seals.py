@@ -28,7 +28,10 @@ class Relay:
         self.ends = (sealed.Channel(ANNA, BERT.public, b"anna"), sealed.Channel(BERT, ANNA.public, b"bert"))
         self.packets: tuple[list[bytes], list[bytes]] = ([], [])  # what each side has sent
         self.made: tuple[list[list[bytes]], list[list[bytes]]] = ([], [])  # messages, by who sealed them
-        self.opened: tuple[list[int], list[int]] = ([], [])  # their numbers, by who opened them, in one session
+        self.opened: tuple[list[int], list[int]] = (
+            [],
+            [],
+        )  # their numbers, by who opened them, in one session
         self.sessions: list[object] = [None, None]
         self.bad_seals = False
 
@@ -68,7 +71,9 @@ class Relay:
         source, end = self.source, self.ends[side]
         assert end.session is not None
         number = len(self.made[side])
-        frames = [number.to_bytes(4, "little"), bytes(source.choice((0, 5, 300, 600_000)))][: 1 + source.byte() % 2]
+        frames = [number.to_bytes(4, "little"), bytes(source.choice((0, 5, 300, 600_000)))][
+            : 1 + source.byte() % 2
+        ]
         bulk = source.one_in(2)
         self.made[side].append(frames)
         self.packets[side].extend(end.session.seal(list(frames), bulk=bulk))

@@ -1,8 +1,8 @@
 """What is read back, or taken over as a whole: the journal, blocks of a donor's state, the state itself.
 
-    journal      input is JSON, a list of [kind, body]
-    stateblocks  a schedule: blocks of an honest state, in any order, and others
-    state        input is what the blocks make: u64, JSON, safetensors
+journal      input is JSON, a list of [kind, body]
+stateblocks  a schedule: blocks of an honest state, in any order, and others
+state        input is what the blocks make: u64, JSON, safetensors
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def run_journal(data: bytes) -> bool:
         return False
     if recovered.view is not None:
         again = json.loads(json.dumps(generation_entry(recovered.view, recovered.roster)))
-        must(recover([("generation", again)]).view == recovered.view, "a VIEW is another after writing it down")
+        must(
+            recover([("generation", again)]).view == recovered.view, "a VIEW is another after writing it down"
+        )
     return True
 
 
@@ -54,7 +56,9 @@ def valid_journal(random: Random) -> bytes:
     entries.append(("enrolled", {"peer": a.hex(), "invitation": random.choice((key, ""))}))
     entries.append(("strike", {"peer": a.hex(), "accuser": random.choice(("", b.hex())), "reason": "why"}))
     cause = random.choice(("order", "strikes", "liar"))
-    entries.append(("expelled", {"peer": b.hex(), "ban": random.random() < 0.5, "reason": "", "cause": cause}))
+    entries.append(
+        ("expelled", {"peer": b.hex(), "ban": random.random() < 0.5, "reason": "", "cause": cause})
+    )
     entries.append(("pardoned", {"peer": b.hex()}))
     for generation in range(1, random.randrange(1, 4)):
         roster = (m.Member(a, "a", "tcp://1:1", 4, False), m.Member(b, "b", "", 4, True))
@@ -84,7 +88,9 @@ def run_stateblocks(data: bytes) -> bool:
             honest = False
             total = source.choice((len(blocks), 1, 2, 3, 65536, 65537, 2**31 - 1))
             index = source.choice((0, 1, total - 1))
-            payload = source.choice((b"", source.bytes(source.byte()), bytes(8), b"\xff" * 16, bytes(BLOCK_BYTES + 1)))
+            payload = source.choice(
+                (b"", source.bytes(source.byte()), bytes(8), b"\xff" * 16, bytes(BLOCK_BYTES + 1))
+            )
             block = m.StateBlock(1, generation, min(index, total - 1), total, payload)
         else:
             index = source.below(len(blocks))

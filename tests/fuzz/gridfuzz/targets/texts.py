@@ -46,7 +46,13 @@ def valid_status(random: Random) -> bytes:
     member |= {"figures": figures, "last_heard_s": 0.1, "sent_Bps": random.choice((0, 1e3, 1e300, True))}
     event = {"at_s": 1.5, "event": "joined", "name": "[bold]x"}
     picture = {
-        **{"run": "r", "phase": random.choice(("training", "no such")), "term": 1, "generation": 2, "step": 3},
+        **{
+            "run": "r",
+            "phase": random.choice(("training", "no such")),
+            "term": 1,
+            "generation": 2,
+            "step": 3,
+        },
         **{"facts": {"model": "x" * random.choice((1, 600))}, "members": [member] * random.randrange(3)},
         **{"events": [event] * random.randrange(8), "now_s": 2.0, "steps_per_s": 0.1, "finished": False},
     }
@@ -55,7 +61,23 @@ def valid_status(random: Random) -> bytes:
 
 def change_json(data: bytes, random: Random) -> bytes:
     """One value somewhere becomes another one."""
-    odd = (None, True, -1, 0, 1.5, 1e308, 10**400, "", "x" * 600, "\x1b[2J", [], [[]], {}, {"a": 1}, [None] * 9)
+    odd = (
+        None,
+        True,
+        -1,
+        0,
+        1.5,
+        1e308,
+        10**400,
+        "",
+        "x" * 600,
+        "\x1b[2J",
+        [],
+        [[]],
+        {},
+        {"a": 1},
+        [None] * 9,
+    )
     try:
         plain = json.loads(data)
         plain = _replaced(plain, random, odd)
@@ -100,15 +122,45 @@ def run_addresses(data: bytes) -> bool:
     host = source.bytes(source.byte() % 24).decode(errors="replace").rstrip("\0")
     place = routes.Place(source.rest().decode(errors="replace"), host, "")
     for candidate in routes.candidates(place):
-        must(candidate == place.claimed or candidate.startswith("tcp://"), "a candidate that is no TCP address")
+        must(
+            candidate == place.claimed or candidate.startswith("tcp://"), "a candidate that is no TCP address"
+        )
     folder = state_directory(text)
-    must("gridtrain" in folder.parts[-2:] and ".." not in folder.parts, f"a run's name leads elsewhere: {text!r}")
+    must(
+        "gridtrain" in folder.parts[-2:] and ".." not in folder.parts,
+        f"a run's name leads elsewhere: {text!r}",
+    )
     must(not invitation.RUN_NAME.fullmatch(text) or folder.name == text, f"two runs share a folder: {text!r}")
+    _check_ways(Source(data))
     return accepted
 
 
+def _check_ways(source: Source) -> None:
+    """Whatever workers claim, and whatever was tried in vain: both sides of a pair are told what fits."""
+    coordinator, peers = b"C" * 32, [bytes([letter]) * 32 for letter in b"abcd"]
+    known, addresses = routes.Routes(coordinator), ("", "tcp://10.0.0.1:1", "tcp://10.0.0.2:1", "nonsense")
+    for peer in peers:
+        claimed, proven = source.choice(addresses), source.choice(addresses)
+        known.learn(peer, routes.Place(claimed, source.choice(("", "h", "i")), proven, not source.one_in(4)))
+    relays = known.willing(peers)
+    for _ in range(source.byte() % 12):
+        viewer, other = source.choice(peers), source.choice(peers)
+        if viewer == other:
+            continue
+        known.block(viewer, other, relays)
+        there, back = known.address(viewer, other, relays), known.address(other, viewer, relays)
+        must(bool(there or back), "neither of two members is to dial the other")
+        relay = routes.relay_of(there)
+        if relay is not None:
+            must(routes.relay_of(back) == relay, "two members are to meet at two places")
+            must(relay == coordinator or relay in relays, "a relay that is none")
+            must(relay not in (viewer, other), "a member is its own relay")
+
+
 def valid_address(random: Random) -> bytes:
-    host = random.choice(("127.0.0.1", "[::1]", "[fe80::1%eth0]", "host.example", "a_b", "host.example", "*", ".."))
+    host = random.choice(
+        ("127.0.0.1", "[::1]", "[fe80::1%eth0]", "host.example", "a_b", "host.example", "*", "..")
+    )
     address = random.choice(("tcp://", "")) + host + random.choice(("", ":1", ":7700", ":65536"))
     others = ("relay:" + random.randbytes(32).hex(), "10.0.0.7\0" + address, f" {address}\n", "memory://x")
     return (address if random.random() < 0.6 else random.choice(others)).encode()

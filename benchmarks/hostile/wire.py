@@ -1,0 +1,103 @@
+"""A CURVE client by hand, as an attacker writes one: libzmq's own sends no message before its end is known.
+
+Decides nothing.  ZMTP 3.1 (RFC 37) with the CURVE mechanism (RFC 26), of a DEALER, over one blocking socket.
+
+    greeting, HELLO --->  <--- greeting, WELCOME     INITIATE --->  <--- READY     MESSAGE ... --->
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+import nacl.public
+
+from gridtrain.transport.curve import Identity
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+COMMAND, LONG = 0x04, 0x02
+
+
+class Refused(Exception):
+    """The other side has closed, or answered with an error."""
+
+
+class CurveConnection:
+    """A connection to the holder of `server`'s secret key, proved with `identity`.
+
+    Raises `Refused`, `OSError`; so do all methods.
+    """
+
+    def __init__(
+        self, identity: Identity, server: bytes, host: str, port: int, *, source: str = "", timeout_s: float = 5.0
+    ) -> None:
+        self._socket = socket.create_connection(
+            (host, port), timeout_s, (source, 0) if source else None
+        )
+        self._nonce = 0
+        try:
+            self._shake_hands(identity, nacl.public.PublicKey(server))
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def send(self, frames: Sequence[bytes], *, more: bool = False) -> None:
+        """One message; `more`: not its end."""
+        for number, frame in enumerate(frames):
+            last = number == len(frames) - 1 and not more
+            sealed = self._session.encrypt(bytes([not last]) + frame, self._next("CurveZMQMESSAGEC")).ciphertext
+            self._write(0, b"\x07MESSAGE" + struct.pack(">Q", self._nonce) + sealed)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _shake_hands(self, identity: Identity, server: nacl.public.PublicKey) -> None:
+        ours, short = nacl.public.PrivateKey(identity.secret), nacl.public.PrivateKey.generate()
+        half = bytes(short.public_key)
+        self._socket.sendall(GREETING)
+        self._read(64)
+        hello = nacl.public.Box(short, server).encrypt(bytes(64), self._next("CurveZMQHELLO---")).ciphertext
+        self._write(COMMAND, b"\x05HELLO\x01\x00" + bytes(72) + half + struct.pack(">Q", self._nonce) + hello)
+        welcome = self._command(b"\x07WELCOME")
+        opened = nacl.public.Box(short, server).decrypt(welcome[16:], b"WELCOME-" + welcome[:16])
+        theirs, cookie = nacl.public.PublicKey(opened[:32]), opened[32:]
+        self._session = nacl.public.Box(short, theirs)
+        salt = os.urandom(16)
+        vouch = nacl.public.Box(ours, theirs).encrypt(half + bytes(server), b"VOUCH---" + salt).ciphertext
+        inside = identity.public + salt + vouch + _property(b"Socket-Type", b"DEALER") + _property(b"Identity", b"")
+        sealed = self._session.encrypt(inside, self._next("CurveZMQINITIATE")).ciphertext
+        self._write(COMMAND, b"\x08INITIATE" + cookie + struct.pack(">Q", self._nonce) + sealed)
+        self._command(b"\x05READY")
+
+    def _next(self, use: str) -> bytes:
+        self._nonce += 1
+        return use.encode() + struct.pack(">Q", self._nonce)
+
+    def _write(self, flags: int, body: bytes) -> None:
+        if len(body) > 255:
+            self._socket.sendall(bytes([flags | LONG]) + struct.pack(">Q", len(body)) + body)
+        else:
+            self._socket.sendall(bytes([flags, len(body)]) + body)
+
+    def _command(self, name: bytes) -> bytes:
+        flags = self._read(1)[0]
+        length = struct.unpack(">Q", self._read(8))[0] if flags & LONG else self._read(1)[0]
+        body = self._read(length)
+        if not body.startswith(name):
+            raise Refused(f"answered with {body[:6]!r} instead of {name!r}")
+        return body[len(name) :]
+
+    def _read(self, nbytes: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < nbytes:
+            part = self._socket.recv(nbytes - len(parts))
+            if not part:
+                raise Refused("the connection was closed")
+            parts += part
+        return bytes(parts)
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value

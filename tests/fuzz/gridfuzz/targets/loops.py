@@ -1,0 +1,102 @@
+"""What lies around a worker's core: below its loop a network that checks what leaves, and a clock.
+
+schedule --Received, PeerUp ..--> Driver --> Watched core --> Driver --> Wire
+                                                |
+                                                +--> a watcher sees each event with its effects
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Protocol
+
+from gridfuzz.targets.base import must
+from gridtrain.errors import TransportError
+from gridtrain.protocol import member_io as io
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.member import MemberCore
+from gridtrain.runtime import driver as loop
+from gridtrain.transport.base import Traffic
+from gridtrain.wire.codec import encode as to_frames
+
+
+@dataclass(frozen=True)
+class Before:
+    """How the core stood before an event."""
+
+    term: int
+    generation: int
+    applied: int
+    prepared: m.RoundId | None
+    members: frozenset[m.PeerId]
+    running: bool
+
+
+class Watcher(Protocol):
+    def standing(self) -> Before: ...
+    def check(self, cause: io.Event | None, effects: list[io.Effect], before: Before) -> None: ...
+
+
+class Watched(MemberCore):
+    """The product's core; the watcher sees each event with its effects."""
+
+    watcher: Watcher
+
+    def handle(self, event: io.Event, now_s: float) -> list[io.Effect]:
+        before = self.watcher.standing()
+        effects = super().handle(event, now_s)
+        self.watcher.check(event, effects, before)
+        return effects
+
+    def tick(self, now_s: float) -> list[io.Effect]:
+        before = self.watcher.standing()
+        effects = super().tick(now_s)
+        self.watcher.check(None, effects, before)
+        return effects
+
+
+class Wire:
+    """Below the loop: nothing leaves that has no connection or is no message."""
+
+    def __init__(self, me: m.PeerId, up: set[m.PeerId]) -> None:
+        self.me, self.up, self.traffic = me, up, Traffic()
+
+    def send(self, peer: m.PeerId, message: m.Message) -> None:
+        to_frames(message)  # a LocalProtocolError here is one that others have caused
+        if peer not in self.up:
+            raise TransportError("there is no connection")
+
+    def dial(self, peer: m.PeerId, address: str) -> None:
+        must(peer != self.me, "dials itself")
+
+    def hang_up(self, peer: m.PeerId) -> None:
+        self.up.discard(peer)
+
+    def connected(self, peer: m.PeerId) -> bool:
+        return peer in self.up
+
+    def done(self, peer: m.PeerId, nbytes: int) -> None:
+        must(nbytes > 0, "credit for nothing")
+
+    def backlog_bytes(self, peer: m.PeerId) -> int:
+        return 0
+
+    def wake(self) -> None:
+        pass
+
+
+@contextmanager
+def loop_by(clock: Callable[[], float]) -> Iterator[None]:
+    """The loop goes by this clock, and logs nothing."""
+    real, level = loop.time, loop.log.level
+    loop.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
+    loop.log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        loop.time = real
+        loop.log.setLevel(level)

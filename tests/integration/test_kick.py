@@ -1,0 +1,103 @@
+"""Workers that the run's owner puts out: their scripts end with the reason, and the others go on.
+
+anna   step 10: holds ....................... goes on            to the end
+bert   .......... waits for her ............. goes on            to the end
+clara  ..... kicked ... old invitation: no ... new one: is back  to the end
+dora   ..... banned ... old and new invitation: no
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from zmq.utils import z85
+
+from gridtrain.protocol import door_rules
+from gridtrain.protocol.invitation import parse
+from gridtrain.protocol.messages import Refused
+from gridtrain.transport.curve import Identity
+
+pytestmark = pytest.mark.integration
+
+STEP, SAMPLES = 10, 1600
+JOB = {"exchange": "gtopk", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
+FINE, FAILED, REFUSED = 0, 1, 4
+
+
+def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
+    with new_group(min_workers=4, codes=frozenset({FINE, FAILED, REFUSED})) as group:
+        gate = group.gate()
+        anna = group.add("anna", **JOB, held_step=STEP, step_gate=gate.path)
+        for name in ("bert", "clara", "dora"):
+            group.add(name, **JOB)
+        group.wait("step 10 at anna", lambda: bool(anna.marked("holding")))
+
+        assert "is out; it needs a new invitation" in group.operator("kick", "clara", "--reason", "too slow")
+        assert end_of(group, "clara") == told("too slow")
+        group.wait("a generation without clara", lambda: len(group.events("training")) == 2)
+        # Started again she has the same key.  The invitation has uses left, for others.
+        assert refusal(group, "clara, again") == refused(door_rules.NOT_VALID)
+        new = group.operator("invite", "--uses", "2")
+        clara = group.add("clara, invited anew", shows=new, **JOB)
+        group.wait("clara", lambda: len(group.events("joined")) == 5)
+
+        assert "is banned until you unban it" in group.operator("ban", "dora", "--reason", "spam")
+        assert end_of(group, "dora") == told("spam")
+        assert refusal(group, "dora, again", shows=new) == refused(door_rules.BANNED)
+        gate.open()
+        ends = group.finish()
+
+        assert clara.code == FINE
+    generations = [(line["workers"], line["step"]) for line in group.events("generation")]
+    assert generations[:2] == [(4, 0), (3, STEP)] and generations[-1][0] == 3
+    assert len(ends) == 3 and len({(end["digest"], end["step"]) for end in ends}) == 1
+    taken = sorted(chain(*group.samples_by_round().values()))
+    assert taken == list(range(SAMPLES)), "what clara and dora had taken was given to others"
+    assert_nothing_secret_was_said(group, new)
+
+
+def end_of(group, name: str) -> str:
+    """What the script of a worker that was put out said last; the agent's own line follows it."""
+    worker = group.workers[name]
+    group.wait(f"the end of {name}", lambda: worker.code is not None)
+    assert worker.code == FAILED and "Traceback" not in worker.said()
+    *_, script, agent = worker.text
+    assert agent.startswith("gridtrain worker: the script ended with exit code 1")
+    return script[script.index("JoinRefused") :]
+
+
+def told(reason: str) -> str:
+    return (
+        f"JoinRefused: was put out of the run: {reason} -> "
+        "ask the run's owner, who can invite this worker anew"
+    )
+
+
+def refused(refusal: Refused) -> str:
+    return f"gridtrain: {refusal.reason} -> {refusal.remedy}"
+
+
+def refusal(group, name: str, **options: str) -> str:
+    """The last word to a worker that is not let in; its script was not started."""
+    worker = group.add(name, **JOB, **options)
+    group.wait(f"the end of {name}", lambda: worker.code is not None)
+    assert worker.code == REFUSED and not worker.lines
+    return worker.text[-1]
+
+
+def assert_nothing_secret_was_said(group, *invitations: str) -> None:
+    """Neither the coordinator's log nor a worker's output holds a secret key or a token."""
+    tokens = [parse(text).token for text in (group.invitation(), *invitations)]
+    files = list(Path(group.folder).rglob("*.key"))
+    assert len(files) == 6, "the coordinator's, its operator's, four workers'"
+    secrets = tokens + [Identity.read(path).secret for path in files]
+    programs = (group.coordinator, *group.workers.values())
+    said = "\n".join(f"{program.said()}\n{program.lines}" for program in programs)
+    assert all(Identity.read(path).public.hex()[:12] in said for path in files if "worker" in path.name)
+    for secret in secrets:
+        for form in (secret.hex(), b64encode(secret).decode(), z85.encode(secret).decode()):
+            assert form not in said
+    assert not [text for text in (group.invitation(), *invitations) if text in said]

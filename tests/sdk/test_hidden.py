@@ -1,0 +1,105 @@
+"""Workers that nobody can dial train all the same; who cannot meet is relayed, sealed.
+
+hidden: 2 of 4     0 1 | 2 3      2 and 3 dial 0 and 1; between 2 and 3 one of the others relays
+hidden: all 4      | 0 1 2 3      every pair through the coordinator
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import gridtrain
+from gridtrain.optim import state_sync
+from gridtrain.transport.memory import EndpointKilled
+
+DATA = TensorDataset(torch.arange(480.0).reshape(120, 4) / 480, torch.arange(120.0).reshape(120, 1) / 120)
+WORKERS, STEPS = 4, 30
+PROBES_BYTES = 10_000
+"""Measuring a link before there is a member that could relay takes some 2 kB, a run's data 30 and more."""
+Result = tuple[str, int, dict[str, tuple[int, int]]]
+
+
+def train(exchange: Any, grid: gridtrain.Grid, number: int) -> Result:
+    torch.manual_seed(number)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = grid.optimizer(inner, model, exchange=exchange)
+    for x, y in grid.batches(DATA, batch_size=2, steps=STEPS):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    return state_sync.digest(model, inner).hex(), grid.step, grid.traffic
+
+
+@pytest.mark.parametrize("hidden", [0, 2, WORKERS], ids=["nobody", "half", "everybody"])
+@pytest.mark.parametrize(
+    "exchange", [gridtrain.Dense(), gridtrain.GTopK(density=0.1)], ids=["dense", "gtopk"]
+)
+def test_hidden_workers_end_with_the_same_model(new_group: Any, exchange: Any, hidden: int) -> None:
+    with new_group(workers=WORKERS) as group:
+        numbers = [
+            group.start(partial(train, exchange), hidden=number >= WORKERS - hidden)
+            for number in range(WORKERS)
+        ]
+        results = [group.result(number) for number in numbers]
+        by_coordinator = group._transport.traffic.sent_bytes.get("Relayed", 0)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    digests, steps, traffic = zip(*results, strict=True)
+    assert len(set(digests)) == 1 and set(steps) == {STEPS}
+    relayed = [sum(counts.get(kind, (0, 0))[0] for kind in ("Relay", "Relayed")) for counts in traffic]
+    if hidden == 0:
+        assert not any(relayed) and not by_coordinator
+    elif hidden == WORKERS:
+        assert all(relayed) and by_coordinator > PROBES_BYTES, "there is nobody else"
+        assert not any("Data" in counts for counts in traffic), "nothing but through it"
+    else:
+        assert by_coordinator < PROBES_BYTES, "a member that both can dial comes first"
+
+
+def test_people_see_who_can_be_reached(new_group: Any) -> None:
+    with new_group(workers=2) as group:
+        numbers = [
+            group.start(lambda grid, n: train(gridtrain.Dense(), grid, n), hidden=n == 1) for n in (0, 1)
+        ]
+        seen = {}
+        for number in numbers:
+            assert isinstance(group.result(number), tuple)
+        seen = {
+            event["name"]: event["reachable"]
+            for event in group.coordinator._core.snapshot(0.0)["events"]
+            if event["event"] == "called_back"
+        }
+    assert seen == {"worker-0": True, "worker-1": False}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_others_go_on_when_a_hidden_worker_dies(new_group: Any) -> None:
+    """With its edges it had a relay's: its own threads end as quietly as any other's."""
+
+    with new_group(workers=3) as group:
+        dense = partial(train, gridtrain.Dense())
+        numbers = [group.start(role, hidden=True) for role in (dense, dense, partial(killed_at, group, 5))]
+        first, second, dead = (group.result(number) for number in numbers)
+    assert isinstance(dead, EndpointKilled)
+    assert isinstance(first, tuple) and isinstance(second, tuple)
+    assert first[:2] == second[:2] and first[1] == STEPS
+
+
+def killed_at(group: Any, step: int, grid: gridtrain.Grid, number: int) -> Result:
+    run = grid._session.run
+
+    def dying(plan: Any, *rest: Any) -> Any:
+        if plan.step == step:
+            group.hub.kill(group.keys[f"worker-{number}"])
+        return run(plan, *rest)
+
+    grid._session.run = dying  # type: ignore[method-assign]
+    return train(gridtrain.Dense(), grid, number)
