@@ -136,6 +136,9 @@ class JoinConfig:
         coordinator_key: its public key in hexadecimal.
         identity: the file with this worker's key pair.
         listen: "" is any free port of the interface that leads to the coordinator.
+        checkpoint_every: steps between two checkpoints on this worker's disk; "0": none.
+        checkpoint_keep: so many of the latest are kept.
+        state_dir: where checkpoints go; "": the state directory, under the coordinator's key.
         relay: "no": do not pass on what other members send one another.
         unencrypted: "yes": talk in the clear, as the coordinator was told to as well.
     """
@@ -150,6 +153,9 @@ class JoinConfig:
     upload_limit: str = ""
     download_limit: str = ""
     export_dir: str = ""
+    checkpoint_every: str = "500"
+    checkpoint_keep: str = "2"
+    state_dir: str = ""
     relay: str = "yes"
     unencrypted: str = ""
     deadlines: Deadlines = field(default_factory=Deadlines)

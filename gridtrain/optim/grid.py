@@ -29,19 +29,21 @@ from gridtrain._version import __version__
 from gridtrain.config import Deadlines, Dense, Exchange, GTopK, JoinConfig, TopK
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.optim import sampler, state_sync
+from gridtrain.optim.checkpoint import Checkpoints, Snapshot
 from gridtrain.optim.figures import Figures, check_names
 from gridtrain.optim.flat import model_digest
 from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.protocol import allgather, gtopk, ledger, ring
 from gridtrain.protocol.invitation import parse
-from gridtrain.protocol.messages import LedgerSpec, Setup, Span
+from gridtrain.protocol.messages import Held, LedgerSpec, Setup, Span
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.client import coordinator_address
 from gridtrain.runtime.entry import enter
 from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
-from gridtrain.runtime.naming import listen_address, random_name, state_directory
+from gridtrain.runtime.driver import Picture
+from gridtrain.runtime.naming import folder_name, listen_address, random_name, state_directory
 from gridtrain.transport.credits import CreditTransport
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.limits import parse_rate
@@ -49,6 +51,10 @@ from gridtrain.transport.stack import over
 from gridtrain.transport.zeromq import ZeroMQTransport
 
 log = logging.getLogger("gridtrain")
+
+Facts = tuple[tuple[str, str], ...]
+CHECKPOINT_S = 30.0
+"""A checkpoint that is being written when the grid is closed gets so long."""
 
 _NEIGHBOURS: dict[type, Edges] = {
     Dense: ring.neighbours,
@@ -66,6 +72,9 @@ def join(
     upload_limit: str | None = None,
     download_limit: str | None = None,
     export_dir: str | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_keep: int | None = None,
+    state_dir: str | None = None,
     relay: bool | None = None,
     unencrypted: bool | None = None,
 ) -> Grid:
@@ -79,6 +88,10 @@ def join(
         advertise: the address that peers are told, where it differs from `listen`.
         upload_limit, download_limit: such as "20Mbit"; always obeyed, also for what is relayed.
         export_dir: where the first worker puts the final model; the state directory by default.
+        checkpoint_every: steps between two checkpoints on this worker's disk, 500 by default; 0: none.  A run
+            whose workers are all gone goes on from the latest that comes back.
+        checkpoint_keep: so many of the latest are kept, 2 by default.
+        state_dir: the folder of the checkpoints.
         relay: pass on what members that cannot reach each other send one another (sealed, so that
             nothing of it can be read here).  True by default.
         unencrypted: talk in the clear, with a coordinator that does so too; for benchmarks.
@@ -95,6 +108,9 @@ def join(
         "upload_limit": upload_limit,
         "download_limit": download_limit,
         "export_dir": export_dir,
+        "checkpoint_every": None if checkpoint_every is None else str(checkpoint_every),
+        "checkpoint_keep": None if checkpoint_keep is None else str(checkpoint_keep),
+        "state_dir": state_dir,
         "relay": None if relay is None else "yes" if relay else "no",
         "unencrypted": "yes" if unencrypted else None,
     }
@@ -144,6 +160,9 @@ class Grid:
         self._clip_norm: float | None = None
         self._figures = Figures()
         self._done = False
+        self._checkpoints: Checkpoints | None = None
+        self._facts: Facts = ()
+        self._resumed = False  # state and residual are a checkpoint's, and no step was taken since
         atexit.register(self.close)
         leave_on_sigterm()
 
@@ -208,7 +227,7 @@ class Grid:
             average_buffers_every=average_buffers_every,
         )
         self._optimizer, self._clip_norm = wrapped, clip_norm
-        self._session.attach(wrapped.capture, wrapped.restore, _largest_state_bytes(model))
+        self._session.attach(wrapped.capture, self._restore, _largest_state_bytes(model))
         return wrapped
 
     def batches(
@@ -300,6 +319,8 @@ class Grid:
         """Leave the run; idempotent, and done by itself when the script ends."""
         atexit.unregister(self.close)
         self._session.close("its run is finished" if self._done else reason)
+        if self._checkpoints is not None:
+            self._checkpoints.wait(CHECKPOINT_S)
         self.held.close()
 
     def __enter__(self) -> Grid:
@@ -354,7 +375,7 @@ class Grid:
         share = batch_size * accumulate if batch_size is not None else 0
         neighbours = _NEIGHBOURS[type(wrapped.exchange_config)]
         self._session.enter(
-            Setup(facts, self._spec, share, global_batch_size),
+            Setup(facts, self._spec, share, global_batch_size, self._resume(facts)),
             # Averages of buffers and, in retries, settings go round the ring, whatever the exchange is.
             lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size),
         )
@@ -365,6 +386,8 @@ class Grid:
         latest: Sequence[Span] = (Span(0, 1),)
         while (picture := self._session.await_turn()) is not None:
             assert picture.open_round is not None
+            self._resumed = False
+            self._checkpoint(picture)
             latest = picture.spans or latest
             yield latest
             if not self._session.turn_taken:
@@ -375,6 +398,52 @@ class Grid:
                     "grid.batches(..., accumulate=a)",
                 )
         self._finish()
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def _resume(self, facts: Facts) -> Held | None:
+        """Load the latest checkpoint of this training that is on the disk; what the group holds may be later."""
+        assert self._spec is not None
+        self._facts = (*facts, ("order", f"{self._spec.size} samples, seed {self._spec.seed}"))
+        self._checkpoints = Checkpoints(
+            self._checkpoint_folder(),
+            every=_whole("checkpoint_every", self._config.checkpoint_every),
+            keep=_whole("checkpoint_keep", self._config.checkpoint_keep),
+        )
+        found = self._checkpoints.latest(self._facts)
+        if found is None:
+            return None
+        self._wrapped().unpack(found.document, found.tensors)
+        self._wrapped().load_residual_state(found.residual)
+        self._resumed = True
+        log.warning("this worker holds a checkpoint of step %d: %s", found.step, found.path)
+        return found.held
+
+    def _restore(self, blobs: Sequence[bytes]) -> None:
+        """Another worker's state.  A residual from a checkpoint belongs to the checkpoint's step alone: what
+        was sent since would be sent twice."""
+        if self._resumed:
+            self._wrapped().forget_residual()
+            self._resumed = False
+        self._wrapped().restore(blobs)
+
+    def _checkpoint(self, picture: Picture) -> None:
+        """Between two steps: copy what is due to be written."""
+        assert self._checkpoints is not None
+        if self._checkpoints.due(picture.applied + 1):
+            wrapped = self._wrapped()
+            document, tensors = wrapped.pack()
+            held = Held(picture.applied, picture.history, picture.ledger)
+            residual = wrapped.residual_state()
+            self._checkpoints.write(Snapshot(held, self._facts, document, tensors, residual))
+
+    def _checkpoint_folder(self) -> Path:
+        """Each worker of a machine has its own, under the key that its coordinator has."""
+        if self._config.state_dir:
+            return Path(self._config.state_dir)
+        worker = Path(self._config.identity).stem or self._config.name
+        run = state_directory(self._config.run)
+        return run / "checkpoints" / self._config.coordinator_key[:16] / folder_name(worker)
 
     def _finish(self) -> None:
         self._done = True
@@ -445,3 +514,9 @@ def _optimizer_text(inner: torch.optim.Optimizer) -> str:
     if others:
         text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {settings}"
     return text if len(text) <= 400 else f"{text[:360]}... {settings}"
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=500")
+    return int(text)

@@ -54,6 +54,15 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Tracke
     Raises:
         ConfigError: a state_dict holds something that is neither a tensor nor plain data.
     """
+    document, tensors = pack(model, optimizer, trackers)
+    text = json.dumps(document, separators=(",", ":")).encode()
+    return [_LENGTH.pack(len(text)), text, safetensors.torch.save(tensors)]
+
+
+def pack(
+    model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A copy of the state: what goes into the JSON, and the tensors that it names.  Raises as `capture`."""
     packer = _Packer()
     document = {
         "parameters": packer.pack(dict(canonical_parameters(model)), "model"),
@@ -61,8 +70,16 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Tracke
         "optimizer": packer.pack(optimizer.state_dict(), "optimizer"),
         "trackers": {name: packer.pack(item.state_dict(), name) for name, item in trackers.items()},
     }
-    text = json.dumps(document, separators=(",", ":")).encode()
-    return [_LENGTH.pack(len(text)), text, safetensors.torch.save(packer.tensors)]
+    return document, packer.tensors
+
+
+def model_tensors(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as a plain state_dict.  Raises `RemoteProtocolError`."""
+    try:
+        named = _unpack(document["parameters"], tensors) | _unpack(document["buffers"], tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _not_a_state(f"{type(error).__name__}: {error}") from error
+    return {str(name): tensor for name, tensor in named.items()}
 
 
 def restore(
@@ -81,7 +98,17 @@ def restore(
             parameters and buffers were checked.
     """
     pieces = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
-    document, tensors = _parse(b"".join(pieces))
+    unpack(*_parse(b"".join(pieces)), model, optimizer, trackers)
+
+
+def unpack(
+    document: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trackers: Trackers,
+) -> None:
+    """Take over what `pack` copied.  Raises as `restore`."""
     try:
         parameters = _unpack(document["parameters"], tensors)
         buffers = _unpack(document["buffers"], tensors)

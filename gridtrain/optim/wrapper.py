@@ -242,10 +242,24 @@ class GridOptimizer(torch.optim.Optimizer):
         """Take over another worker's `capture`; see `state_sync.restore`."""
         state_sync.restore(blobs, self.model, self.inner, self._trackers)
 
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `state_sync.pack`; for checkpoints."""
+        return state_sync.pack(self.model, self.inner, self._trackers)
+
+    def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `pack` copied; raises `RemoteProtocolError` if it does not fit."""
+        state_sync.unpack(document, tensors, self.model, self.inner, self._trackers)
+
     def residual_state(self) -> dict[str, Tensor]:
         """What this worker has not yet sent; empty for `Dense`.  Not part of `state_dict`: not replicated."""
         feedback = self._exchanger.feedback
         return {} if feedback is None else feedback.state()
+
+    def forget_residual(self) -> None:
+        """What was not sent belongs to another life of this worker."""
+        feedback = self._exchanger.feedback
+        if feedback is not None:
+            feedback.load({name: torch.zeros_like(value) for name, value in feedback.state().items()})
 
     def load_residual_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over `residual_state` of the same model and exchange; raises `ConfigError` otherwise."""

@@ -686,7 +686,9 @@ class Membership:
         self._departed.clear()
         self._making, self._making_until_s = _Making.NONE, math.inf
         self.phase = RunPhase.WAITING
-        self.reason = "all workers that held the model are gone; the next ones begin from a checkpoint, or at step 0"
+        self.reason = (
+            "all workers that held the model are gone; the next ones begin from a checkpoint, or at step 0"
+        )
         return [
             Journal("state", {"state": str(self.phase), "reason": self.reason}),
             Note("error", "waiting", {"reason": self.reason}),

@@ -59,9 +59,6 @@ def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
 
 def generation_entry(view: m.View, roster: Sequence[m.Member]) -> dict[str, Any]:
     """The journal's entry for a generation; JSON-able, and enough for `recover`."""
-    state = asdict(view.ledger)
-    if view.ledger.holders is not None:
-        state["holders"] = [[peer.hex(), [asdict(s) for s in spans]] for peer, spans in view.ledger.holders]
     return {
         "term": view.term,
         "generation": view.generation,
@@ -70,7 +67,7 @@ def generation_entry(view: m.View, roster: Sequence[m.Member]) -> dict[str, Any]
         "decided": asdict(view.decided) if view.decided is not None else None,
         "digest": view.history.hex(),
         "members": [{**asdict(member), "peer": member.peer.hex()} for member in roster],
-        "ledger": state,
+        "ledger": ledger_entry(view.ledger),
         "reason": view.reason,
     }
 
@@ -85,13 +82,22 @@ def _view(body: Mapping[str, Any]) -> tuple[m.View, tuple[m.Member, ...]]:
         decided=m.RoundId(**body["decided"]) if body["decided"] is not None else None,
         applied=body["step"] - 1,
         history=bytes.fromhex(body["digest"]),
-        ledger=_ledger(body["ledger"]),
+        ledger=ledger_of(body["ledger"]),
         reason=body["reason"],
     )
     return view, roster
 
 
-def _ledger(body: Mapping[str, Any]) -> m.LedgerState:
+def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
+    """JSON-able, for journals and checkpoints; `ledger_of` reads it back."""
+    body = asdict(state)
+    if state.holders is not None:
+        body["holders"] = [[peer.hex(), [asdict(s) for s in spans]] for peer, spans in state.holders]
+    return body
+
+
+def ledger_of(body: Mapping[str, Any]) -> m.LedgerState:
+    """Raises `KeyError`, `TypeError` or `ValueError` for what `ledger_entry` did not make."""
     holders = body["holders"]
     named = None
     if holders is not None:

@@ -70,7 +70,7 @@ class Picture:
     total_samples: int = 0
     applied: int = -1
     history: bytes = b""
-    consumed: int = 0
+    ledger: m.LedgerState = m.LedgerState()
     finished: bool = False
     run_state: tuple[str, str] = ("", "")
     wanted_state: int = 0
@@ -510,7 +510,7 @@ class Driver:
             total_samples=total,
             applied=here.applied,
             history=here.history,
-            consumed=here.ledger.consumed,
+            ledger=here.ledger,
             finished=here.finished and here.stage is io.Stage.RUNNING,
             run_state=here.run_state,
             wanted_state=self._outlet.wanted,

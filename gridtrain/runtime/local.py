@@ -88,10 +88,18 @@ class LocalGroup:
         self._transport.wake()
         self._thread.join(END_S)
 
-    def join(self, name: str = "", *, export_dir: str = "", hidden: bool = False) -> Grid:
+    def join(
+        self,
+        name: str = "",
+        *,
+        export_dir: str = "",
+        hidden: bool = False,
+        checkpoint_every: int = 0,
+        state_dir: str = "",
+    ) -> Grid:
         """One more worker; to be used from one thread.  Raises `EndpointKilled` after the group's end.
 
-        `hidden`: nobody can dial it, as behind NAT.
+        `hidden`: nobody can dial it, as behind NAT.  Checkpoints as in `gridtrain.join`, but none by default.
         """
         with self._joining:
             name = name or f"worker-{len(self.keys) + 1}"
@@ -112,6 +120,8 @@ class LocalGroup:
             name=name,
             listen=f"memory://{name}",
             export_dir=export_dir,
+            checkpoint_every=str(checkpoint_every),
+            state_dir=state_dir,
             deadlines=self._deadlines,
         )
         return Grid(over(transport, identity, may_relay=acquaintances.may_relay), config, acquaintances)

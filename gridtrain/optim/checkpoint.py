@@ -1,0 +1,224 @@
+"""Checkpoints on a worker's disk: the replicated state after a step, and this worker's residual.
+
+Decides when one is due, how it lies on the disk, and which ones are kept.  Never decides whether a run
+goes on from one: the coordinator does (`protocol.membership`), as it knows what the others hold.
+
+    <folder>/step-00000200/
+        state.json             run, step, history, ledger, facts, and where each tensor belongs
+        tensors.safetensors    parameters, buffers, optimizer, trackers
+        residual.safetensors   what this worker had not sent yet (sparse exchanges)
+
+Copies are made on the training thread between two steps; a thread of its own writes them aside and renames
+the folder when everything is on the disk, so that there is either a whole checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from gridtrain.errors import ConfigError
+from gridtrain.protocol.messages import Held
+from gridtrain.protocol.recovery import ledger_entry, ledger_of
+
+log = logging.getLogger("gridtrain")
+
+FORMAT = 1
+MAX_JSON_BYTES = 256 << 20
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One as it was read.
+
+    Attributes:
+        facts: what the worker trained, as in `Setup.facts`.
+        document: where the tensors belong; `state_sync.restore_from` takes it.
+        residual: empty if there was none.
+    """
+
+    path: Path
+    held: Held
+    facts: tuple[tuple[str, str], ...]
+    document: dict[str, Any]
+    tensors: dict[str, Tensor]
+    residual: dict[str, Tensor]
+
+    @property
+    def step(self) -> int:
+        """Steps that had been committed."""
+        return self.held.applied + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is to be written: copies that nobody changes any more."""
+
+    held: Held
+    facts: tuple[tuple[str, str], ...]
+    document: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    residual: Mapping[str, Tensor]
+
+
+class Checkpoints:
+    """The checkpoints of one worker in one run.
+
+    Args:
+        folder: made when the first one is written.
+        every: steps between two; 0: none are written.
+        keep: so many of the latest stay.
+    """
+
+    def __init__(self, folder: Path, *, every: int, keep: int) -> None:
+        if every < 0 or keep < 1:
+            raise ConfigError(
+                f"checkpoints every {every} steps, {keep} kept; the first must be >= 0, the second >= 1",
+                remedy="try every=500 and keep=2",
+            )
+        self.folder = folder
+        self._every, self._keep = every, keep
+        self._writer: threading.Thread | None = None
+        self._failed = ""
+        self._latest: int | None = None
+
+    def due(self, step: int) -> bool:
+        """After `step` committed steps; later, if the one before is still being written then."""
+        if self._latest is None:
+            self._latest = step  # where this worker begins
+        return self._every > 0 and not self._writing() and step // self._every > self._latest // self._every
+
+    def write(self, snapshot: Snapshot) -> None:
+        """In the background.  A full disk costs the checkpoint, not the training: it is logged."""
+        self.wait()
+        self._latest = snapshot.held.applied + 1
+        self._writer = threading.Thread(
+            target=self._write, args=(snapshot,), name="gridtrain-checkpoint", daemon=True
+        )
+        self._writer.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until what is being written is on the disk."""
+        if self._writer is not None:
+            self._writer.join(timeout_s)
+
+    def latest(self, facts: tuple[tuple[str, str], ...]) -> Checkpoint | None:
+        """The latest one of this training that can be read; None: there is none.
+
+        A damaged one is skipped with a warning, and so is one of another model or other data.
+        """
+        for path in reversed(_folders(self.folder)):
+            try:
+                checkpoint = read(path)
+            except ConfigError as error:
+                log.warning("%s", error)
+                continue
+            if checkpoint.facts == facts:
+                return checkpoint
+            log.warning("the checkpoint %s is of another training, and is left alone", path)
+        return None
+
+    def _writing(self) -> bool:
+        return self._writer is not None and self._writer.is_alive()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        step = snapshot.held.applied + 1
+        try:
+            save(snapshot, self.folder / f"step-{step:08d}")
+            for old in _folders(self.folder)[: -self._keep]:
+                shutil.rmtree(old)
+            self._failed = ""
+        except OSError as error:
+            if self._failed != str(error):
+                log.error("no checkpoint of step %d: %s; the training goes on", step, error)
+            self._failed = str(error)
+
+
+def save(snapshot: Snapshot, path: Path) -> None:
+    """Write a checkpoint to the new folder `path`, whole or not at all.  Raises `OSError`."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        body = {
+            "format": FORMAT,
+            "applied": snapshot.held.applied,
+            "history": snapshot.held.history.hex(),
+            "ledger": ledger_entry(snapshot.held.ledger),
+            "facts": [list(fact) for fact in snapshot.facts],
+            "state": snapshot.document,
+        }
+        _write_file(partial / "tensors.safetensors", safetensors.torch.save(dict(snapshot.tensors)))
+        if snapshot.residual:
+            _write_file(partial / "residual.safetensors", safetensors.torch.save(dict(snapshot.residual)))
+        _write_file(partial / "state.json", json.dumps(body, separators=(",", ":")).encode())
+        shutil.rmtree(path, ignore_errors=True)  # of an earlier life of the run, or before a rollback
+        os.rename(partial, path)
+        _sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def read(path: Path) -> Checkpoint:
+    """Raises `ConfigError` if it cannot be read, or is damaged."""
+    try:
+        text = _read_text(path / "state.json")
+        body = json.loads(text)
+        if body["format"] != FORMAT:
+            raise ValueError(f"it has format {body['format']!r}, this gridtrain reads {FORMAT}")
+        held = Held(int(body["applied"]), bytes.fromhex(body["history"]), ledger_of(body["ledger"]))
+        facts = tuple((str(name), str(value)) for name, value in body["facts"])
+        tensors = safetensors.torch.load_file(path / "tensors.safetensors")
+        residual_path = path / "residual.safetensors"
+        residual = safetensors.torch.load_file(residual_path) if residual_path.exists() else {}
+        return Checkpoint(path, held, facts, dict(body["state"]), tensors, residual)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
+        raise ConfigError(
+            f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}",
+            remedy="an older one beside it may do; move this one away",
+        ) from None
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Whole checkpoints, the oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def _read_text(path: Path) -> bytes:
+    with path.open("rb") as file:
+        text = file.read(MAX_JSON_BYTES + 1)
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"{path.name} is larger than {MAX_JSON_BYTES} bytes")
+    return text
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,149 @@
+"""A run whose workers are all gone goes on from what they had written down."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.errors import ConfigError
+from gridtrain.optim import checkpoint
+from gridtrain.runtime.local import LocalGroup
+
+DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([2.0 * i])) for i in range(24)]
+STEPS = 12
+EXCHANGES = [gridtrain.Dense(), gridtrain.GTopK(density=0.5, momentum=0.9), gridtrain.TopK(density=0.5)]
+
+
+def train(grid: gridtrain.Grid, exchange: Any, until: int, steps: int = STEPS) -> dict[str, Any]:
+    """Up to `until` steps; what the worker held at its first batch and at the end, and its samples."""
+    torch.manual_seed(7)
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0 if exchange.sparse else 0.9)
+    optimizer = grid.optimizer(inner, model, exchange=exchange)
+    seen: dict[str, Any] = {"steps": [], "first": None, "samples": []}
+    for x, y in grid.batches(DATA, global_batch_size=6, steps=steps):
+        if seen["first"] is None:
+            seen["first"] = {name: value.clone() for name, value in model.state_dict().items()}
+        seen["steps"].append(grid.step)
+        grid._checkpoints.wait()  # steps are faster here than a disk
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if grid.step == until:
+            break
+    seen["last"] = {name: value.clone() for name, value in model.state_dict().items()}
+    return seen
+
+
+def run(
+    folder: Path, workers: int, work: Callable[[gridtrain.Grid], dict[str, Any]], *, every: int = 3
+) -> list[dict[str, Any]]:
+    results: dict[int, dict[str, Any]] = {}
+
+    def one(number: int) -> None:
+        state = folder / f"worker-{number}"
+        grid = group.join(
+            f"worker-{number}", checkpoint_every=every, state_dir=str(state), export_dir=str(folder)
+        )
+        with grid:
+            results[number] = work(grid)
+
+    with LocalGroup(min_workers=workers) as group:
+        threads = [threading.Thread(target=one, args=(n,), daemon=True) for n in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+    assert sorted(results) == list(range(workers)), "a worker failed"
+    return [results[number] for number in range(workers)]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+def test_another_number_of_workers_goes_on_bit_for_bit(exchange: Any, tmp_path: Path) -> None:
+    run(tmp_path, 2, lambda grid: train(grid, exchange, until=8))
+    written = checkpoint.read(tmp_path / "worker-0" / "step-00000006")
+    again = run(tmp_path, 3, lambda grid: train(grid, exchange, until=STEPS))
+    for seen in again:
+        assert seen["steps"] == list(range(6, STEPS))
+        parameters = {name: seen["first"][name] for name in ("weight", "bias")}
+        assert all(torch.equal(parameters[name], again[0]["first"][name]) for name in parameters)
+        assert all(torch.equal(seen["last"][name], again[0]["last"][name]) for name in parameters)
+    stored = sorted(
+        tuple(t.flatten().tolist()) for t in written.tensors.values() if t.shape in ((1, 2), (1,))
+    )
+    assert all(tuple(again[0]["first"][name].flatten().tolist()) in stored for name in ("weight", "bias"))
+
+
+def test_the_latest_of_all_workers_counts(tmp_path: Path) -> None:
+    run(tmp_path, 2, lambda grid: train(grid, gridtrain.Dense(), until=8))
+    for path in (tmp_path / "worker-1").glob("step-00000006"):
+        path.rename(path.with_name("moved-away"))
+    first, second = run(tmp_path, 2, lambda grid: train(grid, gridtrain.Dense(), until=STEPS))
+    assert first["steps"] == second["steps"] == list(range(6, STEPS))
+    assert all(torch.equal(first["first"][name], second["first"][name]) for name in first["first"])
+
+
+def test_the_same_number_of_workers_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    calm = run(tmp_path / "calm", 2, lambda grid: train(grid, gridtrain.Dense(), until=STEPS))
+    run(tmp_path / "cut", 2, lambda grid: train(grid, gridtrain.Dense(), until=7))
+    resumed = run(tmp_path / "cut", 2, lambda grid: train(grid, gridtrain.Dense(), until=STEPS))
+    for name, value in calm[0]["last"].items():
+        assert torch.equal(resumed[0]["last"][name], value), name
+
+
+def test_only_so_many_are_kept_and_none_is_half_written(tmp_path: Path) -> None:
+    run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=STEPS), every=2)
+    assert sorted(path.name for path in (tmp_path / "worker-0").iterdir()) == [
+        "step-00000008",
+        "step-00000010",
+    ]
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
+    tensors = tmp_path / "worker-0" / "step-00000006" / "tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-5])
+    (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=STEPS))
+    assert seen["steps"][0] == 3
+    assert "step-00000006 cannot be read: SafetensorError" in caplog.text
+
+
+def test_a_checkpoint_of_another_training_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
+    (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.TopK(density=0.5), until=4))
+    assert seen["steps"][0] == 0
+    assert "is of another training" in caplog.text
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write_file", full)
+    (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=STEPS))
+    assert seen["steps"] == list(range(STEPS))
+    assert caplog.text.count("no checkpoint of step") == 1
+    assert not list((tmp_path / "worker-0").glob("step-*"))
+
+
+def test_a_state_of_another_format_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
+    path = tmp_path / "worker-0" / "step-00000006"
+    body = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(body | {"format": 99}))
+    with pytest.raises(ConfigError, match="it has format 99, this gridtrain reads 1"):
+        checkpoint.read(path)
