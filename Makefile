@@ -37,7 +37,7 @@ lab: $(READY) ## step times behind NAT and through relays, in network namespaces
 	@cd benchmarks && ../$(BIN)/python -m lab.volunteers $(LAB)
 
 fuzz: $(READY) ## hostile input into all decoders and state machines for MINUTES=5; TARGET=codec SEED=7 for less
-	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED)) $(if $(JOBS),--jobs $(JOBS))
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check

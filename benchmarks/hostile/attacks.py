@@ -40,6 +40,7 @@ class Place:
     credit: Any  # CreditTransport
     zeromq: Any  # ZeroMQTransport
     identity: Identity
+    victim: str = ""
 
     @property
     def round(self) -> m.RoundId:
@@ -50,12 +51,16 @@ class Place:
         return self.core.seat.rank  # type: ignore[no-any-return]
 
     def peers(self) -> list[bytes]:
-        """The members to which there is a connection."""
-        members = [member.peer for member in self.core.seat.roster if member.peer != self.core.me]
-        return [peer for peer in members if self.zeromq.connected(peer)]
+        """The members to which there is a connection; only the victim if there is one."""
+        members = [x for x in self.core.seat.roster if x.peer != self.core.me and self.victim in ("", x.name)]
+        return [member.peer for member in members if self.zeromq.connected(member.peer)]
 
     def everybody(self) -> list[bytes]:
-        hub = [self.core.coordinator] if self.zeromq.connected(self.core.coordinator) else []
+        hub = (
+            [self.core.coordinator]
+            if not self.victim and self.zeromq.connected(self.core.coordinator)
+            else []
+        )
         return self.peers() + hub
 
     def addresses(self) -> dict[bytes, str]:
@@ -258,7 +263,7 @@ class NoVotes(Attack):
 
 
 class Held(Attack):
-    """(g) Payloads of 60 MiB for the step to come, which are held until it begins; no credit is waited for."""
+    """(g) Payloads of 60 MiB for the step to come, held until it begins; no credit is waited for."""
 
     def burst(self) -> None:
         early = replace(self.at.round, step=self.at.round.step + 1)

@@ -31,11 +31,16 @@ class CurveConnection:
     """
 
     def __init__(
-        self, identity: Identity, server: bytes, host: str, port: int, *, source: str = "", timeout_s: float = 5.0
+        self,
+        identity: Identity,
+        server: bytes,
+        host: str,
+        port: int,
+        *,
+        source: str = "",
+        timeout_s: float = 5.0,
     ) -> None:
-        self._socket = socket.create_connection(
-            (host, port), timeout_s, (source, 0) if source else None
-        )
+        self._socket = socket.create_connection((host, port), timeout_s, (source, 0) if source else None)
         self._nonce = 0
         try:
             self._shake_hands(identity, nacl.public.PublicKey(server))
@@ -47,7 +52,9 @@ class CurveConnection:
         """One message; `more`: not its end."""
         for number, frame in enumerate(frames):
             last = number == len(frames) - 1 and not more
-            sealed = self._session.encrypt(bytes([not last]) + frame, self._next("CurveZMQMESSAGEC")).ciphertext
+            sealed = self._session.encrypt(
+                bytes([not last]) + frame, self._next("CurveZMQMESSAGEC")
+            ).ciphertext
             self._write(0, b"\x07MESSAGE" + struct.pack(">Q", self._nonce) + sealed)
 
     def close(self) -> None:
@@ -66,7 +73,13 @@ class CurveConnection:
         self._session = nacl.public.Box(short, theirs)
         salt = os.urandom(16)
         vouch = nacl.public.Box(ours, theirs).encrypt(half + bytes(server), b"VOUCH---" + salt).ciphertext
-        inside = identity.public + salt + vouch + _property(b"Socket-Type", b"DEALER") + _property(b"Identity", b"")
+        inside = (
+            identity.public
+            + salt
+            + vouch
+            + _property(b"Socket-Type", b"DEALER")
+            + _property(b"Identity", b"")
+        )
         sealed = self._session.encrypt(inside, self._next("CurveZMQINITIATE")).ciphertext
         self._write(COMMAND, b"\x08INITIATE" + cookie + struct.pack(">Q", self._nonce) + sealed)
         self._command(b"\x05READY")

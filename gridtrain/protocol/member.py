@@ -408,7 +408,6 @@ class MemberCore:
             known = self._dialled.get(peer, "")
             stays = peer in self._up and (known == address or relay_of(known) is None)
             if address and peer != self.coordinator and not stays:
-                self._up.discard(peer)
                 self._dialled[peer] = address
                 effects.append(Dial(peer, address))
         return effects

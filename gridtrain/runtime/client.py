@@ -70,7 +70,7 @@ class CoordinatorClient:
         transport: to ask over; it is closed at the end.  None: ZeroMQ.
 
     Raises:
-        ConfigError: `address` has no known form, or leads off this machine without encryption.
+        ConfigError: `address` has no known form, or cannot be dialled.
     """
 
     def __init__(

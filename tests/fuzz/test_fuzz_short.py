@@ -101,6 +101,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_missing_defence_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if registry.missing(name):

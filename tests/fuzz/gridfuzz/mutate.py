@@ -147,7 +147,8 @@ def _altered(node: Any, random: Random) -> Any:
                 to = random.randrange(len(node))
                 node[at], node[to] = node[to], node[at]
             case 3:
-                node[:] = node * random.choice((2, 3, 300))
+                flat = not any(isinstance(item, list) for item in node)
+                node[:] = node * random.choice((2, 3, 300) if flat else (2, 3))
                 del node[5000:]
             case _:
                 node[at] = _altered(node[at], random)
