@@ -288,7 +288,7 @@ class Coordinator:
         )
 
     def _look_around(self, now_s: float) -> None:
-        """Once a second: the door looks at its suspects, counters are sampled, the end of the run is noticed."""
+        """Once a second: the door looks at its suspects, counters are sampled, the end is noticed."""
         self._perform(self._reception.tick(now_s), now_s)
         snapshot = self._core.snapshot(now_s)
         self._speed.observe(snapshot, now_s)
