@@ -56,18 +56,20 @@ class Place:
         return [member.peer for member in members if self.zeromq.connected(member.peer)]
 
     def everybody(self) -> list[bytes]:
-        hub = (
-            [self.core.coordinator]
-            if not self.victim and self.zeromq.connected(self.core.coordinator)
-            else []
-        )
-        return self.peers() + hub
+        hub = self.core.coordinator
+        chosen = self.victim in ("", "coordinator") and self.zeromq.connected(hub)
+        return self.peers() + ([hub] if chosen else [])
 
     def addresses(self) -> dict[bytes, str]:
-        """Of those whom she was told how to dial."""
+        """Of those whom she was told how to dial; only the victim's if there is one."""
+        names = {x.peer: x.name for x in self.core.seat.roster} | {self.core.coordinator: "coordinator"}
         told = {x.peer: x.address for x in self.core.seat.roster if x.peer != self.core.me}
         dialled = {dial.peer: dial.address for dial in self.zeromq._dials}
-        return {peer: address for peer, address in {**told, **dialled}.items() if address.startswith("tcp")}
+        return {
+            peer: address
+            for peer, address in {**told, **dialled}.items()
+            if address.startswith("tcp") and self.victim in ("", names.get(peer))
+        }
 
     def write(self, peer: bytes, frames: list[bytes]) -> bool:
         """Straight into libzmq's queue, past caps and credits.  False: it is full, or the peer has gone."""
@@ -96,13 +98,13 @@ class Place:
 
 
 class Attack:
-    """Does nothing; `sent` counts what was sent at line rate.  Without hands: she keeps to the protocol."""
+    """Keeps to the protocol.  `sent` counts what was sent at line rate; `over`: threads are to end."""
 
     legal = False
     """An honest member could have sent it: nobody can prove an offence, so nobody is to be kicked."""
 
     def __init__(self, place: Place) -> None:
-        self.at, self.sent = place, 0
+        self.at, self.sent, self.over = place, 0, False
 
     def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
         return [message]
@@ -153,7 +155,6 @@ class Endless(Attack):
 
     legal = True
 
-    seconds = 6.0
     frame = bytes(2**20)
 
     def __init__(self, place: Place) -> None:
@@ -171,8 +172,7 @@ class Endless(Attack):
         with contextlib.suppress(OSError, Refused):
             connection = CurveConnection(self.at.identity, peer, host, int(port))
             connection.send(codec.encode(m.Hello(self.at.core.me, m.PROTOCOL_VERSION, "endless")))  # type: ignore[arg-type]
-            until_s = time.monotonic() + self.seconds
-            while time.monotonic() < until_s:
+            while not self.over:
                 connection.send([self.frame], more=True)
                 self.sent += 1
 
@@ -315,7 +315,7 @@ class Crowd(Attack):
         for peer, address in self.at.addresses().items():
             if len(self._open) >= 4 * self.connections:
                 break
-            dealer = sockets.open_dealer(self._context, 32, self.at.identity, peer)
+            dealer = sockets.open_dealer(self._context, self.at.identity, peer)
             dealer.connect(address)
             dealer.send_multipart(hello)
             self._open.append(dealer)

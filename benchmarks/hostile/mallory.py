@@ -36,6 +36,7 @@ from hostile.honest import Options, say, train, wait_for_gate
 
 LAWFUL_STEPS = 2
 MOST_LIVES = 10
+MOST_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Orders:
         invitation: for the keys after the first one.
         gates: FIFOs; a byte in one lets her begin that attack.  None is left out: she begins at once.
         lives: with the key of an attack, at most; `MOST_LIVES` if the attack is not named.
-        seconds: an attack that nobody ends is over after that.
-        victim: the member's name; empty: everybody.
+        seconds: an attack that nobody ends is over after that; `MOST_S` if it is not named.
+        victim: a member's name, or "coordinator"; empty: everybody.
         forever: the last attack goes on until her key is let in no more, and then she hammers at the doors.
     """
 
@@ -55,7 +56,7 @@ class Orders:
     invitation: str = ""
     gates: list[str] = field(default_factory=list)
     lives: dict[str, int] = field(default_factory=dict)
-    seconds: float = 10.0
+    seconds: dict[str, float] = field(default_factory=dict)
     victim: str = ""
     forever: bool = False
 
@@ -72,7 +73,7 @@ class Hands:
         credit = driver._transport
         identity = Identity.read(Path(grid._config.identity))
         self._place = Place(driver._core, credit, credit._inner._inner, identity, orders.victim)
-        self._seconds = float("inf") if orders.forever else orders.seconds
+        self._seconds = float("inf") if orders.forever else orders.seconds.get(name, MOST_S)
         self.until_s = until_s
         self.doors: dict[bytes, str] = {}
         self.attack: Attack = ATTACKS[name](self._place)
@@ -132,6 +133,7 @@ def attack(name: str, options: Options, orders: Orders, invitation: str | None) 
         except GridtrainError as error:
             code, reason = type(error).__name__, str(error)
         if hands is not None:
+            hands.attack.over = True
             doors |= hands.doors
             until_s = hands.until_s
         say("out", attack=name, code=code, reason=reason, sent=hands.attack.sent if hands is not None else 0)

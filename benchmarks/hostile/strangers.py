@@ -124,7 +124,7 @@ class Handshakes:
         return len(self._open)
 
     def begin(self, identity: Identity, server: bytes, address: str, source: str = "") -> None:
-        dealer = sockets.open_dealer(self._context, 2, identity, server)
+        dealer = sockets.open_dealer(self._context, identity, server)
         dealer.setsockopt(zmq.LINGER, 0)
         monitor = sockets.open_monitor(dealer)
         dealer.connect(address.replace("tcp://", f"tcp://{source}:0;") if source else address)

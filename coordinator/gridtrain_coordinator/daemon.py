@@ -210,6 +210,8 @@ class Coordinator:
 
     def _take(self, event: TransportEvent, now_s: float) -> Sequence[io.Effect]:
         match event:
+            case Received(peer) if not self._reception.may_speak(peer):
+                return []  # it was put out by an earlier message of this turn
             case Received(peer, StatusRequest()) if not self._reception.is_guest(peer):
                 return [io.Send(peer, StatusReply(self._status(peer, now_s)))]
             case Received(peer, message):

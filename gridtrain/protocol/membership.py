@@ -240,10 +240,7 @@ class Membership:
                 worker.step, worker.figures = step, dict(figures)
                 return [Send(peer, m.BeatReply(self.term, sequence))]
             case m.Report():
-                if not ledger.balances(message.ledger):
-                    return [Strike(peer, "reported a ledger that does not add up")]
-                if self._making is _Making.FREEZING and message.generation == self.generation:
-                    self._reports[peer] = message
+                return self._report(worker, message)
             case m.Ready(term, generation, history):
                 if self._making is _Making.FORMING and (term, generation) == (self.term, self.generation):
                     self._ready[peer] = history
@@ -263,6 +260,21 @@ class Membership:
                 return [Note("info", "worker_finished", {"name": worker.name, "step": applied})]
             case _:
                 return [Strike(peer, f"sent {type(message).__name__}, which only others may send")]
+        return []
+
+    def _report(self, worker: Worker, report: m.Report) -> list[Effect]:
+        """Where a member of the frozen generation stands; what cannot be so must not reach the ledger."""
+        members = {member.peer for member in self._roster}
+        if self._making is not _Making.FREEZING or report.generation != self.generation:
+            return []
+        if worker.peer not in members or self._view is None:
+            return [Strike(worker.peer, "reported on a generation that it is no member of")]
+        sound = ledger.is_sound(report.ledger, members) and report.ledger.step == report.applied + 1
+        if report.synced and (not sound or report.applied < self._view.applied):
+            return [Strike(worker.peer, "reported a step and a ledger that cannot be")]
+        if report.synced and worker.setup is None:
+            return [Strike(worker.peer, "reported a state before it said what it trains")]
+        self._reports[worker.peer] = report
         return []
 
     def _join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
@@ -382,9 +394,17 @@ class Membership:
         Where one step stalls again and again its suspects go whatever they show; and if that does not
         help either, the run cannot go on, and everybody is told why.
         """
-        if stalled.round.generation != self.generation or self._making is not _Making.NONE:
+        members = {member.peer for member in self._roster}
+        current = (stalled.round.term, stalled.round.generation) == (self.term, self.generation)
+        if (
+            not current
+            or self._making is not _Making.NONE
+            or worker.peer not in members
+            or self._view is None
+        ):
             return []
-        step, reason = stalled.round.step, stalled.reason
+        # Where the generation began, not where the sender says that it is: its word is not needed here.
+        step, reason = self._view.applied + 1, stalled.reason
         self._stalls = (step, self._stalls[1] + 1 if self._stalls[0] == step else 1)
         times = self._stalls[1]
         effects: list[Effect] = [
@@ -398,7 +418,8 @@ class Membership:
             suspect = self._workers.get(peer)
             if suspect is None:
                 continue
-            if 0 < stalled.patience_s <= now_s - suspect.moved_s:
+            patience_s = max(stalled.patience_s, self._deadlines.patience_floor_s)
+            if stalled.patience_s > 0 and patience_s <= now_s - suspect.moved_s:
                 effects += self._remove(peer, "showed no progress while others waited", now_s, dismiss=True)
             elif times >= STALLS_BEFORE_REMOVAL:
                 text = f"held up step {step} {times} times: {reason}"
@@ -481,7 +502,9 @@ class Membership:
         if awaited and now_s < self._making_until_s:
             return []
         if any(not self._workers[peer].placed for peer in self._reports if peer in self._workers):
-            return []  # `CalledBack` always comes, and without it there is no way to plan
+            # `CalledBack` always comes, and without it there is no way to plan.
+            self._making_until_s = max(self._making_until_s, now_s + self._deadlines.settle_s)
+            return []
         nobody = not any(report.synced for report in self._reports.values())
         newcomers = any(w.admitted and w.peer not in absent for w in self._workers.values())
         if self._regathering and nobody and awaited and self._started and not newcomers:

@@ -216,6 +216,12 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
     "gridtrain.transport.doorway": [
         ("half-open", "overstayers", _nobody, "silent connections keep descriptors"),
     ],
+    "gridtrain.transport.entrance": [
+        ("hoard", "hoards", _no, "a message that never ends fills the memory"),
+    ],
+    "gridtrain.transport.limits": [
+        ("flood", "is_flood", _no, "a peer talks without end, and what it says is all kept"),
+    ],
     "gridtrain.transport.sealed": [
         ("seal", "unbox", _unbox_without_tag, "a relay alters what it passes on"),
         ("replay", "taken_before", _no, "a relay repeats a packet"),

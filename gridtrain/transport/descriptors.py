@@ -11,9 +11,11 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 from collections.abc import Iterator, Set
 
 MOST_DESCRIPTORS = 65536
+_BYTES_RECEIVED, _BYTES_RECEIVED_AT, _TCP_INFO_BYTES = struct.Struct("=Q"), 128, 192  # linux/tcp.h, tcp_info
 Remote = tuple[str, int]
 """The host and port of the other end, as numbers."""
 
@@ -32,6 +34,17 @@ def cut(fd: int, remote: Remote, ports: Set[int]) -> bool:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
         return True
+
+
+def received_bytes(fd: int, remote: Remote, ports: Set[int]) -> int:
+    """What has come over the connection with `remote` so far, read by anybody or not; 0: not known."""
+    with _borrowed(fd) as connection:
+        if connection is None or _remote(connection, ports) != remote:
+            return 0
+        with contextlib.suppress(OSError, AttributeError, struct.error):  # only Linux tells
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            return int(_BYTES_RECEIVED.unpack_from(told, _BYTES_RECEIVED_AT)[0])
+        return 0
 
 
 def raise_descriptor_limit() -> None:

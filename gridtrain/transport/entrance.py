@@ -28,6 +28,14 @@ from gridtrain.transport.zap import Zap
 BATCH_EVENTS = 256
 """At most so many comings and goings are noted before messages have their turn."""
 
+MOST_UNREAD_BYTES = 192 * 2**20
+"""What a peer may have sent that we have not read: libzmq bounds neither a message of many frames while it
+arrives nor, with us, what waits to be read.  An honest peer's credit ends at a fraction of this."""
+
+MOST_UNREAD_OF_GUESTS_BYTES = 2**20
+LOOK_S = 0.25
+_OVERHEAD = 1.05  # what TCP carries for what we count: commands, handshake, frames that were skipped
+
 FAREWELL_S = 1.0
 """A guest is cut that long after `hang_up`, so that the answer that it came for still leaves."""
 
@@ -52,6 +60,7 @@ class Entrance:
         self._by_fd: dict[int, Link] = {}
         self._doorway = doorway.Doorway()
         self._farewells: list[tuple[float, Link]] = []
+        self._look_at_s = 0.0
 
     def listen(self, address: str) -> str:
         """Raises `TransportError`."""
@@ -148,6 +157,23 @@ class Entrance:
                 self.cut(link)
         self._farewells = [(due_s, link) for due_s, link in self._farewells if now_s < due_s]
 
+    def hoarders(self, now_s: float) -> list[Link | None]:
+        """Those who send what never becomes a message, or far more than is read; None stands for one that has
+        not greeted, and is cut already."""
+        if now_s < self._look_at_s:
+            return []
+        self._look_at_s = now_s + LOOK_S
+        found: list[Link | None] = []
+        for fd, remote in list(self._remotes.items()):
+            link = self._by_fd.get(fd)
+            got_bytes = descriptors.received_bytes(fd, remote, self._ports)
+            if link is None and hoards(got_bytes, 0, guest=True):
+                self._cut(fd)
+                found.append(None)
+            elif link is not None and hoards(got_bytes, link.read_bytes, guest=link.guest):
+                found.append(link)
+        return found
+
     def close(self) -> None:
         sockets.close(self.router, self.monitor)
         if self.zap is not None:
@@ -156,3 +182,9 @@ class Entrance:
     def _cut(self, fd: int) -> None:
         if fd in self._remotes:
             descriptors.cut(fd, self._remotes[fd], self._ports)
+
+
+def hoards(got_bytes: int, read_bytes: int, *, guest: bool) -> bool:
+    """The defence: whether more has come over a connection than anybody needs to have under way."""
+    most_bytes = MOST_UNREAD_OF_GUESTS_BYTES if guest else MOST_UNREAD_BYTES
+    return got_bytes > read_bytes * _OVERHEAD + most_bytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import zmq
@@ -19,6 +19,7 @@ import zmq
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import PeerId
 from gridtrain.transport import sockets
+from gridtrain.transport.limits import Flood
 
 GREET_S = 10.0
 """Connect, handshake and Hello must be through by then, or the connection is tried anew."""
@@ -80,6 +81,8 @@ class Link:
         fd: the descriptor of an accepted connection, by which its loss is noticed; -1: unknown.
         state: "silent" after `hang_up`; "replaced" when the peer greeted over a newer connection;
             "shut" when it was cut, so whatever is still read from it is thrown away.
+        read_bytes: of what came over it, so much has reached us.
+        flood: what it says that needs no byte credit.
     """
 
     peer: PeerId
@@ -92,3 +95,5 @@ class Link:
     host: str = ""
     guest: bool = False
     state: Literal["up", "silent", "replaced", "shut"] = "up"
+    read_bytes: int = 0
+    flood: Flood = field(default_factory=Flood)

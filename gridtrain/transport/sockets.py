@@ -36,16 +36,21 @@ from gridtrain.transport.curve import Identity
 from gridtrain.wire import codec
 
 HIGH_WATER_MESSAGES = 32
-"""Messages that libzmq holds per connection and direction, beyond our outbox and the kernel."""
+"""Messages that libzmq holds per connection for sending, beyond our outbox and the kernel."""
+
+RECEIVE_MESSAGES = 0
+"""No bound for receiving, because libzmq 4.3.5 dies of it (`!_io_error`, stream_engine_base.cpp): a full
+queue stops its reading, and if the connection is then reset while a ZMTP ping is still to be answered or
+sent, an assertion ends the process.  A peer could bring that about.  What a peer may have in here is bounded
+by byte credits and, for everything else, by `limits.Flood`: who goes beyond is cut."""
 
 CAPPED_RECEIVE_MESSAGES = 2
-"""The same for receiving under a download cap.  A full queue stops libzmq from reading, pongs
-included, until half of it is taken: the pause must stay well below `SILENCE_S`."""
+"""Under a download cap the queue is what makes the sender wait, so there it has to be short.  We send no
+pings ourselves, so honest peers cannot meet in that assertion."""
 
-HEARTBEAT_S = 5.0
-SILENCE_S = 30.0
-"""A connection silent for that long is dead.  Longer than one message takes on a slow line, as a
-ping waits behind it; the loops' own deadlines are what notices a silent peer early."""
+SILENCE_S = 25.0
+"""A connection whose other end does not answer TCP's own probes is dead after about that long.  ZMTP's
+heartbeats stay off, see above; the loops' own deadlines are what notices a silent peer early."""
 
 NEVER_MS = 24 * 3600 * 1000
 """For RECONNECT_IVL.  Its own word for never, -1, throws unread messages away when a connection ends."""
@@ -262,13 +267,12 @@ def _open(context: Context, kind: int, receive_messages: int) -> zmq.Socket[byte
         (zmq.RCVHWM, receive_messages),
         (zmq.MAXMSGSIZE, codec.MAX_PAYLOAD_BYTES + CURVE_FRAME_BYTES),
         (zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000)),
-        (zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000)),
-        (zmq.HEARTBEAT_TIMEOUT, round(SILENCE_S * 1000)),
-        (zmq.HEARTBEAT_TTL, round(SILENCE_S * 1000)),
+        (zmq.HEARTBEAT_IVL, 0),
         (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 30),
-        (zmq.TCP_KEEPALIVE_INTVL, 10),
+        (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 5),
         (zmq.TCP_KEEPALIVE_CNT, 3),
+        (zmq.TCP_MAXRT, round(SILENCE_S * 1000)),
     ):
         socket.setsockopt(option, value)
     return socket

@@ -44,7 +44,7 @@ from gridtrain.transport.base import (
 )
 from gridtrain.transport.curve import Identity, require_curve
 from gridtrain.transport.entrance import Entrance
-from gridtrain.transport.limits import Meter, Pacer
+from gridtrain.transport.limits import FLOOD_BYTES, FLOOD_MESSAGES, Meter, Pacer
 from gridtrain.transport.links import GREET_S, Dial, Link
 from gridtrain.transport.outbox import DEFAULT_LIMIT_BYTES, Outbox, Parcel, is_bulk
 from gridtrain.transport.reaching import PROBE, Reaching
@@ -103,7 +103,7 @@ class ZeroMQTransport:
         self._outbox: Outbox[sockets.Frames] = Outbox(Pacer(upload_Bps), outbox_bytes)
         self._meter = Meter(download_Bps)
         self._receive_messages = (
-            sockets.HIGH_WATER_MESSAGES if download_Bps is None else sockets.CAPPED_RECEIVE_MESSAGES
+            sockets.RECEIVE_MESSAGES if download_Bps is None else sockets.CAPPED_RECEIVE_MESSAGES
         )
         self._context: sockets.Context = zmq.Context()  # our own: safe under spawn
         self._entrance = Entrance(self._context, gate, self._identity, self._receive_messages)
@@ -257,7 +257,16 @@ class ZeroMQTransport:
         if drained:
             self._heard_s = now_s
         self._entrance.tend(self._heard_s, now_s)
+        for link in self._entrance.hoarders(now_s):
+            self._hoarded(link)
         return self._wake_in.fileno() in ready and self._slept()
+
+    def _hoarded(self, link: Link | None) -> None:
+        text = "it sends far more than is read, or never ends a message"
+        if link is None or link.state == "up":
+            self._events.append(Violation(None if link is None else link.peer, text))
+        if link is not None:
+            self._shut(link, "it fills the memory")
 
     def _interests(self, reading: bool) -> list[tuple[sockets.Waitable, int]]:
         """What to wait for.  Under download debt the data sockets are left alone."""
@@ -328,6 +337,7 @@ class ZeroMQTransport:
             self._meter.charge(incoming.nbytes, now_s)
             link = self._entrance.links.get(incoming.routing_id) if dial is None else dial.link
             if link is not None:
+                link.read_bytes += incoming.nbytes
                 self._listen_to(link, incoming)
             elif dial is not None:
                 self._answered(dial, incoming)
@@ -353,7 +363,16 @@ class ZeroMQTransport:
             except RemoteProtocolError as error:
                 self._events.append(Violation(link.peer, str(error)))
             else:
-                self._events.append(Received(link.peer, message, incoming.nbytes))
+                if not is_bulk(message) and link.flood.pour(incoming.nbytes, time.monotonic()):
+                    self._flooded(link)
+                else:
+                    self._events.append(Received(link.peer, message, incoming.nbytes))
+
+    def _flooded(self, link: Link) -> None:
+        """It is cut before its owner hears of it: what it has sent meanwhile would fill the memory."""
+        text = f"more than {FLOOD_MESSAGES} messages, or {FLOOD_BYTES} bytes, that need no credit, and no end"
+        self._events.append(Violation(link.peer, text))
+        self._shut(link, "it floods this connection")
 
     # -- connections that we made --------------------------------------------------------------
 
@@ -441,7 +460,7 @@ class ZeroMQTransport:
             if sockets.write(self._entrance.router, self._hello, incoming.routing_id):
                 self._count_hello()
         if hello.version != PROTOCOL_VERSION:
-            self._events.append(greeting.mismatch(hello, link.peer))
+            self._events.append(greeting.mismatch(hello, None))  # old software is no offence
             self._entrance.ignore(incoming)
         elif encrypted or hello.software != PROBE:
             self._welcome(link)

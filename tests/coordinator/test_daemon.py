@@ -126,7 +126,7 @@ class Turns:
 
 def reception_of(core: FakeCore, *members: m.PeerId) -> Reception:
     """Over a real door, with an invitation of two uses that so many have used already."""
-    door = Door(operator=OPERATOR, coordinator=COORDINATOR)
+    door = Door(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
     door.invite(INVITATION, 2, 600.0, 0.0)
     for member in members:
         door.enrol(INVITATION, member, "", 0.0)
