@@ -413,3 +413,9 @@ def test_a_worker_is_welcomed_by_the_real_core_over_the_memory_transport() -> No
     heard = [event.message for event in anna.poll(1.0) if isinstance(event, Received)]
     assert [type(message).__name__ for message in heard] == ["Welcome", "RunState"]
     assert heard[0].term == 1  # type: ignore[union-attr]
+
+
+def test_what_came_in_the_same_breath_as_the_ban_is_not_heard() -> None:
+    core = FakeCore({Expelled: [Dismiss(ANNA)]})
+    play(core, [Received(OPERATOR, m.Expel(ANNA, True, "spam"), 40), Received(ANNA, JOIN, 80)])
+    assert not [event for event in core.heard if isinstance(event, Heard)]

@@ -226,3 +226,13 @@ def test_the_others_are_told_at_once_whom_to_cut_off() -> None:
     run.now_s += 10.0
     effects = run.hear(Expelled(B, "kicked", "was put out of the run", "ask"))
     assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects
+
+
+def test_only_members_report_a_stall_and_their_word_for_the_step_is_not_needed() -> None:
+    run = Run(A, B)
+    run.now_s += 100.0
+    run.say(C, m.Join("r", "c", "memory://c"))
+    assert run.say(C, m.Stalled(m.RoundId(1, 1, 0, 0), (A, B), 1e-6, "all are silent")) == []
+    run.beat(A, B)
+    run.say(B, m.Stalled(m.RoundId(1, 1, 7, 0), (A,), 1e-6, "a is silent"))
+    assert Dismiss(A) not in run.effects, "it has just moved"
