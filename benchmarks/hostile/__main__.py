@@ -3,7 +3,8 @@
     python -m hostile                    all of them, in about 6 minutes
     python -m hostile attacks|load|door  one of them; --json FILE keeps the figures
 
-Decides what is measured and how it is shown.  Each comparison is made within one run: a quiet time, the attack,
+Decides what is measured and how it is shown.  Each comparison is made within one run: a quiet time, the
+attack,
 a quiet time; so that a machine that slows down slows both.  Everything is on one machine: the attacker runs
 with `nice -n 19`, as a fair stand-in for another machine, and `burner` shows what her computing alone costs.
 """

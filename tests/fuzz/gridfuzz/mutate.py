@@ -42,6 +42,7 @@ MSGPACK = (
     b"\xa1\xff",  # no UTF-8
     b"\xa3\xed\xa0\x80",  # a surrogate
     b"\x91" * 600,
+    b"\xdc\x10\x00" * 300,  # arrays of 4096 items, one in the other, all of which are still to come
 )
 JSON = (
     *(
