@@ -4,8 +4,7 @@
     python -m hostile attacks|load|door  one of them; --json FILE keeps the figures
 
 Decides what is measured and how it is shown.  Each comparison is made within one run: a quiet time, the
-attack,
-a quiet time; so that a machine that slows down slows both.  Everything is on one machine: the attacker runs
+attack, a quiet time; so that a machine that slows down slows both.  Everything is on one machine: the attacker runs
 with `nice -n 19`, as a fair stand-in for another machine, and `burner` shows what her computing alone costs.
 """
 
@@ -71,7 +70,7 @@ def attacks(folder: Path) -> list[dict[str, Any]]:
         gate = group.gate()
         orders = {
             "gates": [gate.path] * len(names),
-            "lives": dict.fromkeys(names, 3) | {"false-votes": 1, "no-votes": 1},
+            "lives": dict.fromkeys(names, 5) | {"false-votes": 1, "no-votes": 1},
             "seconds": dict.fromkeys(names, 20.0) | {"crowd": 4.0, "flapping-everywhere": 4.0},
         }
         mallory = group.attack("mallory", names, orders=orders, exchange="gtopk")
@@ -82,7 +81,7 @@ def attacks(folder: Path) -> list[dict[str, Any]]:
                 forget_peak(pid)
             began_s = time.monotonic()
             gate.open()
-            group.wait(f"the end of {name}", lambda n=number: len(mallory.marked("over")) == n)
+            group.wait_until_over(mallory, number)
             group.wait_until(time.monotonic() + 1.0)
             rows.append(row_of(group, mallory, name, began_s) | {"memory_mib": grown_mib(before, pids)})
             print(attack_line(rows[-1]), flush=True)

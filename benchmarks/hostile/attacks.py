@@ -138,13 +138,12 @@ class Garbage(Attack):
 
 
 class Frames(Attack):
-    """(b) Messages of 1,000 frames, and single frames of 64 MiB."""
+    """(b) Messages of 1,000 frames, and frames of 64 MiB."""
 
     def burst(self) -> None:
         many = [b"x"] * 1000
-        self.sent += self.at.pour(
-            self.at.everybody, lambda peer: many if self.sent % 8 else [LARGEST, LARGEST]
-        )
+        large = [b"x", LARGEST, LARGEST]
+        self.sent += self.at.pour(self.at.everybody, lambda peer: many if self.sent % 8 else large)
 
 
 class Endless(Attack):

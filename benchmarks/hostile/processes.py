@@ -352,6 +352,13 @@ class Group:
         timer.start()
         self.wait("the end of a measurement", lambda: time.monotonic() >= at_s)
 
+    def wait_until_over(self, hostile: Program, attacks: int) -> None:
+        """Until so many attacks of `hostile` are over.  Raises `GroupError` if she ends before."""
+        what = f"the end of attack {attacks}"
+        self.wait(what, lambda: hostile.code is not None or len(hostile.marked("over")) >= attacks)
+        if len(hostile.marked("over")) < attacks:
+            raise GroupError(f"{what}: {hostile.name} has ended\n{self.tails()}")
+
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()

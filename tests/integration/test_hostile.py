@@ -98,9 +98,9 @@ def run(group: Group, attacks: list[str], orders: dict[str, Any], **options: Any
     before = {name: rss_mib(pid) for name, pid in honest.items()}
     for pid in honest.values():
         forget_peak(pid)
-    for number, attack in enumerate(attacks, 1):
+    for number in range(1, len(attacks) + 1):
         gate.open()
-        group.wait(f"the end of {attack}", lambda n=number: len(mallory.marked("over")) == n)
+        group.wait_until_over(mallory, number)
     then = {name: group.steps(name) for name in HONEST}
     group.wait("more steps", lambda: all(group.steps(n) >= then[n] + STEPS_AFTERWARDS for n in HONEST))
     picture = group.members()
