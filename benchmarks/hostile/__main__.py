@@ -4,8 +4,8 @@
     python -m hostile attacks|load|door  one of them; --json FILE keeps the figures
 
 Decides what is measured and how it is shown.  Each comparison is made within one run: a quiet time, the
-attack, a quiet time; so that a machine that slows down slows both.  Everything is on one machine: the attacker runs
-with `nice -n 19`, as a fair stand-in for another machine, and `burner` shows what her computing alone costs.
+attack, a quiet time; so that a machine that slows down slows both.  Everything is on one machine: the
+attacker runs with `nice -n 19`, as a fair stand-in for another one, and `burner` shows what computing costs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def grown_mib(before: dict[str, float], pids: dict[str, int]) -> dict[str, float
 def attacks(folder: Path) -> list[dict[str, Any]]:
     names = list(ATTACKS)
     rows = []
-    with Group(folder, workers=len(HONEST)) as group:
+    # One person with so many keys can make those suspects who alone can see what she does (decision 0011).
+    with Group(folder, workers=len(HONEST), without=["liar"]) as group:
         group.extend(300)
         start(group, "gtopk")
         gate = group.gate()

@@ -142,7 +142,7 @@ class Frames(Attack):
 
     def burst(self) -> None:
         many = [b"x"] * 1000
-        large = [b"x", LARGEST, LARGEST]
+        large = [b"x", LARGEST]
         self.sent += self.at.pour(self.at.everybody, lambda peer: many if self.sent % 8 else large)
 
 

@@ -5,6 +5,7 @@ Bounds that hold on any machine; what it really costs is measured by `python -m 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +17,12 @@ from gridtrain.transport.curve import Identity
 from hostile.processes import Group, Program, forget_peak, peak_mib, rss_mib
 from hostile.wire import CurveConnection, Refused
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(
+        not os.environ.get("GRIDTRAIN_HOSTILE"), reason="minutes at full load; run it with `make hostile`"
+    ),
+]
 
 HONEST = ("anna", "bert", "carl")
 QUIET_S, ATTACK_S = 3.0, 6.0
