@@ -24,6 +24,7 @@ from gridtrain.protocol import messages as m
 from gridtrain.transport import sockets
 from gridtrain.transport.curve import Identity
 from gridtrain.wire import codec
+from hostile.strangers import open_dealer
 from hostile.wire import CurveConnection, Refused
 
 BURST_S = 0.02
@@ -314,7 +315,7 @@ class Crowd(Attack):
         for peer, address in self.at.addresses().items():
             if len(self._open) >= 4 * self.connections:
                 break
-            dealer = sockets.open_dealer(self._context, self.at.identity, peer)
+            dealer = open_dealer(self._context, self.at.identity, peer)
             dealer.connect(address)
             dealer.send_multipart(hello)
             self._open.append(dealer)

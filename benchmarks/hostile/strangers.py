@@ -110,6 +110,17 @@ def _is_over(connection: socket.socket) -> bool:
 # -- handshakes with keys of one's own -----------------------------------------------------------------
 
 
+def open_dealer(context: sockets.Context, identity: Identity, server: bytes) -> zmq.Socket[bytes]:
+    """One that connects once, and says nothing by itself."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.RECONNECT_IVL, sockets.NEVER_MS)
+    dealer.setsockopt(zmq.CURVE_PUBLICKEY, identity.public)
+    dealer.setsockopt(zmq.CURVE_SECRETKEY, identity.secret)
+    dealer.setsockopt(zmq.CURVE_SERVERKEY, server)
+    return dealer
+
+
 class Handshakes:
     """Handshakes that are under way, and their sockets."""
 
@@ -124,8 +135,7 @@ class Handshakes:
         return len(self._open)
 
     def begin(self, identity: Identity, server: bytes, address: str, source: str = "") -> None:
-        dealer = sockets.open_dealer(self._context, identity, server)
-        dealer.setsockopt(zmq.LINGER, 0)
+        dealer = open_dealer(self._context, identity, server)
         monitor = sockets.open_monitor(dealer)
         dealer.connect(address.replace("tcp://", f"tcp://{source}:0;") if source else address)
         self._poller.register(monitor, zmq.POLLIN)
