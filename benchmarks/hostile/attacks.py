@@ -88,10 +88,12 @@ class Place:
     def pour(self, to: Callable[[], list[bytes]], frames_for: Callable[[bytes], list[bytes]]) -> int:
         """Write to all of these until none takes any more, for at most `BURST_S`; how many it were."""
         until_s, count, busy = time.monotonic() + BURST_S, 0, True
-        while busy and time.monotonic() < until_s:
+        while busy:
             busy = False
             for peer in to():
                 for _ in range(32):
+                    if time.monotonic() >= until_s:
+                        return count
                     if not self.write(peer, frames_for(peer)):
                         break
                     count, busy = count + 1, True

@@ -213,6 +213,9 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("user-id", "speaks_for", _yes, "a member greets and speaks as another"),
         ("revocation", "still_admitted", _yes, "a removed member goes on sending"),
     ],
+    "gridtrain.transport.sockets": [
+        ("receive-queue", "RECEIVE_MESSAGES", 2, "a full queue, a ping and a reset end the process"),
+    ],
     "gridtrain.transport.doorway": [
         ("half-open", "overstayers", _nobody, "silent connections keep descriptors"),
     ],

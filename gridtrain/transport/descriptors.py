@@ -20,8 +20,8 @@ Remote = tuple[str, int]
 """The host and port of the other end, as numbers."""
 
 
-def remote_of(fd: int, ports: Set[int]) -> Remote | None:
-    """The other end of a connection to one of our ports; None: it is no such connection."""
+def remote_of(fd: int, ports: Set[int] | None = None) -> Remote | None:
+    """The other end of a connection, to one of our ports if named; None: it is no such one."""
     with _borrowed(fd) as connection:
         return None if connection is None else _remote(connection, ports)
 
@@ -36,7 +36,7 @@ def cut(fd: int, remote: Remote, ports: Set[int]) -> bool:
         return True
 
 
-def received_bytes(fd: int, remote: Remote, ports: Set[int]) -> int:
+def received_bytes(fd: int, remote: Remote, ports: Set[int] | None = None) -> int:
     """What has come over the connection with `remote` so far, read by anybody or not; 0: not known."""
     with _borrowed(fd) as connection:
         if connection is None or _remote(connection, ports) != remote:
@@ -72,11 +72,11 @@ def _borrowed(fd: int) -> Iterator[socket.socket | None]:
         yield connection
 
 
-def _remote(connection: socket.socket, ports: Set[int]) -> Remote | None:
+def _remote(connection: socket.socket, ports: Set[int] | None) -> Remote | None:
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return None
     try:
-        if connection.getsockname()[1] not in ports:
+        if ports is not None and connection.getsockname()[1] not in ports:
             return None
         host, port, *_ = connection.getpeername()
     except OSError:  # it was closed in the meantime

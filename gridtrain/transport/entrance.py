@@ -47,11 +47,9 @@ class Entrance:
         identity: whom we prove to be; None: nothing is encrypted.
     """
 
-    def __init__(
-        self, context: sockets.Context, gate: Gate, identity: Identity | None, receive_messages: int
-    ) -> None:
+    def __init__(self, context: sockets.Context, gate: Gate, identity: Identity | None) -> None:
         self.zap = Zap(context, gate) if identity is not None else None  # before anybody can connect
-        self.router = sockets.open_router(context, receive_messages, identity)
+        self.router = sockets.open_router(context, identity)
         self.monitor = sockets.open_monitor(self.router, sockets.ACCEPTED_EVENTS)
         self.links: dict[bytes, Link] = {}
         self._encrypted = identity is not None
@@ -60,7 +58,6 @@ class Entrance:
         self._by_fd: dict[int, Link] = {}
         self._doorway = doorway.Doorway()
         self._farewells: list[tuple[float, Link]] = []
-        self._look_at_s = 0.0
 
     def listen(self, address: str) -> str:
         """Raises `TransportError`."""
@@ -157,22 +154,26 @@ class Entrance:
                 self.cut(link)
         self._farewells = [(due_s, link) for due_s, link in self._farewells if now_s < due_s]
 
-    def hoarders(self, now_s: float) -> list[Link | None]:
+    def hoarders(self) -> list[Link | None]:
         """Those who send what never becomes a message, or far more than is read; None stands for one that has
         not greeted, and is cut already."""
-        if now_s < self._look_at_s:
-            return []
-        self._look_at_s = now_s + LOOK_S
         found: list[Link | None] = []
         for fd, remote in list(self._remotes.items()):
             link = self._by_fd.get(fd)
-            got_bytes = descriptors.received_bytes(fd, remote, self._ports)
-            if link is None and hoards(got_bytes, 0, guest=True):
+            if link is None and hoards(descriptors.received_bytes(fd, remote, self._ports), 0, guest=True):
                 self._cut(fd)
                 found.append(None)
-            elif link is not None and hoards(got_bytes, link.read_bytes, guest=link.guest):
+            elif link is not None and self.is_hoarding(link):
                 found.append(link)
         return found
+
+    def is_hoarding(self, link: Link) -> bool:
+        """The same of one connection, accepted or dialled."""
+        remote, ports = (
+            (self._remotes.get(link.fd), self._ports) if link.dial is None else (link.dial.remote, None)
+        )
+        got_bytes = 0 if remote is None else descriptors.received_bytes(link.fd, remote, ports)
+        return hoards(got_bytes, link.read_bytes, guest=link.guest)
 
     def close(self) -> None:
         sockets.close(self.router, self.monitor)

@@ -10,9 +10,9 @@ is passed in) or a message: it sees sizes only.
                  |---- A's bytes ----|-------- B's bytes --------|
                                      A leaves                    B leaves       -> time
 
-    download   Meter: a message that has arrived is delivered at once, then the time that the line
-               would have needed for it is waited for before anything more is read.  The sender
-               notices by itself: its queue fills (TCP's backpressure).
+    download   `arrivals.Arrivals` over sockets.  Here only the memory transport's Meter: a message that has
+               arrived is delivered at once, then the time that the line would have needed for it is waited
+               for before anything more is read.
 """
 
 from __future__ import annotations

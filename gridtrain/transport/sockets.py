@@ -44,10 +44,6 @@ queue stops its reading, and if the connection is then reset while a ZMTP ping i
 sent, an assertion ends the process.  A peer could bring that about.  What a peer may have in here is bounded
 by byte credits and, for everything else, by `limits.Flood`: who goes beyond is cut."""
 
-CAPPED_RECEIVE_MESSAGES = 2
-"""Under a download cap the queue is what makes the sender wait, so there it has to be short.  We send no
-pings ourselves, so honest peers cannot meet in that assertion."""
-
 SILENCE_S = 25.0
 """A connection whose other end does not answer TCP's own probes is dead after about that long.  ZMTP's
 heartbeats stay off, see above; the loops' own deadlines are what notices a silent peer early."""
@@ -111,9 +107,9 @@ class Incoming:
         return _property(self.first, "Peer-Address")
 
 
-def open_router(context: Context, receive_messages: int, identity: Identity | None) -> zmq.Socket[bytes]:
+def open_router(context: Context, identity: Identity | None) -> zmq.Socket[bytes]:
     """For connections that others make.  `identity` None: not encrypted."""
-    router = _open(context, zmq.ROUTER, receive_messages)
+    router = _open(context, zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message for nobody is "sent"
     router.setsockopt(zmq.BACKLOG, 512)
     if identity is not None:
@@ -124,11 +120,9 @@ def open_router(context: Context, receive_messages: int, identity: Identity | No
     return router
 
 
-def open_dealer(
-    context: Context, receive_messages: int, identity: Identity | None, peer: PeerId
-) -> zmq.Socket[bytes]:
+def open_dealer(context: Context, identity: Identity | None, peer: PeerId) -> zmq.Socket[bytes]:
     """For a connection to `peer`.  `identity` None: not encrypted."""
-    dealer = _open(context, zmq.DEALER, receive_messages)
+    dealer = _open(context, zmq.DEALER)
     dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     dealer.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
     if identity is not None:
@@ -258,13 +252,13 @@ def wire_bytes(frame_bytes: int, *, encrypted: bool) -> int:
     return nbytes + (2 if nbytes <= 255 else 9)
 
 
-def _open(context: Context, kind: int, receive_messages: int) -> zmq.Socket[bytes]:
+def _open(context: Context, kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     for option, value in (
         (zmq.LINGER, round(LINGER_S * 1000)),
         (zmq.SNDTIMEO, 0),
         (zmq.SNDHWM, HIGH_WATER_MESSAGES),
-        (zmq.RCVHWM, receive_messages),
+        (zmq.RCVHWM, RECEIVE_MESSAGES),
         (zmq.MAXMSGSIZE, codec.MAX_PAYLOAD_BYTES + CURVE_FRAME_BYTES),
         (zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000)),
         (zmq.HEARTBEAT_IVL, 0),

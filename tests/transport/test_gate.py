@@ -283,8 +283,8 @@ VICTIM = """
 import subprocess, sys, time
 import zmq
 from gridtrain.transport import sockets
-receive = int(sys.argv[1])
-router = sockets.open_router(zmq.Context(), receive, None)
+sockets.RECEIVE_MESSAGES = int(sys.argv[1])
+router = sockets.open_router(zmq.Context(), None)
 address = sockets.bind(router, "tcp://127.0.0.1:0")
 subprocess.run([sys.executable, "-c", {crash!r}.format(address=address)])
 while router.poll(300):
