@@ -572,7 +572,8 @@ class MemberCore:
         self._edges_down_since_s = now_s
         text = f"connection to rank {rank} broke: {reason}"
         note = Note("edge_down", {"peer": peer.hex()[:8], "reason": reason})
-        return [note, *self._running(lambda mine: mine.edge_down(text, now_s), now_s)]
+        told = Post(self.coordinator, m.Broken(self.term, self.generation, peer))
+        return [note, told, *self._running(lambda mine: mine.edge_down(text, now_s), now_s)]
 
     # -- the open step ---------------------------------------------------------------------------
 

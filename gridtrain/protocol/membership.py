@@ -25,6 +25,7 @@ from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.breaks import MOST_BREAKS, WINDOW_S, Breaks
 from gridtrain.protocol.membership_io import (
     CalledBack,
     Dismiss,
@@ -49,7 +50,7 @@ from gridtrain.protocol.verdict import Outcome, judge
 from gridtrain.protocol.whereabouts import Whereabouts
 
 ROSTER_PAGE = 128
-STALLS_BEFORE_REMOVAL, STALLS_BEFORE_THE_END = 3, 6
+STALLS_BEFORE_REMOVAL, STALLS_BEFORE_YOUNGEST = 3, 6
 MAX_WORKERS = 1000  # what the lists of one message hold
 MAX_PROBES = 256
 
@@ -96,6 +97,7 @@ class Membership:
         self._min_workers = min_workers
         self._workers: dict[m.PeerId, Worker] = {}
         self._whereabouts = Whereabouts(me)
+        self._breaks = Breaks()
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
         self._making = _Making.NONE
@@ -248,6 +250,8 @@ class Membership:
                 return self._stalled(worker, message, now_s)
             case m.NoRoute():
                 return self._no_route(worker, message)
+            case m.Broken():
+                return self._broken(worker, message, now_s)
             case m.Accuse(accused, reason):
                 members = {member.peer for member in self._roster}
                 if peer in members and accused in members and peer != accused:
@@ -327,6 +331,19 @@ class Membership:
             self._making, self._making_until_s = _Making.NONE, math.inf
         return [Note("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})]
 
+    def _broken(self, worker: Worker, message: m.Broken, now_s: float) -> list[Effect]:
+        """A connection broke; the member that all such connections have in common goes."""
+        members = {member.peer for member in self._roster}
+        current = (message.term, message.generation) == (self.term, self.generation)
+        if not current or not {worker.peer, message.peer} <= members or worker.peer == message.peer:
+            return []
+        self._breaks.note(worker.peer, message.peer, now_s)
+        flapping = self._breaks.common_end(now_s)
+        if flapping is None:
+            return []
+        text = f"its connections broke {MOST_BREAKS} times within {WINDOW_S:.0f} s"
+        return self._remove(flapping, text, now_s, dismiss=True)
+
     def _expelled(self, event: Expelled, now_s: float) -> list[Effect]:
         if event.peer not in self._workers:
             return [Dismiss(event.peer)]
@@ -392,7 +409,7 @@ class Membership:
         """A round hangs: the rest start anew, without suspects that showed no sign of life.
 
         Where one step stalls again and again its suspects go whatever they show; and if that does not
-        help either, the run cannot go on, and everybody is told why.
+        help either, one member after the other goes, the youngest first: somebody is at fault.
         """
         members = {member.peer for member in self._roster}
         current = (stalled.round.term, stalled.round.generation) == (self.term, self.generation)
@@ -410,10 +427,10 @@ class Membership:
         effects: list[Effect] = [
             Note("warning", "stalled", {"name": worker.name, "step": step, "times": times, "reason": reason})
         ]
-        if times >= STALLS_BEFORE_THE_END:
-            reason = f"step {step} failed in {times} generations; the last time: {reason}"
-            everybody = list(self._workers)
-            return effects + [e for p in everybody for e in self._remove(p, reason, now_s, dismiss=True)]
+        if times >= STALLS_BEFORE_YOUNGEST and len(members & set(self._workers)) > 1:
+            youngest = max(members & set(self._workers), key=self._seniority)
+            text = f"step {step} failed in {times} generations, and who joined last goes first: {reason}"
+            return effects + self._remove(youngest, text, now_s, dismiss=True)
         for peer in stalled.suspects:
             suspect = self._workers.get(peer)
             if suspect is None:
@@ -446,6 +463,7 @@ class Membership:
 
     def _miss(self, peer: m.PeerId, why: str, for_good: bool) -> None:
         """A member is gone: the others need another generation."""
+        self._breaks.forget(peer)
         if peer in {member.peer for member in self._roster}:
             self._change = why
             if for_good:

@@ -51,12 +51,12 @@ PROVABLE = {
     "garbage": "is no msgpack within the limits",
     "bad-indices": "sparse payload of [0-9]+ bytes",
     "held": "the largest of this run has",
-    "flapping": "its connection broke 4 times within 30 s",
     "pings": "that need no credit, and no end",
 }
 """Attacks, and what is said of whoever makes them."""
 
 UNPROVABLE = {
+    "flapping": "its connections broke 4 times within 30 s",
     "no-votes": "held up step [0-9]+ 3 times: .* voted NO: on purpose",
     "false-votes": "held up step [0-9]+ 3 times: .* hold something else",
 }

@@ -236,3 +236,50 @@ def test_only_members_report_a_stall_and_their_word_for_the_step_is_not_needed()
     run.beat(A, B)
     run.say(B, m.Stalled(m.RoundId(1, 1, 7, 0), (A,), 1e-6, "a is silent"))
     assert Dismiss(A) not in run.effects, "it has just moved"
+
+
+def flap(run: Run, pairs: list[tuple[m.PeerId, m.PeerId]]) -> list[Effect]:
+    """The first of each pair says that its connection to the second broke; what followed."""
+    effects: list[Effect] = []
+    for reporter, peer in pairs:
+        effects += run.say(reporter, m.Broken(1, run.core.generation, peer))
+    return effects
+
+
+def test_the_member_that_all_broken_connections_have_in_common_goes() -> None:
+    run = Run(A, B, C)
+    effects = flap(run, [(A, C), (B, C)] * 4)
+    assert [e for e in effects if isinstance(e, Dismiss)] == [Dismiss(C)]
+    assert not [e for e in effects if isinstance(e, Strike)], "a bad line is no offence"
+
+
+def test_a_liar_about_broken_connections_blames_itself_alone() -> None:
+    run = Run(A, B, C)
+    effects = flap(run, [(C, A), (C, B), (C, A), (C, B)] * 4)
+    assert [e for e in effects if isinstance(e, Dismiss)] == [Dismiss(C)]
+
+
+def test_one_pairs_bad_line_and_old_breaks_are_nobodys_fault() -> None:
+    run = Run(A, B, C)
+    assert not [e for e in flap(run, [(A, C), (C, A)] * 8) if isinstance(e, Dismiss)]
+    run = Run(A, B, C)
+    for _ in range(8):
+        assert not [e for e in flap(run, [(A, C), (B, C)]) if isinstance(e, Dismiss)]
+        run.now_s += 10.0
+
+
+def test_where_nobody_is_named_the_youngest_goes_and_the_run_goes_on() -> None:
+    run = Run(A, B)
+    dismissed: list[Effect] = []
+    for _ in range(6):
+        assert dismissed == []
+        generation = run.core.generation
+        effects = run.say(A, m.Stalled(m.RoundId(1, generation, 0, 0), (), 0.0, "nobody knows why"))
+        dismissed = [e for e in effects if isinstance(e, Dismiss)]
+        rest = (A,) if dismissed else (A, B)
+        run.now_s += 10.0
+        run.beat(*rest)
+        for peer in rest:
+            run.report(peer)
+        run.start(*rest)
+    assert dismissed == [Dismiss(B)]
