@@ -292,6 +292,11 @@ class Flapping(Attack):
             dial.attempt, dial.due_s = 0, min(dial.due_s, time.monotonic() + 5.0)
             if dial.socket is None:
                 dial.due_s = 0.0
+        for peer in self.at.peers():
+            for link in self.at.zeromq._edges.get(peer, []):
+                if link.dial is None:
+                    self.at.zeromq._entrance.cut(link)
+                    self.sent += 1
 
 
 class FlappingEverywhere(Flapping):

@@ -16,8 +16,8 @@ Commit rules 5 to 8 (DESIGN section 7).  Where all members are lost the run wait
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import asdict, replace
+from collections import Counter, deque
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -61,6 +61,15 @@ class _Making(StrEnum):
     NONE = "none"
     FREEZING = "freezing"  # REPORTs are awaited
     FORMING = "forming"  # READYs are awaited
+
+
+@dataclass(slots=True)
+class _Stalls:
+    """Of the latest step that stalled: in how many generations, and in how many each was suspected."""
+
+    step: int = -1
+    times: int = 0
+    suspected: Counter[m.PeerId] = field(default_factory=Counter)
 
 
 class Membership:
@@ -110,7 +119,7 @@ class Membership:
         self._change: str = ""  # why the next generation is wanted; empty: it is not
         self._plan_reason = ""
         self._reached = 0  # the step that generations and finished workers have told of
-        self._stalls = (-1, 0)  # the latest step that stalled, and how often
+        self._stalls = _Stalls()
         self._events: deque[dict[str, Any]] = deque(maxlen=50)
         self._started = False  # somebody holds, or held, a model worth waiting for
         self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
@@ -422,8 +431,10 @@ class Membership:
             return []
         # Where the generation began, not where the sender says that it is: its word is not needed here.
         step, reason = self._view.applied + 1, stalled.reason
-        self._stalls = (step, self._stalls[1] + 1 if self._stalls[0] == step else 1)
-        times = self._stalls[1]
+        if self._stalls.step != step:
+            self._stalls = _Stalls(step)
+        times = self._stalls.times = self._stalls.times + 1
+        self._stalls.suspected.update(members & set(stalled.suspects))
         effects: list[Effect] = [
             Note("warning", "stalled", {"name": worker.name, "step": step, "times": times, "reason": reason})
         ]
@@ -438,8 +449,8 @@ class Membership:
             patience_s = max(stalled.patience_s, self._deadlines.patience_floor_s)
             if stalled.patience_s > 0 and patience_s <= now_s - suspect.moved_s:
                 effects += self._remove(peer, "showed no progress while others waited", now_s, dismiss=True)
-            elif times >= STALLS_BEFORE_REMOVAL:
-                text = f"held up step {step} {times} times: {reason}"
+            elif self._stalls.suspected[peer] >= STALLS_BEFORE_REMOVAL:
+                text = f"held up step {step} {self._stalls.suspected[peer]} times: {reason}"
                 effects += self._remove(peer, text, now_s, dismiss=True)
         self._change = self._change or f"{worker.name} reports a stall: {reason}"
         return effects

@@ -50,8 +50,7 @@ PROVABLE = {
     "illegal": "only the coordinator may send it|which only others may send",
     "garbage": "is no msgpack within the limits",
     "bad-indices": "sparse payload of [0-9]+ bytes",
-    "held": "the largest of this run has",
-    "pings": "that need no credit, and no end",
+    "held": "the largest of this run has|it sends far more than is read",
 }
 """Attacks, and what is said of whoever makes them."""
 
@@ -63,6 +62,13 @@ UNPROVABLE = {
 """What an honest member with a broken machine does as well: no strike, but the others go on without it."""
 
 
+HARMLESS = ("pings",)
+"""Nobody reads so fast that it becomes an offence on every machine; then it must cost little."""
+
+STEPS_PER_S = 2.0
+"""Of the honest, at least, under a harmless attack; left alone they make ten times as many."""
+
+
 @dataclass
 class Life:
     """Of a hostile member, from the first word of an attack until she was out."""
@@ -70,6 +76,7 @@ class Life:
     code: str
     reason: str
     steps_hit: dict[int, set[int]]  # by generation
+    committed_per_s: float
 
 
 @dataclass
@@ -137,7 +144,11 @@ def accounts_of(group: Group, lines: list[dict[str, Any]]) -> dict[str, Account]
             hit: dict[int, set[int]] = {}
             for generation, step, _ in group.aborted(began_s, line["at_s"] + OUT_S):
                 hit.setdefault(generation, set()).add(step)
-            account.lives.append(Life(line["code"], line["reason"], hit))
+            committed = [
+                o for o in group.outcomes("anna") if o["committed"] and began_s <= o["at_s"] <= line["at_s"]
+            ]
+            rate = len(committed) / (line["at_s"] - began_s)
+            account.lives.append(Life(line["code"], line["reason"], hit, rate))
             began_s = None
     return accounts
 
@@ -148,7 +159,11 @@ def accounts_of(group: Group, lines: list[dict[str, Any]]) -> dict[str, Account]
 @pytest.fixture(scope="module")
 def defended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     with Group(tmp_path_factory.mktemp("defended"), workers=3) as group:
-        yield run(group, [*PROVABLE, *UNPROVABLE], {"lives": dict.fromkeys(UNPROVABLE, 1)})
+        orders = {
+            "lives": dict.fromkeys([*UNPROVABLE, *HARMLESS], 1),
+            "seconds": dict.fromkeys(HARMLESS, 10.0),
+        }
+        yield run(group, [*PROVABLE, *UNPROVABLE, *HARMLESS], orders)
 
 
 @pytest.mark.parametrize("attack", PROVABLE)
@@ -164,6 +179,13 @@ def test_she_is_put_out_for_good(defended: Told, attack: str) -> None:
 def test_the_others_go_on_without_her(defended: Told, attack: str) -> None:
     first = defended.accounts[attack].lives[0]
     assert first.code == "dismissed" and re.search(UNPROVABLE[attack], first.reason), first
+
+
+@pytest.mark.parametrize("attack", HARMLESS)
+def test_the_others_hardly_notice(defended: Told, attack: str) -> None:
+    (only,) = defended.accounts[attack].lives
+    print(only)
+    assert only.code == "offence" or only.committed_per_s >= STEPS_PER_S
 
 
 @pytest.mark.parametrize("attack", [*PROVABLE, *UNPROVABLE])
@@ -188,26 +210,20 @@ def test_nobody_elses_memory_grows(defended: Told) -> None:
 
 # -- and without ---------------------------------------------------------------------------------------
 
-HUB_LACKS = ("three-strikes", "flood", "hoard")
-WORKERS_LACK = ("flood",)
+HUB_LACKS = ("three-strikes", "hoard")
 LIVES, VICTIM = 4, "coordinator"
 
 
 @pytest.fixture(scope="module")
 def undefended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     with Group(tmp_path_factory.mktemp("undefended"), workers=3, without=HUB_LACKS) as group:
-        orders = {"lives": {"twice": LIVES}, "seconds": {"pings": 2.0, "endless": 7.0}, "victim": VICTIM}
-        yield run(group, ["twice", "pings", "endless"], orders, without=WORKERS_LACK)
+        orders = {"lives": {"twice": LIVES}, "seconds": {"endless": 7.0}, "victim": VICTIM}
+        yield run(group, ["twice", "endless"], orders)
 
 
 def test_without_three_strikes_she_comes_back_for_ever(undefended: Told) -> None:
     account = undefended.accounts["twice"]
     assert [life.code for life in account.lives] == ["offence"] * LIVES and not account.kicked
-
-
-def test_without_a_bound_on_small_talk_she_stays(undefended: Told) -> None:
-    account = undefended.accounts["pings"]
-    assert [life.code for life in account.lives] == ["EnoughError"] and not account.kicked
 
 
 def test_without_a_bound_on_what_cannot_be_read_memory_grows(undefended: Told) -> None:

@@ -30,7 +30,7 @@ class Run:
     """A coordinator and workers that do as they are told, one virtual second after the other."""
 
     def __init__(self, *peers: m.PeerId) -> None:
-        limits = Deadlines(silence_s=1e9, settle_s=0.0)
+        limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
         self.core = Membership(me=ME, run="r", term=1, deadlines=limits, software="", min_workers=len(peers))
         self.now_s = 0.0
         self.effects: list[Effect] = []
@@ -268,18 +268,26 @@ def test_one_pairs_bad_line_and_old_breaks_are_nobodys_fault() -> None:
         run.now_s += 10.0
 
 
+def stall(run: Run, members: tuple[m.PeerId, ...], *suspects: m.PeerId) -> list[m.PeerId]:
+    """The first member tells of a stalled round, and those who stay begin anew; who was dismissed."""
+    generation = run.core.generation
+    effects = run.say(members[0], m.Stalled(m.RoundId(1, generation, 0, 0), suspects, 0.0, "voted NO"))
+    dismissed = [e.peer for e in effects if isinstance(e, Dismiss)]
+    rest = [peer for peer in members if peer not in dismissed]
+    for peer in rest:
+        run.report(peer)
+    run.start(*rest)
+    return dismissed
+
+
 def test_where_nobody_is_named_the_youngest_goes_and_the_run_goes_on() -> None:
     run = Run(A, B)
-    dismissed: list[Effect] = []
-    for _ in range(6):
-        assert dismissed == []
-        generation = run.core.generation
-        effects = run.say(A, m.Stalled(m.RoundId(1, generation, 0, 0), (), 0.0, "nobody knows why"))
-        dismissed = [e for e in effects if isinstance(e, Dismiss)]
-        rest = (A,) if dismissed else (A, B)
-        run.now_s += 10.0
-        run.beat(*rest)
-        for peer in rest:
-            run.report(peer)
-        run.start(*rest)
-    assert dismissed == [Dismiss(B)]
+    assert [stall(run, (A, B)) for _ in range(6)] == [[]] * 5 + [[B]]
+    assert [stall(run, (A,)) for _ in range(9)] == [[]] * 9, "the last one has the model"
+
+
+def test_who_votes_no_in_three_generations_goes_and_who_does_so_once_stays() -> None:
+    run = Run(A, B, C)
+    members = (A, B, C)
+    assert [stall(run, members, B), stall(run, members, C), stall(run, members, C)] == [[]] * 3
+    assert stall(run, members, C) == [C]
