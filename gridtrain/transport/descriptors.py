@@ -47,13 +47,18 @@ def received_bytes(fd: int, remote: Remote, ports: Set[int] | None = None) -> in
         return 0
 
 
-def raise_descriptor_limit() -> None:
-    """Allow this process as many descriptors as it may allow itself, so that idle ones are no attack."""
+def raise_descriptor_limit() -> int:
+    """Allow this process as many descriptors as it may allow itself, so that idle ones are no attack.
+
+    Returns how many these are, at most `MOST_DESCRIPTORS`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # some systems name a limit that they do not allow
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MOST_DESCRIPTORS)
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ class Entrance:
 
     def listen(self, address: str) -> str:
         """Raises `TransportError`."""
-        descriptors.raise_descriptor_limit()
+        self._doorway.most_at_all = min(doorway.MOST_AT_ALL, descriptors.raise_descriptor_limit() // 2)
         bound = sockets.bind(self.router, address)
         self._ports.add(int(bound.rpartition(":")[2]))
         return bound
