@@ -14,7 +14,7 @@ MINUTES ?= 5
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweep fuzz lab lint types format check clean
+.PHONY: help setup demo test sweep hostile fuzz lab lint types format check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,7 +37,10 @@ lab: $(READY) ## step times behind NAT and through relays, in network namespaces
 	@cd benchmarks && ../$(BIN)/python -m lab.volunteers $(LAB)
 
 fuzz: $(READY) ## hostile input into all decoders and state machines for MINUTES=5; TARGET=codec SEED=7 for less
-	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED)) $(if $(JOBS),--jobs $(JOBS))
+
+hostile: $(READY) ## a hostile member among real processes, and strangers at the door (minutes, all cores)
+	GRIDTRAIN_HOSTILE=1 $(BIN)/pytest tests/integration/test_hostile.py tests/integration/test_load.py
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check

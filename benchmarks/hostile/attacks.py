@@ -24,6 +24,7 @@ from gridtrain.protocol import messages as m
 from gridtrain.transport import sockets
 from gridtrain.transport.curve import Identity
 from gridtrain.wire import codec
+from hostile.strangers import open_dealer
 from hostile.wire import CurveConnection, Refused
 
 BURST_S = 0.02
@@ -40,6 +41,7 @@ class Place:
     credit: Any  # CreditTransport
     zeromq: Any  # ZeroMQTransport
     identity: Identity
+    victim: str = ""
 
     @property
     def round(self) -> m.RoundId:
@@ -50,19 +52,25 @@ class Place:
         return self.core.seat.rank  # type: ignore[no-any-return]
 
     def peers(self) -> list[bytes]:
-        """The members to which there is a connection."""
-        members = [member.peer for member in self.core.seat.roster if member.peer != self.core.me]
-        return [peer for peer in members if self.zeromq.connected(peer)]
+        """The members to which there is a connection; only the victim if there is one."""
+        members = [x for x in self.core.seat.roster if x.peer != self.core.me and self.victim in ("", x.name)]
+        return [member.peer for member in members if self.zeromq.connected(member.peer)]
 
     def everybody(self) -> list[bytes]:
-        hub = [self.core.coordinator] if self.zeromq.connected(self.core.coordinator) else []
-        return self.peers() + hub
+        hub = self.core.coordinator
+        chosen = self.victim in ("", "coordinator") and self.zeromq.connected(hub)
+        return self.peers() + ([hub] if chosen else [])
 
     def addresses(self) -> dict[bytes, str]:
-        """Of those whom she was told how to dial."""
+        """Of those whom she was told how to dial; only the victim's if there is one."""
+        names = {x.peer: x.name for x in self.core.seat.roster} | {self.core.coordinator: "coordinator"}
         told = {x.peer: x.address for x in self.core.seat.roster if x.peer != self.core.me}
         dialled = {dial.peer: dial.address for dial in self.zeromq._dials}
-        return {peer: address for peer, address in {**told, **dialled}.items() if address.startswith("tcp")}
+        return {
+            peer: address
+            for peer, address in {**told, **dialled}.items()
+            if address.startswith("tcp") and self.victim in ("", names.get(peer))
+        }
 
     def write(self, peer: bytes, frames: list[bytes]) -> bool:
         """Straight into libzmq's queue, past caps and credits.  False: it is full, or the peer has gone."""
@@ -80,10 +88,12 @@ class Place:
     def pour(self, to: Callable[[], list[bytes]], frames_for: Callable[[bytes], list[bytes]]) -> int:
         """Write to all of these until none takes any more, for at most `BURST_S`; how many it were."""
         until_s, count, busy = time.monotonic() + BURST_S, 0, True
-        while busy and time.monotonic() < until_s:
+        while busy:
             busy = False
             for peer in to():
                 for _ in range(32):
+                    if time.monotonic() >= until_s:
+                        return count
                     if not self.write(peer, frames_for(peer)):
                         break
                     count, busy = count + 1, True
@@ -91,13 +101,13 @@ class Place:
 
 
 class Attack:
-    """Does nothing; `sent` counts what was sent at line rate.  Without hands: she keeps to the protocol."""
+    """Keeps to the protocol.  `sent` counts what was sent at line rate; `over`: threads are to end."""
 
     legal = False
     """An honest member could have sent it: nobody can prove an offence, so nobody is to be kicked."""
 
     def __init__(self, place: Place) -> None:
-        self.at, self.sent = place, 0
+        self.at, self.sent, self.over = place, 0, False
 
     def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
         return [message]
@@ -131,13 +141,12 @@ class Garbage(Attack):
 
 
 class Frames(Attack):
-    """(b) Messages of 1,000 frames, and single frames of 64 MiB."""
+    """(b) Messages of 1,000 frames, and frames of 64 MiB."""
 
     def burst(self) -> None:
         many = [b"x"] * 1000
-        self.sent += self.at.pour(
-            self.at.everybody, lambda peer: many if self.sent % 8 else [LARGEST, LARGEST]
-        )
+        large = [b"x", LARGEST]
+        self.sent += self.at.pour(self.at.everybody, lambda peer: many if self.sent % 8 else large)
 
 
 class Endless(Attack):
@@ -148,7 +157,6 @@ class Endless(Attack):
 
     legal = True
 
-    seconds = 6.0
     frame = bytes(2**20)
 
     def __init__(self, place: Place) -> None:
@@ -166,8 +174,7 @@ class Endless(Attack):
         with contextlib.suppress(OSError, Refused):
             connection = CurveConnection(self.at.identity, peer, host, int(port))
             connection.send(codec.encode(m.Hello(self.at.core.me, m.PROTOCOL_VERSION, "endless")))  # type: ignore[arg-type]
-            until_s = time.monotonic() + self.seconds
-            while time.monotonic() < until_s:
+            while not self.over:
                 connection.send([self.frame], more=True)
                 self.sent += 1
 
@@ -258,7 +265,7 @@ class NoVotes(Attack):
 
 
 class Held(Attack):
-    """(g) Payloads of 60 MiB for the step to come, which are held until it begins; no credit is waited for."""
+    """(g) Payloads of 60 MiB for the step to come, held until it begins; no credit is waited for."""
 
     def burst(self) -> None:
         early = replace(self.at.round, step=self.at.round.step + 1)
@@ -285,6 +292,11 @@ class Flapping(Attack):
             dial.attempt, dial.due_s = 0, min(dial.due_s, time.monotonic() + 5.0)
             if dial.socket is None:
                 dial.due_s = 0.0
+        for peer in self.at.peers():
+            for link in self.at.zeromq._edges.get(peer, []):
+                if link.dial is None:
+                    self.at.zeromq._entrance.cut(link)
+                    self.sent += 1
 
 
 class FlappingEverywhere(Flapping):
@@ -310,7 +322,7 @@ class Crowd(Attack):
         for peer, address in self.at.addresses().items():
             if len(self._open) >= 4 * self.connections:
                 break
-            dealer = sockets.open_dealer(self._context, 32, self.at.identity, peer)
+            dealer = open_dealer(self._context, self.at.identity, peer)
             dealer.connect(address)
             dealer.send_multipart(hello)
             self._open.append(dealer)

@@ -89,7 +89,13 @@ def train(
     """To the end of the run; returns a digest of the model."""
     torch.manual_seed(1)
     width = options.width
-    layers = nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+    layers = (
+        nn.Linear(FEATURES, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, CLASSES),
+    )
     model = nn.Sequential(*layers)
     momentum = 0.9 if options.exchange == "dense" else 0.0  # the sparse ones bring their own
     inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)

@@ -2,9 +2,9 @@
 
     python -m hostile.newcomer INVITATION 5
 
-A join is all that happens before `gridtrain.join` returns: the handshake that refuses the unknown key, the guest's
-with the invitation, the Enrol, the member's own handshake, Join and Welcome.  Each line of stdout is one JSON object:
-`loaded`, then `joined` with `took_s` or `failed` with `reason`.
+A join is all that happens before `gridtrain.join` returns: the handshake that refuses the unknown key, the
+guest's with the invitation, the Enrol, the member's own handshake, Join and Welcome.  Each line of stdout is
+one JSON object: `loaded`, then `joined` with `took_s` or `failed` with `reason`.
 """
 
 from __future__ import annotations

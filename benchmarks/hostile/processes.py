@@ -3,10 +3,10 @@
 Decides what is typed and when an output is complete.  Never looks into a process: it reads what they print,
 what `gridtrain members` says, and what the kernel counts (/proc).
 
-    with Group(folder, workers=3) as group:        gridtrain coordinator --state FOLDER ...
-        group.add("anna", steps=100)                   gridtrain worker INVITATION -- python -m hostile.honest ...
-        group.attack("mallory", ["garbage"])           gridtrain worker INVITATION -- python -m hostile.mallory ...
-        group.wait("the end", lambda: ...)             woken by each line of anybody's output
+    with Group(folder, workers=3) as group:     gridtrain coordinator --state FOLDER ...
+        group.add("anna", steps=100)            gridtrain worker INVITATION -- python -m hostile.honest ...
+        group.attack("mallory", ["garbage"])    gridtrain worker INVITATION -- python -m hostile.mallory ...
+        group.wait("the end", lambda: ...)      woken by each line of anybody's output
 
 Nothing polls; every wait ends at the group's deadline, or when a program fails, with the ends of all logs.
 Leaving the `with` ends what was started, by its process id.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -198,10 +199,17 @@ class Group:
         workers: training begins with so many.
         without: defences that the coordinator lacks.
         cap: the workers' upload and download limit; empty: none.
+        descriptors: so many files and connections the coordinator may have open; 0: as many as we.
     """
 
     def __init__(
-        self, folder: Path, *, workers: int, without: Sequence[str] = (), cap: str = "20Mbit"
+        self,
+        folder: Path,
+        *,
+        workers: int,
+        without: Sequence[str] = (),
+        cap: str = "20Mbit",
+        descriptors: int = 0,
     ) -> None:
         self.folder = folder
         self.workers: dict[str, Program] = {}
@@ -215,6 +223,8 @@ class Group:
         argv = ("coordinator", "--listen", "tcp://127.0.0.1:0", "--state", str(self._state))
         ends = ("--min-workers", str(workers), "--exit-when-finished")
         cli = (*UNDEFENDED, ",".join(without), "gridtrain.cli") if without else CLI
+        if descriptors:
+            cli = ("sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *cli)
         self.coordinator = Program("coordinator", (*cli, *argv, *ends), self._changed, folder)
 
     def __enter__(self) -> Group:
@@ -238,11 +248,17 @@ class Group:
         return self.workers[name]
 
     def attack(
-        self, name: str, attacks: Sequence[str], *, nice: int = 0, gate: str = "", **options: Any
+        self,
+        name: str,
+        attacks: Sequence[str],
+        *,
+        nice: int = 0,
+        orders: dict[str, Any] | None = None,
+        **options: Any,
     ) -> Program:
-        """Start a hostile worker: one life as a member for each attack, with one key.  Nothing slows it down."""
-        orders = {"attacks": list(attacks), "gate": gate}
-        arguments = [json.dumps(options), json.dumps(orders)]
+        """Start a hostile worker; `orders` are further ones of `mallory.Orders`.  No cap slows it down."""
+        all_orders = {"attacks": list(attacks), "invitation": self.invitation(), **(orders or {})}
+        arguments = [json.dumps(options), json.dumps(all_orders)]
         self.attackers[name] = self._worker(name, "hostile.mallory", arguments, (), "", nice)
         return self.attackers[name]
 
@@ -336,6 +352,13 @@ class Group:
         timer.start()
         self.wait("the end of a measurement", lambda: time.monotonic() >= at_s)
 
+    def wait_until_over(self, hostile: Program, attacks: int) -> None:
+        """Until so many attacks of `hostile` are over.  Raises `GroupError` if she ends before."""
+        what = f"the end of attack {attacks}"
+        self.wait(what, lambda: hostile.code is not None or len(hostile.marked("over")) >= attacks)
+        if len(hostile.marked("over")) < attacks:
+            raise GroupError(f"{what}: {hostile.name} has ended\n{self.tails()}")
+
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
@@ -360,10 +383,18 @@ class Group:
         """How many steps this worker has applied."""
         return sum(line["committed"] for line in self.outcomes(name))
 
-    def aborted(self) -> set[tuple[int, ...]]:
+    def aborted(self, from_s: float = 0.0, to_s: float = math.inf) -> set[tuple[int, ...]]:
         """(generation, step, attempt) of those that the honest began and that did not commit."""
         ended = [line for name in self.workers for line in self.outcomes(name)]
-        return {tuple(line["round"]) for line in ended if not line["committed"]}
+        failed = [line for line in ended if not line["committed"] and from_s <= line["at_s"] <= to_s]
+        return {tuple(line["round"]) for line in failed}
+
+    def steps_between(self, from_s: float, to_s: float) -> int:
+        """How many steps all the honest applied in that time (those of the slowest)."""
+        return min(
+            sum(line["committed"] and from_s <= line["at_s"] < to_s for line in self.outcomes(name))
+            for name in self.workers
+        )
 
     def digests(self) -> dict[int, set[str]]:
         """Of the honest workers' models after each step that all of them applied."""

@@ -1,12 +1,14 @@
 """Those who have no key: what they do to a port, from one process.
 
-    python -m hostile.strangers silent 1500 127.0.0.1:7700                connect, and say nothing
-    python -m hostile.strangers greeting 1500 127.0.0.1:7700              ZMTP's greeting, then nothing
-    python -m hostile.strangers handshakes 200 127.0.0.1:7700 KEY         so many whole handshakes a second
-    ... --from others                                                    from addresses of 19 other ranges
+    python -m hostile.strangers silent 1500 127.0.0.1:7700            connect, and say nothing
+    python -m hostile.strangers greeting 1500 127.0.0.1:7700          ZMTP's greeting, then nothing
+    python -m hostile.strangers handshakes 200 127.0.0.1:7700 KEY     so many whole handshakes a second
+    ... --from others                                                 from addresses of 19 other ranges
+    ... --again 300                                                   so many new connections a second
 
-Connections that the other side closes are made again at once, until the process is ended.  Each line of stdout is
-one JSON object: `{"mark": "ready"}` when all have been made once, and a `count` every second after that.
+A connection that the other side closes is made again, until the process is ended: `--again` bounds how many a
+second, 0 means at once.  Each line of stdout is one JSON object: `{"mark": "ready"}` when all have been made
+once, and a `count` every second after that.
 
 `hammer` is for a hostile member whose key was taken off the list.
 """
@@ -39,7 +41,7 @@ def say(mark: str, **fields: object) -> None:
 
 
 def sources(where: str) -> Iterator[str]:
-    """Addresses to connect from, in turn, for ever: "here": the system's choice, as all others on this machine;
+    """Addresses to connect from, in turn, for ever: "here": the system's choice, as for all on this machine;
     "same": other hosts of the same range; "others": of 19 other ranges."""
     hosts = range(2, 21)
     chosen = {
@@ -62,14 +64,21 @@ def connect(source: str, host: str, port: int) -> socket.socket:
     return connection
 
 
-def besiege(count: int, host: str, port: int, addresses: Iterator[str], first_words: bytes) -> None:
+def besiege(
+    count: int, host: str, port: int, addresses: Iterator[str], first_words: bytes, again_per_s: float
+) -> None:
     """Keep `count` connections open; each says `first_words` and no more."""
     with selectors.DefaultSelector() as selector:
-        made, closed, told_s = 0, 0, time.monotonic()
-        for _ in range(count):
-            selector.register(connect(next(addresses), host, port), selectors.EVENT_WRITE)
+        made, closed, allowed = 0, 0, float(count)
+        seen_s = told_s = time.monotonic()
         while True:
-            for key, events in selector.select(1.0):
+            now_s = time.monotonic()
+            allowed += (now_s - seen_s) * again_per_s
+            seen_s = now_s
+            while len(selector.get_map()) < count and (allowed >= 1 or not again_per_s):
+                allowed -= 1
+                selector.register(connect(next(addresses), host, port), selectors.EVENT_WRITE)
+            for key, events in selector.select(0.02):
                 connection = key.fileobj
                 assert isinstance(connection, socket.socket)
                 if events & selectors.EVENT_WRITE:
@@ -83,10 +92,9 @@ def besiege(count: int, host: str, port: int, addresses: Iterator[str], first_wo
                     closed += 1
                     selector.unregister(connection)
                     connection.close()
-                    selector.register(connect(next(addresses), host, port), selectors.EVENT_WRITE)
-            if time.monotonic() >= told_s + 1.0:
-                told_s = time.monotonic()
-                say("count", made=made, closed=closed)
+            if now_s >= told_s + 1.0:
+                told_s = now_s
+                say("count", made=made, closed=closed, open=len(selector.get_map()))
 
 
 def _is_over(connection: socket.socket) -> bool:
@@ -100,6 +108,17 @@ def _is_over(connection: socket.socket) -> bool:
 
 
 # -- handshakes with keys of one's own -----------------------------------------------------------------
+
+
+def open_dealer(context: sockets.Context, identity: Identity, server: bytes) -> zmq.Socket[bytes]:
+    """One that connects once, and says nothing by itself."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.RECONNECT_IVL, sockets.NEVER_MS)
+    dealer.setsockopt(zmq.CURVE_PUBLICKEY, identity.public)
+    dealer.setsockopt(zmq.CURVE_SECRETKEY, identity.secret)
+    dealer.setsockopt(zmq.CURVE_SERVERKEY, server)
+    return dealer
 
 
 class Handshakes:
@@ -116,8 +135,7 @@ class Handshakes:
         return len(self._open)
 
     def begin(self, identity: Identity, server: bytes, address: str, source: str = "") -> None:
-        dealer = sockets.open_dealer(self._context, 2, identity, server)
-        dealer.setsockopt(zmq.LINGER, 0)
+        dealer = open_dealer(self._context, identity, server)
         monitor = sockets.open_monitor(dealer)
         dealer.connect(address.replace("tcp://", f"tcp://{source}:0;") if source else address)
         self._poller.register(monitor, zmq.POLLIN)
@@ -163,7 +181,7 @@ def shake(per_s: float, address: str, server: bytes, addresses: Iterator[str]) -
 
 
 def hammer(identity: Identity, doors: Mapping[bytes, str], at_once: int = 8) -> None:
-    """Handshakes with a key that is not let in (any more), at all these doors, as fast as they go; for ever."""
+    """Handshakes with a key that is not let in (any more), at all these doors, as fast as they go."""
     hands, told_s = Handshakes(), time.monotonic()
     for server, address in itertools.cycle(list(doors.items())):
         while len(hands) >= at_once:
@@ -181,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("door", help="HOST:PORT")
     parser.add_argument("key", nargs="?", default="", help="the public key behind the door, for handshakes")
     parser.add_argument("--from", dest="sources", choices=("here", "same", "others"), default="here")
+    parser.add_argument("--again", type=float, default=300.0, help="new connections a second; 0: at once")
     chosen = parser.parse_args(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -189,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.kind == "handshakes":
         shake(chosen.count, f"tcp://{host}:{port}", bytes.fromhex(chosen.key), addresses)
     else:
-        besiege(chosen.count, host, int(port), addresses, GREETING if chosen.kind == "greeting" else b"")
+        words = GREETING if chosen.kind == "greeting" else b""
+        besiege(chosen.count, host, int(port), addresses, words, chosen.again)
 
 
 if __name__ == "__main__":

@@ -210,6 +210,8 @@ class Coordinator:
 
     def _take(self, event: TransportEvent, now_s: float) -> Sequence[io.Effect]:
         match event:
+            case Received(peer) if not self._reception.may_speak(peer):
+                return []  # it was put out by an earlier message of this turn
             case Received(peer, StatusRequest()) if not self._reception.is_guest(peer):
                 return [io.Send(peer, StatusReply(self._status(peer, now_s)))]
             case Received(peer, message):
@@ -288,7 +290,7 @@ class Coordinator:
         )
 
     def _look_around(self, now_s: float) -> None:
-        """Once a second: the door looks at its suspects, counters are sampled, the end of the run is noticed."""
+        """Once a second: the door looks at its suspects, counters are sampled, the end is noticed."""
         self._perform(self._reception.tick(now_s), now_s)
         snapshot = self._core.snapshot(now_s)
         self._speed.observe(snapshot, now_s)

@@ -18,6 +18,7 @@ from gridtrain.protocol import door_rules
 from gridtrain.protocol import membership_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.door import Answer, Door, Judgement
+from gridtrain.protocol.door import Standing as DoorStanding
 from gridtrain.protocol.strikes import STRIKES
 from gridtrain.transport.base import PeerUp, Standing
 
@@ -54,6 +55,10 @@ class Reception:
     def went(self, peer: m.PeerId) -> bool:
         """True: it was a guest."""
         return self._guests.pop(peer, None) is not None
+
+    def may_speak(self, peer: m.PeerId) -> bool:
+        """Asked for each message in its turn: what came before it may have changed the answer."""
+        return peer in self._guests or self._door.standing(peer, self._wall()) is DoorStanding.PEER
 
     def is_guest(self, peer: m.PeerId) -> bool:
         return peer in self._guests

@@ -116,6 +116,8 @@ def unpack(
         tracked = {name: _unpack(state, tensors) for name, state in document["trackers"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _not_a_state(f"{type(error).__name__}: {error}") from error
+    if not _has_named_groups(optimizer_state):
+        raise _not_a_state("the optimizer's groups are not a list of named values")
     if tracked.keys() != trackers.keys():
         raise RemoteProtocolError(
             f"the state tracks {sorted(tracked)}, this worker tracks {sorted(trackers)}",
@@ -153,6 +155,14 @@ def _parse(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not isinstance(document, dict):
         raise _not_a_state(f"its JSON is a {type(document).__name__}")
     return document, tensors
+
+
+def _has_named_groups(state: Any) -> bool:
+    """As every `Optimizer.state_dict()` has them; torch takes others too, and we compute with the names."""
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and all(isinstance(name, str) for name in group) for group in groups
+    )
 
 
 def _check_same(what: str, theirs: Any, own: Mapping[str, Tensor]) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.protocol.messages import LedgerSpec, LedgerState, PeerId, Span
@@ -238,6 +239,21 @@ def balances(state: LedgerState) -> bool:
     """True if every position below the cursor is accounted for exactly once."""
     held = sum(samples(spans) for _, spans in state.holders or ())
     return state.cursor == state.consumed + samples(state.requeued) + held
+
+
+def is_sound(state: LedgerState, members: Collection[PeerId]) -> bool:
+    """May an honest member of this generation hold `state`?  What it says is computed with.
+
+    Nothing below the cursor is there twice, nothing lies beyond it, nobody else holds any of it, and
+    there is room above it for more steps than anybody will take.
+    """
+    holders = state.holders or ()
+    spans = sorted((*state.requeued, *(s for _, held in holders for s in held)), key=lambda s: s.start)
+    apart = all(one.stop <= other.start for one, other in pairwise(spans))
+    inside = all(0 <= span.start < span.stop <= state.cursor for span in spans)
+    known = len(dict(holders)) == len(holders) and all(peer in members for peer, _ in holders)
+    room = max(state.step, state.cursor) <= MAX_POSITION // 2
+    return balances(state) and apart and inside and known and room and state.skipped <= state.consumed
 
 
 def _balanced(state: LedgerState) -> LedgerState:

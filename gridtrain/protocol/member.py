@@ -248,7 +248,9 @@ class MemberCore:
             return self._stalled(mine.suspects, mine.silent_s, reason)
         if missing:
             names = ", ".join(p.hex()[:8] for p in missing)
-            return self._stalled(missing, 0.0, f"no connection to {names}")
+            relayed = [p for p in missing if relay_of(self._way(mine.seat, p)) is not None]
+            other_ways = self._no_route(mine.seat, relayed) if relayed else []
+            return [*other_ways, *self._stalled(missing, 0.0, f"no connection to {names}")]
         if mine.rank != ROOT:
             reason = f"no decision on step {self.step} for {self.patience_s:.1f} s"
             return self._stalled((mine.seat.roster[ROOT].peer,), self.patience_s, reason)
@@ -294,6 +296,8 @@ class MemberCore:
         match message:
             case m.Welcome(term) if term < self.term:
                 return [Note("old_coordinator", {"term": term, "ours": self.term})]
+            case m.Rejoin() if not self.welcomed:
+                return []  # the Join is on its way
             case m.Rejoin(reason):
                 self.welcomed = False
                 return [Note("rejoin", {"reason": reason}), Post(self.coordinator, self._join)]
@@ -412,8 +416,7 @@ class MemberCore:
         for peer, address in peers:
             known = self._dialled.get(peer, "")
             stays = peer in self._up and (known == address or relay_of(known) is None)
-            if address and peer != self.coordinator and not stays:
-                self._up.discard(peer)
+            if address and peer not in (self.coordinator, self.me) and not stays:
                 self._dialled[peer] = address
                 effects.append(Dial(peer, address))
         return effects
@@ -438,6 +441,9 @@ class MemberCore:
         for peer in list(self._expected)[:-MAX_EXPECTED]:
             del self._expected[peer]
         return self._dial(peers)
+
+    def _way(self, seat: Seat, peer: m.PeerId) -> str:
+        return next((member.address for member in seat.roster if member.peer == peer), "")
 
     def _no_route(self, seat: Seat, missing: Sequence[m.PeerId]) -> list[Effect]:
         """Whoever was told how to connect, and could not, says so: there may be another way."""
@@ -571,7 +577,8 @@ class MemberCore:
         self._edges_down_since_s = now_s
         text = f"connection to rank {rank} broke: {reason}"
         note = Note("edge_down", {"peer": peer.hex()[:8], "reason": reason})
-        return [note, *self._running(lambda mine: mine.edge_down(text, now_s), now_s)]
+        told = Post(self.coordinator, m.Broken(self.term, self.generation, peer))
+        return [note, told, *self._running(lambda mine: mine.edge_down(text, now_s), now_s)]
 
     # -- the open step ---------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ Commit rules 5 to 8 (DESIGN section 7).  Where all members are lost the run wait
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import asdict, replace
+from collections import Counter, deque
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -25,6 +25,7 @@ from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.breaks import MOST_BREAKS, WINDOW_S, Breaks
 from gridtrain.protocol.membership_io import (
     CalledBack,
     Dismiss,
@@ -49,7 +50,7 @@ from gridtrain.protocol.verdict import Outcome, judge
 from gridtrain.protocol.whereabouts import Whereabouts
 
 ROSTER_PAGE = 128
-STALLS_BEFORE_REMOVAL, STALLS_BEFORE_THE_END = 3, 6
+STALLS_BEFORE_REMOVAL, STALLS_BEFORE_YOUNGEST = 3, 6
 MAX_WORKERS = 1000  # what the lists of one message hold
 MAX_PROBES = 256
 
@@ -60,6 +61,15 @@ class _Making(StrEnum):
     NONE = "none"
     FREEZING = "freezing"  # REPORTs are awaited
     FORMING = "forming"  # READYs are awaited
+
+
+@dataclass(slots=True)
+class _Stalls:
+    """Of the latest step that stalled: in how many generations, and in how many each was suspected."""
+
+    step: int = -1
+    times: int = 0
+    suspected: Counter[m.PeerId] = field(default_factory=Counter)
 
 
 class Membership:
@@ -96,6 +106,7 @@ class Membership:
         self._min_workers = min_workers
         self._workers: dict[m.PeerId, Worker] = {}
         self._whereabouts = Whereabouts(me)
+        self._breaks = Breaks()
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
         self._making = _Making.NONE
@@ -108,7 +119,7 @@ class Membership:
         self._change: str = ""  # why the next generation is wanted; empty: it is not
         self._plan_reason = ""
         self._reached = 0  # the step that generations and finished workers have told of
-        self._stalls = (-1, 0)  # the latest step that stalled, and how often
+        self._stalls = _Stalls()
         self._events: deque[dict[str, Any]] = deque(maxlen=50)
         self._started = False  # somebody holds, or held, a model worth waiting for
         self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
@@ -240,10 +251,7 @@ class Membership:
                 worker.step, worker.figures = step, dict(figures)
                 return [Send(peer, m.BeatReply(self.term, sequence))]
             case m.Report():
-                if not ledger.balances(message.ledger):
-                    return [Strike(peer, "reported a ledger that does not add up")]
-                if self._making is _Making.FREEZING and message.generation == self.generation:
-                    self._reports[peer] = message
+                return self._report(worker, message)
             case m.Ready(term, generation, history):
                 if self._making is _Making.FORMING and (term, generation) == (self.term, self.generation):
                     self._ready[peer] = history
@@ -251,6 +259,8 @@ class Membership:
                 return self._stalled(worker, message, now_s)
             case m.NoRoute():
                 return self._no_route(worker, message)
+            case m.Broken():
+                return self._broken(worker, message, now_s)
             case m.Accuse(accused, reason):
                 members = {member.peer for member in self._roster}
                 if peer in members and accused in members and peer != accused:
@@ -263,6 +273,21 @@ class Membership:
                 return [Note("info", "worker_finished", {"name": worker.name, "step": applied})]
             case _:
                 return [Strike(peer, f"sent {type(message).__name__}, which only others may send")]
+        return []
+
+    def _report(self, worker: Worker, report: m.Report) -> list[Effect]:
+        """Where a member of the frozen generation stands; what cannot be so must not reach the ledger."""
+        members = {member.peer for member in self._roster}
+        if self._making is not _Making.FREEZING or report.generation != self.generation:
+            return []
+        if worker.peer not in members or self._view is None:
+            return [Strike(worker.peer, "reported on a generation that it is no member of")]
+        sound = ledger.is_sound(report.ledger, members) and report.ledger.step == report.applied + 1
+        if report.synced and (not sound or report.applied < self._view.applied):
+            return [Strike(worker.peer, "reported a step and a ledger that cannot be")]
+        if report.synced and worker.setup is None:
+            return [Strike(worker.peer, "reported a state before it said what it trains")]
+        self._reports[worker.peer] = report
         return []
 
     def _join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
@@ -314,6 +339,19 @@ class Membership:
         if self._making is _Making.FORMING:
             self._making, self._making_until_s = _Making.NONE, math.inf
         return [Note("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})]
+
+    def _broken(self, worker: Worker, message: m.Broken, now_s: float) -> list[Effect]:
+        """A connection broke; the member that all such connections have in common goes."""
+        members = {member.peer for member in self._roster}
+        current = (message.term, message.generation) == (self.term, self.generation)
+        if not current or not {worker.peer, message.peer} <= members or worker.peer == message.peer:
+            return []
+        self._breaks.note(worker.peer, message.peer, now_s)
+        flapping = self._breaks.common_end(now_s)
+        if flapping is None:
+            return []
+        text = f"its connections broke {MOST_BREAKS} times within {WINDOW_S:.0f} s"
+        return self._remove(flapping, text, now_s, dismiss=True)
 
     def _expelled(self, event: Expelled, now_s: float) -> list[Effect]:
         if event.peer not in self._workers:
@@ -384,28 +422,39 @@ class Membership:
         """A round hangs: the rest start anew, without suspects that showed no sign of life.
 
         Where one step stalls again and again its suspects go whatever they show; and if that does not
-        help either, the run cannot go on, and everybody is told why.
+        help either, one member after the other goes, the youngest first: somebody is at fault.
         """
-        if stalled.round.generation != self.generation or self._making is not _Making.NONE:
+        members = {member.peer for member in self._roster}
+        current = (stalled.round.term, stalled.round.generation) == (self.term, self.generation)
+        if (
+            not current
+            or self._making is not _Making.NONE
+            or worker.peer not in members
+            or self._view is None
+        ):
             return []
-        step, reason = stalled.round.step, stalled.reason
-        self._stalls = (step, self._stalls[1] + 1 if self._stalls[0] == step else 1)
-        times = self._stalls[1]
+        # Where the generation began, not where the sender says that it is: its word is not needed here.
+        step, reason = self._view.applied + 1, stalled.reason
+        if self._stalls.step != step:
+            self._stalls = _Stalls(step)
+        times = self._stalls.times = self._stalls.times + 1
+        self._stalls.suspected.update(members & set(stalled.suspects))
         effects: list[Effect] = [
             Note("warning", "stalled", {"name": worker.name, "step": step, "times": times, "reason": reason})
         ]
-        if times >= STALLS_BEFORE_THE_END:
-            reason = f"step {step} failed in {times} generations; the last time: {reason}"
-            everybody = list(self._workers)
-            return effects + [e for p in everybody for e in self._remove(p, reason, now_s, dismiss=True)]
+        if times >= STALLS_BEFORE_YOUNGEST and len(members & set(self._workers)) > 1:
+            youngest = max(members & set(self._workers), key=self._seniority)
+            text = f"step {step} failed in {times} generations, and who joined last goes first: {reason}"
+            return effects + self._remove(youngest, text, now_s, dismiss=True)
         for peer in stalled.suspects:
             suspect = self._workers.get(peer)
             if suspect is None:
                 continue
-            if 0 < stalled.patience_s <= now_s - suspect.moved_s:
+            patience_s = max(stalled.patience_s, self._deadlines.patience_floor_s)
+            if stalled.patience_s > 0 and patience_s <= now_s - suspect.moved_s:
                 effects += self._remove(peer, "showed no progress while others waited", now_s, dismiss=True)
-            elif times >= STALLS_BEFORE_REMOVAL:
-                text = f"held up step {step} {times} times: {reason}"
+            elif self._stalls.suspected[peer] >= STALLS_BEFORE_REMOVAL:
+                text = f"held up step {step} {self._stalls.suspected[peer]} times: {reason}"
                 effects += self._remove(peer, text, now_s, dismiss=True)
         self._change = self._change or f"{worker.name} reports a stall: {reason}"
         return effects
@@ -429,6 +478,7 @@ class Membership:
 
     def _miss(self, peer: m.PeerId, why: str, for_good: bool) -> None:
         """A member is gone: the others need another generation."""
+        self._breaks.forget(peer)
         if peer in {member.peer for member in self._roster}:
             self._change = why
             if for_good:
@@ -485,7 +535,9 @@ class Membership:
         if awaited and now_s < self._making_until_s:
             return []
         if any(not self._workers[peer].placed for peer in self._reports if peer in self._workers):
-            return []  # `CalledBack` always comes, and without it there is no way to plan
+            # `CalledBack` always comes, and without it there is no way to plan.
+            self._making_until_s = max(self._making_until_s, now_s + self._deadlines.settle_s)
+            return []
         nobody = not any(report.synced for report in self._reports.values())
         newcomers = any(w.admitted and w.peer not in absent for w in self._workers.values())
         if self._regathering and nobody and awaited and self._started and not newcomers:

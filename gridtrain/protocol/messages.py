@@ -3,7 +3,7 @@
 Decides nothing and opens no payload.  How a message becomes bytes, and every
 bound on its fields, is `gridtrain.wire.codec`; what it means is PROTOCOL.md.
 
-    worker -> coordinator   Join Setup Links Beat Report Ready Stalled Accuse NoRoute Leave Finished
+    worker -> coordinator   Join Setup Links Beat Report Ready Stalled Accuse Broken NoRoute Leave Finished
                             StatusRequest
     coordinator -> worker   Welcome Refused Rejoin Reach Admitted Expect BeatReply Freeze Roster View Start
                             RunState StatusReply
@@ -304,6 +304,15 @@ class Accuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Broken:
+    """The connection to this member of the running generation broke, for a reason that is not mine."""
+
+    term: int
+    generation: int
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class NoRoute:
     """These members of the generation cannot be reached at the addresses that the Roster gave."""
 
@@ -596,6 +605,7 @@ Message = (
     | Ready
     | Stalled
     | Accuse
+    | Broken
     | NoRoute
     | Leave
     | Finished

@@ -41,7 +41,7 @@ def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
     for kind, body in entries:
         match kind:
             case "run":
-                facts = tuple((str(name), str(text)) for name, text in body["facts"].items())
+                facts = tuple((str(name), str(text)) for name, text in dict(body["facts"]).items())
                 spec = m.LedgerSpec(**body["ledger"])
                 reference = m.Setup(facts, spec, 0, body["global_batch_size"])
             case "generation":

@@ -110,7 +110,7 @@ class Announce:
 class Decided:
     """The verdict is known here.
 
-    `suspects`: ranks that were silent for `silent_s`, or (0) hold another update than most.
+    `suspects`: ranks that were silent for `silent_s`, or (0) voted NO or hold another update than most.
     """
 
     verdict: Verdict
@@ -216,7 +216,7 @@ class Round:
             )
         self._votes[vote.rank] = vote
         if not vote.yes:
-            return self._decide(Verdict.ABORT, f"rank {vote.rank} voted NO: {vote.reason}")
+            return self._decide(Verdict.ABORT, f"rank {vote.rank} voted NO: {vote.reason}", (vote.rank,))
         if len(self._votes) < self.world_size:
             return []
         by_digest: dict[bytes, list[int]] = {}

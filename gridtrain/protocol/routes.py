@@ -24,6 +24,9 @@ from hashlib import blake2b
 from gridtrain.protocol.messages import PeerId
 
 RELAY = "relay:"
+_NUMERIC = re.compile(r"tcp://(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5}|memory://.+")
+"""A name would have to be looked up by whoever dials, and is no more than a worker's word."""
+
 _KEY = re.compile(r"[0-9a-f]{64}")
 MAX_BLOCKED = 100_000
 
@@ -123,7 +126,8 @@ class Routes:
         if there is None:
             return None
         ways = [_Way(there.proven, True)] if there.proven else []
-        if here is not None and here.host == there.host and there.claimed != there.proven:
+        near = here is not None and here.host == there.host
+        if near and there.claimed != there.proven and _NUMERIC.fullmatch(there.claimed):
             ways.append(_Way(there.claimed, False))  # behind the same router, or on the same machine
         return next((way for way in ways if (viewer, other, way.address) not in self._blocked), None)
 

@@ -45,11 +45,12 @@ def judge(
 
     Args:
         reports: of the members that hold a state, at least one; the longest-serving first: where
-            histories differ, the first one's is the run's, and the others are sent the state.
+            histories differ, the one of most members is the run's, and the others are sent the state.
         shares: of the frozen generation, in rank order.
     """
-    applied = max(report.applied for report in reports.values())
-    first = next(report for report in reports.values() if report.applied == applied)
+    applied = _highest_believed([report.applied for report in reports.values()])
+    reports = {peer: report for peer, report in reports.items() if report.applied <= applied}
+    first = _most_told([report for report in reports.values() if report.applied == applied])
     history, state = first.history, first.ledger
     verdict, decided = m.Verdict.ABORT, None
     prepared = {(report.prepared, report.digest) for report in reports.values()}
@@ -61,6 +62,22 @@ def judge(
         state = ledger.reassign(spec, state, ledger.assign(spec, state, shares), set(reports))
     holders = frozenset(peer for peer, report in reports.items() if _will_hold(report, applied, history))
     return Outcome(verdict, decided, applied, history, state, holders)
+
+
+def _highest_believed(applied: Sequence[int]) -> int:
+    """The highest step that can be true, the longest-serving member's claim first.
+
+    A step takes the YES of all, so honest members of a generation are at most one step apart.  Who claims
+    more than that above the middle one is not believed; of two members the longer-serving one is.
+    """
+    middle = applied[0] if len(applied) == 2 else sorted(applied)[(len(applied) - 1) // 2]
+    return max(claim for claim in applied if claim <= middle + 1)
+
+
+def _most_told(reports: Sequence[m.Report]) -> m.Report:
+    """The report whose history and ledger most members tell; the longest-serving one's among equals."""
+    told = [(report.history, report.ledger) for report in reports]
+    return max(reports, key=lambda report: told.count((report.history, report.ledger)))
 
 
 def _will_hold(report: m.Report, applied: int, history: bytes) -> bool:

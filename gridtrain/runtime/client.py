@@ -38,6 +38,7 @@ from gridtrain.transport.curve import Identity
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_TEXT = 512
+MAX_NUMBER = 1e18
 DENIED = "denied"
 """Code of the refusal of a key that the coordinator does not know (any more)."""
 
@@ -70,7 +71,7 @@ class CoordinatorClient:
         transport: to ask over; it is closed at the end.  None: ZeroMQ.
 
     Raises:
-        ConfigError: `address` has no known form, or leads off this machine without encryption.
+        ConfigError: `address` has no known form, or cannot be dialled.
     """
 
     def __init__(
@@ -186,6 +187,8 @@ def _printable(value: Any) -> Any:
             return [_printable(item) for item in value]
         case dict():
             return {_printable(key): _printable(item) for key, item in value.items()}
+        case int() | float() if not -MAX_NUMBER <= value <= MAX_NUMBER:
+            return None  # not a number, or none that a table could show
         case _:
             return value
 

@@ -42,6 +42,9 @@ from gridtrain.transport.credits import CreditTransport, needs_credit
 
 log = logging.getLogger("gridtrain")
 
+DENIED_S = 60.0
+"""A member that is denied for that long on end gives up."""
+
 LOUD = ("stalled", "coordinator_away", "offence", "no_route")
 UNREACHABLE = (
     "nobody from outside can reach this worker: a router or a firewall is in between; "
@@ -126,6 +129,7 @@ class Driver:
         self._busy = False  # it is in a long computation that it has announced
         self._moved_bytes = 0
         self._paused_since_s: float | None = None
+        self._denied_since_s: float | None = None
         self._figures: dict[str, float] = {}
         self._pulse_s = 0.0
         self._assigned: tuple[m.RoundId, tuple[m.Span, ...], int] | None = None
@@ -340,11 +344,15 @@ class Driver:
     def _transport_event(self, event: TransportEvent) -> None:
         match event:
             case PeerUp(peer):
+                if peer == self._coordinator:
+                    self._denied_since_s = None
                 self._prober.peer_up(peer, self._transport, time.monotonic())
                 self._handle(io.EdgeUp(peer))
             case PeerDown(peer, reason):
                 self._owed.pop(peer, None)
                 self._handle(io.EdgeDown(peer, reason))
+            case Denied(self._coordinator) if not self._is_denied_for_good(time.monotonic()):
+                log.info("the coordinator's address does not let this worker in; it is asked again")
             case Denied(self._coordinator):
                 raise JoinRefused(
                     "denied",
@@ -365,6 +373,18 @@ class Driver:
                 if needs_credit(message):
                     self._owed[peer] = self._owed.get(peer, 0) + nbytes
                 self._handle(io.Heard(peer, message, nbytes))
+
+    def _is_denied_for_good(self, now_s: float) -> bool:
+        """A refused handshake proves nothing about who refused it.
+
+        At the start it is believed, as nothing is lost.  A member that was let in before goes on asking for a
+        while, since anybody on the way could say no: a coordinator that puts a worker out says so over the
+        connection that stands.
+        """
+        assert self._core is not None
+        if self._denied_since_s is None:
+            self._denied_since_s = now_s
+        return not self._core.term or now_s - self._denied_since_s >= DENIED_S
 
     def _give_credit(self) -> None:
         """Peers may send on as far as what they sent is dealt with; what is held for later is not."""

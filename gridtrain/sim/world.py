@@ -400,14 +400,21 @@ class World:
 
     def dial(self, dialler: m.PeerId, peer: m.PeerId, address: str) -> None:
         """As told in a Roster: directly, or through a relay, as soon as both are connected with it."""
-        relay = relay_of(address)
+        relay, pair = relay_of(address), frozenset((dialler, peer))
         if relay is None:
             if peer not in self._hidden:
+                self._replace(pair, None)
                 self.connect(dialler, peer)
         elif self.connected(dialler, relay) and self.connected(peer, relay):
+            self._replace(pair, relay)
             self.connect(dialler, peer, relay)
         elif self.workers[dialler].alive and peer in self.workers[dialler].core.acquaintances:
             self.at(self.now_s + 0.1, lambda: self.dial(dialler, peer, address))
+
+    def _replace(self, pair: frozenset[m.PeerId], relay: m.PeerId | None) -> None:
+        """A relayed connection gives way to a direct one, or to one through another relay."""
+        if self._relayed.get(pair, relay) != relay:
+            self._disconnect(pair)
 
     def _disconnect(self, pair: frozenset[m.PeerId]) -> None:
         """Both ends hear of it; so do those whose relayed connection needed this one."""

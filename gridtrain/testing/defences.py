@@ -213,8 +213,17 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("user-id", "speaks_for", _yes, "a member greets and speaks as another"),
         ("revocation", "still_admitted", _yes, "a removed member goes on sending"),
     ],
+    "gridtrain.transport.sockets": [
+        ("receive-queue", "RECEIVE_MESSAGES", 2, "a full queue, a ping and a reset end the process"),
+    ],
     "gridtrain.transport.doorway": [
         ("half-open", "overstayers", _nobody, "silent connections keep descriptors"),
+    ],
+    "gridtrain.transport.entrance": [
+        ("hoard", "hoards", _no, "a message that never ends fills the memory"),
+    ],
+    "gridtrain.transport.limits": [
+        ("flood", "is_flood", _no, "a peer talks without end, and what it says is all kept"),
     ],
     "gridtrain.transport.sealed": [
         ("seal", "unbox", _unbox_without_tag, "a relay alters what it passes on"),

@@ -11,15 +11,17 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 from collections.abc import Iterator, Set
 
 MOST_DESCRIPTORS = 65536
+_BYTES_RECEIVED, _BYTES_RECEIVED_AT, _TCP_INFO_BYTES = struct.Struct("=Q"), 128, 192  # linux/tcp.h, tcp_info
 Remote = tuple[str, int]
 """The host and port of the other end, as numbers."""
 
 
-def remote_of(fd: int, ports: Set[int]) -> Remote | None:
-    """The other end of a connection to one of our ports; None: it is no such connection."""
+def remote_of(fd: int, ports: Set[int] | None = None) -> Remote | None:
+    """The other end of a connection, to one of our ports if named; None: it is no such one."""
     with _borrowed(fd) as connection:
         return None if connection is None else _remote(connection, ports)
 
@@ -34,13 +36,29 @@ def cut(fd: int, remote: Remote, ports: Set[int]) -> bool:
         return True
 
 
-def raise_descriptor_limit() -> None:
-    """Allow this process as many descriptors as it may allow itself, so that idle ones are no attack."""
+def received_bytes(fd: int, remote: Remote, ports: Set[int] | None = None) -> int:
+    """What has come over the connection with `remote` so far, read by anybody or not; 0: not known."""
+    with _borrowed(fd) as connection:
+        if connection is None or _remote(connection, ports) != remote:
+            return 0
+        with contextlib.suppress(OSError, AttributeError, struct.error):  # only Linux tells
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            return int(_BYTES_RECEIVED.unpack_from(told, _BYTES_RECEIVED_AT)[0])
+        return 0
+
+
+def raise_descriptor_limit() -> int:
+    """Allow this process as many descriptors as it may allow itself, so that idle ones are no attack.
+
+    Returns how many these are, at most `MOST_DESCRIPTORS`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # some systems name a limit that they do not allow
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MOST_DESCRIPTORS)
 
 
 @contextlib.contextmanager
@@ -59,11 +77,11 @@ def _borrowed(fd: int) -> Iterator[socket.socket | None]:
         yield connection
 
 
-def _remote(connection: socket.socket, ports: Set[int]) -> Remote | None:
+def _remote(connection: socket.socket, ports: Set[int] | None) -> Remote | None:
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return None
     try:
-        if connection.getsockname()[1] not in ports:
+        if ports is not None and connection.getsockname()[1] not in ports:
             return None
         host, port, *_ = connection.getpeername()
     except OSError:  # it was closed in the meantime

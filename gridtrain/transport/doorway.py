@@ -29,7 +29,7 @@ CUTS_PER_S = 200.0
 """The pace, beyond those two."""
 
 MOST_AT_ALL = 4096
-"""Beyond it there is no pace.  Far below the limit of descriptors, which listening raises."""
+"""Beyond it, or half of the descriptors that this process may have, there is no pace."""
 
 IPV4_RANGE_BITS, IPV6_RANGE_BITS = 24, 48
 
@@ -58,8 +58,12 @@ def overstayers(doorway: Doorway, heard_s: float, now_s: float) -> list[int]:
 
 @dataclass(slots=True)
 class Doorway:
-    """Descriptors of half-open connections, in the order in which they came."""
+    """Descriptors of half-open connections, in the order in which they came.
 
+    `most_at_all`: see `MOST_AT_ALL`.
+    """
+
+    most_at_all: int = MOST_AT_ALL
     _waiting: dict[int, tuple[str, float]] = field(default_factory=dict)  # range, accepted_s
     _ranges: dict[str, dict[int, None]] = field(default_factory=dict)  # its descriptors, in order
     _paced_s: float = float("-inf")
@@ -108,7 +112,7 @@ class Doorway:
         taken: list[int] = []
         while self._waiting:
             crowded = len(self._waiting) > MOST_HALF_OPEN or self._largest() > MOST_OF_ONE_RANGE
-            if not (len(self._waiting) > MOST_AT_ALL or (crowded and pace > 0)):
+            if not (len(self._waiting) > self.most_at_all or (crowded and pace > 0)):
                 break
             pace -= 1
             largest = max(self._ranges.values(), key=len)

@@ -28,6 +28,14 @@ from gridtrain.transport.zap import Zap
 BATCH_EVENTS = 256
 """At most so many comings and goings are noted before messages have their turn."""
 
+MOST_UNREAD_BYTES = 192 * 2**20
+"""What a peer may have sent that we have not read: libzmq bounds neither a message of many frames while it
+arrives nor, with us, what waits to be read.  An honest peer's credit ends at a fraction of this."""
+
+MOST_UNREAD_OF_GUESTS_BYTES = 2**20
+LOOK_S = 0.25
+_OVERHEAD = 1.05  # what TCP carries for what we count: commands, handshake, frames that were skipped
+
 FAREWELL_S = 1.0
 """A guest is cut that long after `hang_up`, so that the answer that it came for still leaves."""
 
@@ -39,11 +47,9 @@ class Entrance:
         identity: whom we prove to be; None: nothing is encrypted.
     """
 
-    def __init__(
-        self, context: sockets.Context, gate: Gate, identity: Identity | None, receive_messages: int
-    ) -> None:
+    def __init__(self, context: sockets.Context, gate: Gate, identity: Identity | None) -> None:
         self.zap = Zap(context, gate) if identity is not None else None  # before anybody can connect
-        self.router = sockets.open_router(context, receive_messages, identity)
+        self.router = sockets.open_router(context, identity)
         self.monitor = sockets.open_monitor(self.router, sockets.ACCEPTED_EVENTS)
         self.links: dict[bytes, Link] = {}
         self._encrypted = identity is not None
@@ -55,7 +61,7 @@ class Entrance:
 
     def listen(self, address: str) -> str:
         """Raises `TransportError`."""
-        descriptors.raise_descriptor_limit()
+        self._doorway.most_at_all = min(doorway.MOST_AT_ALL, descriptors.raise_descriptor_limit() // 2)
         bound = sockets.bind(self.router, address)
         self._ports.add(int(bound.rpartition(":")[2]))
         return bound
@@ -148,6 +154,27 @@ class Entrance:
                 self.cut(link)
         self._farewells = [(due_s, link) for due_s, link in self._farewells if now_s < due_s]
 
+    def hoarders(self) -> list[Link | None]:
+        """Those who send what never becomes a message, or far more than is read; None stands for one that has
+        not greeted, and is cut already."""
+        found: list[Link | None] = []
+        for fd, remote in list(self._remotes.items()):
+            link = self._by_fd.get(fd)
+            if link is None and hoards(descriptors.received_bytes(fd, remote, self._ports), 0, guest=True):
+                self._cut(fd)
+                found.append(None)
+            elif link is not None and self.is_hoarding(link):
+                found.append(link)
+        return found
+
+    def is_hoarding(self, link: Link) -> bool:
+        """The same of one connection, accepted or dialled."""
+        remote, ports = (
+            (self._remotes.get(link.fd), self._ports) if link.dial is None else (link.dial.remote, None)
+        )
+        got_bytes = 0 if remote is None else descriptors.received_bytes(link.fd, remote, ports)
+        return hoards(got_bytes, link.read_bytes, guest=link.guest)
+
     def close(self) -> None:
         sockets.close(self.router, self.monitor)
         if self.zap is not None:
@@ -156,3 +183,9 @@ class Entrance:
     def _cut(self, fd: int) -> None:
         if fd in self._remotes:
             descriptors.cut(fd, self._remotes[fd], self._ports)
+
+
+def hoards(got_bytes: int, read_bytes: int, *, guest: bool) -> bool:
+    """The defence: whether more has come over a connection than anybody needs to have under way."""
+    most_bytes = MOST_UNREAD_OF_GUESTS_BYTES if guest else MOST_UNREAD_BYTES
+    return got_bytes > read_bytes * _OVERHEAD + most_bytes

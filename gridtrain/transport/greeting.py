@@ -64,7 +64,7 @@ def up(link: Link) -> PeerUp:
     return PeerUp(link.peer, link.software, link.host, link.key if link.guest else None)
 
 
-def mismatch(hello: Hello, name: PeerId) -> Violation:
+def mismatch(hello: Hello, name: PeerId | None) -> Violation:
     return Violation(
         name,
         f"peer speaks gridtrain protocol {hello.version}, this software speaks {PROTOCOL_VERSION} "

@@ -10,9 +10,9 @@ is passed in) or a message: it sees sizes only.
                  |---- A's bytes ----|-------- B's bytes --------|
                                      A leaves                    B leaves       -> time
 
-    download   Meter: a message that has arrived is delivered at once, then the time that the line
-               would have needed for it is waited for before anything more is read.  The sender
-               notices by itself: its queue fills (TCP's backpressure).
+    download   `arrivals.Arrivals` over sockets.  Here only the memory transport's Meter: a message that has
+               arrived is delivered at once, then the time that the line would have needed for it is waited
+               for before anything more is read.
 """
 
 from __future__ import annotations
@@ -101,3 +101,31 @@ class Meter:
         if self._rate_Bps is not None:
             start_s = max(self.free_s, now_s - LATENESS_S)
             self.free_s = start_s + nbytes / self._rate_Bps
+
+
+FLOOD_MESSAGES, FLOOD_MESSAGES_per_s = 20_000, 2_000.0
+FLOOD_BYTES, FLOOD_Bps = 64 * 2**20, 8.0 * 2**20
+"""What one connection may say that needs no byte credit: so much at once, and so much a second on end.
+A busy member sends some hundred votes, beats and the like a second, of some hundred bytes."""
+
+
+def is_flood(messages: float, nbytes: float) -> bool:
+    """The defence: what a bucket of a connection holds after a message."""
+    return messages > FLOOD_MESSAGES or nbytes > FLOOD_BYTES
+
+
+class Flood:
+    """Two leaky buckets for one connection, of messages and of bytes."""
+
+    __slots__ = ("_at_s", "_bytes", "_messages")
+
+    def __init__(self) -> None:
+        self._messages = self._bytes = self._at_s = 0.0
+
+    def pour(self, nbytes: int, now_s: float) -> bool:
+        """One more message; True: that is a flood."""
+        passed_s = max(0.0, now_s - self._at_s)
+        self._messages = max(0.0, self._messages - passed_s * FLOOD_MESSAGES_per_s) + 1
+        self._bytes = max(0.0, self._bytes - passed_s * FLOOD_Bps) + nbytes
+        self._at_s = now_s
+        return is_flood(self._messages, self._bytes)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import zmq
 
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import PeerId
-from gridtrain.transport import sockets
+from gridtrain.transport import descriptors, sockets
+from gridtrain.transport.limits import Flood
 
 GREET_S = 10.0
 """Connect, handshake and Hello must be through by then, or the connection is tried anew."""
@@ -38,6 +39,8 @@ class Dial:
     socket: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
     link: Link | None = None
+    fd: int = -1  # of the connection, once there is one
+    remote: descriptors.Remote | None = None  # its other end; descriptors are reused
 
     def open(
         self, open_dealer: Callable[[PeerId], zmq.Socket[bytes]], hello: sockets.Frames, now_s: float
@@ -60,6 +63,7 @@ class Dial:
         if self.socket is not None and self.monitor is not None:
             sockets.close(self.socket, self.monitor)
         self.socket = self.monitor = None
+        self.fd, self.remote = -1, None
 
     def retry_later(self, now_s: float) -> None:
         """This connection is over; the next attempt comes after a back-off."""
@@ -77,9 +81,11 @@ class Link:
         peer: its name; of a guest one that we invented.
         key: what the other side proved to have (not encrypted: what it says to have).
         user_id: the same, as frames of an accepted encrypted connection carry it; else empty.
-        fd: the descriptor of an accepted connection, by which its loss is noticed; -1: unknown.
+        fd: the connection's descriptor, by which an accepted one's loss is noticed; -1: unknown.
         state: "silent" after `hang_up`; "replaced" when the peer greeted over a newer connection;
             "shut" when it was cut, so whatever is still read from it is thrown away.
+        read_bytes: of what came over it, so much has reached us.
+        flood: what it says that needs no byte credit.
     """
 
     peer: PeerId
@@ -92,3 +98,5 @@ class Link:
     host: str = ""
     guest: bool = False
     state: Literal["up", "silent", "replaced", "shut"] = "up"
+    read_bytes: int = 0
+    flood: Flood = field(default_factory=Flood)

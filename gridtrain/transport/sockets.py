@@ -36,16 +36,17 @@ from gridtrain.transport.curve import Identity
 from gridtrain.wire import codec
 
 HIGH_WATER_MESSAGES = 32
-"""Messages that libzmq holds per connection and direction, beyond our outbox and the kernel."""
+"""Messages that libzmq holds per connection for sending, beyond our outbox and the kernel."""
 
-CAPPED_RECEIVE_MESSAGES = 2
-"""The same for receiving under a download cap.  A full queue stops libzmq from reading, pongs
-included, until half of it is taken: the pause must stay well below `SILENCE_S`."""
+RECEIVE_MESSAGES = 0
+"""No bound for receiving, because libzmq 4.3.5 dies of it (`!_io_error`, stream_engine_base.cpp): a full
+queue stops its reading, and if the connection is then reset while a ZMTP ping is still to be answered or
+sent, an assertion ends the process.  A peer could bring that about.  What a peer may have in here is bounded
+by byte credits and, for everything else, by `limits.Flood`: who goes beyond is cut."""
 
-HEARTBEAT_S = 5.0
-SILENCE_S = 30.0
-"""A connection silent for that long is dead.  Longer than one message takes on a slow line, as a
-ping waits behind it; the loops' own deadlines are what notices a silent peer early."""
+SILENCE_S = 25.0
+"""A connection whose other end does not answer TCP's own probes is dead after about that long.  ZMTP's
+heartbeats stay off, see above; the loops' own deadlines are what notices a silent peer early."""
 
 NEVER_MS = 24 * 3600 * 1000
 """For RECONNECT_IVL.  Its own word for never, -1, throws unread messages away when a connection ends."""
@@ -106,9 +107,9 @@ class Incoming:
         return _property(self.first, "Peer-Address")
 
 
-def open_router(context: Context, receive_messages: int, identity: Identity | None) -> zmq.Socket[bytes]:
+def open_router(context: Context, identity: Identity | None) -> zmq.Socket[bytes]:
     """For connections that others make.  `identity` None: not encrypted."""
-    router = _open(context, zmq.ROUTER, receive_messages)
+    router = _open(context, zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message for nobody is "sent"
     router.setsockopt(zmq.BACKLOG, 512)
     if identity is not None:
@@ -119,11 +120,9 @@ def open_router(context: Context, receive_messages: int, identity: Identity | No
     return router
 
 
-def open_dealer(
-    context: Context, receive_messages: int, identity: Identity | None, peer: PeerId
-) -> zmq.Socket[bytes]:
+def open_dealer(context: Context, identity: Identity | None, peer: PeerId) -> zmq.Socket[bytes]:
     """For a connection to `peer`.  `identity` None: not encrypted."""
-    dealer = _open(context, zmq.DEALER, receive_messages)
+    dealer = _open(context, zmq.DEALER)
     dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     dealer.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
     if identity is not None:
@@ -253,22 +252,21 @@ def wire_bytes(frame_bytes: int, *, encrypted: bool) -> int:
     return nbytes + (2 if nbytes <= 255 else 9)
 
 
-def _open(context: Context, kind: int, receive_messages: int) -> zmq.Socket[bytes]:
+def _open(context: Context, kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     for option, value in (
         (zmq.LINGER, round(LINGER_S * 1000)),
         (zmq.SNDTIMEO, 0),
         (zmq.SNDHWM, HIGH_WATER_MESSAGES),
-        (zmq.RCVHWM, receive_messages),
+        (zmq.RCVHWM, RECEIVE_MESSAGES),
         (zmq.MAXMSGSIZE, codec.MAX_PAYLOAD_BYTES + CURVE_FRAME_BYTES),
         (zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000)),
-        (zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000)),
-        (zmq.HEARTBEAT_TIMEOUT, round(SILENCE_S * 1000)),
-        (zmq.HEARTBEAT_TTL, round(SILENCE_S * 1000)),
+        (zmq.HEARTBEAT_IVL, 0),
         (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 30),
-        (zmq.TCP_KEEPALIVE_INTVL, 10),
+        (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 5),
         (zmq.TCP_KEEPALIVE_CNT, 3),
+        (zmq.TCP_MAXRT, round(SILENCE_S * 1000)),
     ):
         socket.setsockopt(option, value)
     return socket

@@ -31,7 +31,8 @@ import zmq
 
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Message, PeerId
-from gridtrain.transport import admission, greeting, sockets
+from gridtrain.transport import admission, descriptors, entrance, greeting, sockets
+from gridtrain.transport.arrivals import Arrivals
 from gridtrain.transport.base import (
     Denied,
     Gate,
@@ -44,7 +45,7 @@ from gridtrain.transport.base import (
 )
 from gridtrain.transport.curve import Identity, require_curve
 from gridtrain.transport.entrance import Entrance
-from gridtrain.transport.limits import Meter, Pacer
+from gridtrain.transport.limits import FLOOD_BYTES, FLOOD_MESSAGES, Pacer
 from gridtrain.transport.links import GREET_S, Dial, Link
 from gridtrain.transport.outbox import DEFAULT_LIMIT_BYTES, Outbox, Parcel, is_bulk
 from gridtrain.transport.reaching import PROBE, Reaching
@@ -101,12 +102,9 @@ class ZeroMQTransport:
         self._hello = codec.encode(Hello(self.me, PROTOCOL_VERSION, software))
         self._advertise_host = advertise_host
         self._outbox: Outbox[sockets.Frames] = Outbox(Pacer(upload_Bps), outbox_bytes)
-        self._meter = Meter(download_Bps)
-        self._receive_messages = (
-            sockets.HIGH_WATER_MESSAGES if download_Bps is None else sockets.CAPPED_RECEIVE_MESSAGES
-        )
+        self._arrivals: Arrivals[Link, TransportEvent] = Arrivals(download_Bps)
         self._context: sockets.Context = zmq.Context()  # our own: safe under spawn
-        self._entrance = Entrance(self._context, gate, self._identity, self._receive_messages)
+        self._entrance = Entrance(self._context, gate, self._identity)
         probe = None if encrypted else codec.encode(Hello(self.me, PROTOCOL_VERSION, PROBE))
         self._reaching = Reaching(self._open_dealer, probe, self._may_use)
         self._wake_in, self._wake_out = socket.socketpair()
@@ -117,6 +115,7 @@ class ZeroMQTransport:
         self._edges: dict[PeerId, list[Link]] = {}  # the first is the one we send over
         self._lost: list[tuple[Link, float]] = []  # accepted ones, and since when
         self._heard_s = time.monotonic()  # the ROUTER was empty then
+        self._look_at_s = 0.0  # who sends more than is read
         self._closed = False
 
     # -- the contract --------------------------------------------------------------------------
@@ -155,6 +154,7 @@ class ZeroMQTransport:
         for dial in [dial for dial in self._dials if dial.peer == peer]:
             self._drop_dial(dial)
         for link in self._edges.pop(peer, []):
+            self._arrivals.forget(link)
             link.state = "silent"
             if link.guest:
                 self._entrance.say_farewell(link, time.monotonic())
@@ -222,18 +222,14 @@ class ZeroMQTransport:
         if self._lost:
             return now_s
         due_s = min([self._outbox.due_s(), self._reaching.due_s(), *(dial.due_s for dial in self._dials)])
-        if self._meter.may_read(now_s):
-            due_s = min(due_s, self._entrance.due_s())
-        else:
-            due_s = min(due_s, self._meter.free_s)
+        due_s = min(due_s, self._entrance.due_s(), self._arrivals.due_s())
         if any(self._edges[peer][0].dial is None for peer in self._outbox.blocked()):
             due_s = min(due_s, now_s + ROUTER_RETRY_S)
         return due_s
 
     def _turn(self, wait_s: float) -> bool:
         """Wait once, then do what is possible.  True: `wake` was called."""
-        reading = self._meter.may_read(time.monotonic())
-        ready = sockets.wait(self._interests(reading), wait_s)
+        ready = sockets.wait(self._interests(), wait_s)
         if self._entrance.zap is not None and self._entrance.zap.socket in ready:
             self._entrance.zap.answer()
         if self._entrance.monitor in ready:
@@ -249,34 +245,49 @@ class ZeroMQTransport:
         for peer in self._outbox.blocked():
             if self._edges[peer][0].dial is None:
                 self._outbox.unblock(peer)
-        drained = reading
+        drained = True
         if self._entrance.router in ready or self._lost:
-            drained = self._read_batch(None, in_debt=bool(self._lost))
+            drained = self._read_batch(None)
             self._finish_lost(drained)
         now_s = time.monotonic()
         if drained:
             self._heard_s = now_s
+        self._events += self._arrivals.take(now_s)
         self._entrance.tend(self._heard_s, now_s)
+        for link in self._hoarders(now_s):
+            self._hoarded(link)
         return self._wake_in.fileno() in ready and self._slept()
 
-    def _interests(self, reading: bool) -> list[tuple[sockets.Waitable, int]]:
-        """What to wait for.  Under download debt the data sockets are left alone."""
+    def _hoarders(self, now_s: float) -> list[Link | None]:
+        """Over whose connection far more came than was read; None: one that had not greeted, cut already."""
+        if now_s < self._look_at_s:
+            return []
+        self._look_at_s = now_s + entrance.LOOK_S
+        dialled = [x.link for x in self._dials if x.link is not None and self._entrance.is_hoarding(x.link)]
+        return [*dialled, *self._entrance.hoarders()]
+
+    def _hoarded(self, link: Link | None) -> None:
+        text = "it sends far more than is read, or never ends a message"
+        if link is None or link.state == "up":
+            self._events.append(Violation(None if link is None else link.peer, text))
+        if link is not None:
+            self._shut(link, "it fills the memory")
+
+    def _interests(self) -> list[tuple[sockets.Waitable, int]]:
+        """What to wait for."""
         blocked = {self._edges[peer][0].dial for peer in self._outbox.blocked()}
         interests: list[tuple[sockets.Waitable, int]] = [
             (self._wake_in.fileno(), zmq.POLLIN),
             (self._entrance.monitor, zmq.POLLIN),
+            (self._entrance.router, zmq.POLLIN),
             *self._reaching.interests(),
         ]
         if self._entrance.zap is not None:
             interests.append((self._entrance.zap.socket, zmq.POLLIN))
-        if reading:
-            interests.append((self._entrance.router, zmq.POLLIN))
         for dial in self._dials:
             if dial.socket is not None and dial.monitor is not None:
                 interests.append((dial.monitor, zmq.POLLIN))
-                flags = (zmq.POLLIN if reading else 0) | (zmq.POLLOUT if dial in blocked else 0)
-                if flags:
-                    interests.append((dial.socket, flags))
+                interests.append((dial.socket, zmq.POLLIN | (zmq.POLLOUT if dial in blocked else 0)))
         return interests
 
     def _slept(self) -> bool:
@@ -307,17 +318,11 @@ class ZeroMQTransport:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def _read_batch(self, dial: Dial | None, *, in_debt: bool = False) -> bool:
-        """Read at most a batch from the dialled socket or the ROUTER.  True: nothing more is there.
-
-        `in_debt`: read although the download cap says to wait; for what a lost connection left.
-        """
+    def _read_batch(self, dial: Dial | None) -> bool:
+        """Read at most a batch from the dialled socket or the ROUTER.  True: nothing more is there."""
         for _ in range(BATCH_MESSAGES):
             if dial is not None and dial.socket is None:
                 return True  # it is closed
-            now_s = time.monotonic()
-            if not (in_debt or self._meter.may_read(now_s)):
-                return False
             if dial is None:
                 incoming = self._entrance.read()
             else:
@@ -325,9 +330,9 @@ class ZeroMQTransport:
                 incoming = sockets.read(dial.socket, encrypted=self._identity is not None)
             if incoming is None:
                 return True
-            self._meter.charge(incoming.nbytes, now_s)
             link = self._entrance.links.get(incoming.routing_id) if dial is None else dial.link
             if link is not None:
+                link.read_bytes += incoming.nbytes
                 self._listen_to(link, incoming)
             elif dial is not None:
                 self._answered(dial, incoming)
@@ -353,12 +358,32 @@ class ZeroMQTransport:
             except RemoteProtocolError as error:
                 self._events.append(Violation(link.peer, str(error)))
             else:
-                self._events.append(Received(link.peer, message, incoming.nbytes))
+                self._came(link, Received(link.peer, message, incoming.nbytes))
+
+    def _came(self, link: Link, event: Received) -> None:
+        """Control is handed on at once; bulk when the download cap says so."""
+        now_s = time.monotonic()
+        if is_bulk(event.message):
+            self._arrivals.put(link, event, event.nbytes, now_s)
+            self._events += self._arrivals.take(now_s)
+            if entrance.hoards(self._arrivals.waiting_bytes(link), 0, guest=link.guest):
+                self._hoarded(link)
+        elif link.flood.pour(event.nbytes, now_s):
+            self._flooded(link)
+        else:
+            self._arrivals.charge(link, event.nbytes, now_s)
+            self._events.append(event)
+
+    def _flooded(self, link: Link) -> None:
+        """It is cut before its owner hears of it: what it has sent meanwhile would fill the memory."""
+        text = f"more than {FLOOD_MESSAGES} messages, or {FLOOD_BYTES} bytes, that need no credit, and no end"
+        self._events.append(Violation(link.peer, text))
+        self._shut(link, "it floods this connection")
 
     # -- connections that we made --------------------------------------------------------------
 
     def _open_dealer(self, peer: PeerId) -> zmq.Socket[bytes]:
-        return sockets.open_dealer(self._context, self._receive_messages, self._identity, peer)
+        return sockets.open_dealer(self._context, self._identity, peer)
 
     def _open(self, dial: Dial, now_s: float) -> None:
         dial.open(self._open_dealer, self._hello, now_s)
@@ -388,16 +413,18 @@ class ZeroMQTransport:
         elif not admission.still_admitted(self._gate, dial.peer, guest=False):
             self._redial(dial, "its key is not admitted")
         else:
-            link = Link(dial.peer, dial.peer, hello.software, dial=dial)
+            link = Link(dial.peer, dial.peer, hello.software, dial=dial, fd=dial.fd)
             dial.greeted(link)
             self._link_up(link)
 
     def _read_dial_monitor(self, dial: Dial) -> None:
         if dial.monitor is None:
             return
-        for event, _ in sockets.monitor_events(dial.monitor):
+        for event, number in sockets.monitor_events(dial.monitor):
+            if event == zmq.EVENT_CONNECTED:
+                dial.fd, dial.remote = number, descriptors.remote_of(number)
             if event in sockets.LOST_EVENTS:
-                while not self._read_batch(dial, in_debt=True):
+                while not self._read_batch(dial):
                     pass  # bounded: what libzmq holds, nothing more can come
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or self._was_cut(dial, event):
                     self._events.append(Denied(dial.peer, dial.address))
@@ -441,7 +468,7 @@ class ZeroMQTransport:
             if sockets.write(self._entrance.router, self._hello, incoming.routing_id):
                 self._count_hello()
         if hello.version != PROTOCOL_VERSION:
-            self._events.append(greeting.mismatch(hello, link.peer))
+            self._events.append(greeting.mismatch(hello, None))  # old software is no offence
             self._entrance.ignore(incoming)
         elif encrypted or hello.software != PROBE:
             self._welcome(link)
@@ -466,7 +493,8 @@ class ZeroMQTransport:
             self._entrance.cut(link)
 
     def _shut(self, link: Link, reason: str) -> None:
-        """End this connection now, dialled or accepted."""
+        """End this connection now, dialled or accepted; what waits of it is not wanted."""
+        self._arrivals.forget(link)
         if link.dial is not None:
             self._redial(link.dial, reason)
         else:
@@ -518,6 +546,7 @@ class ZeroMQTransport:
             return
         links.remove(link)
         self._outbox.drop(link.peer)
+        self._events += self._arrivals.take_all_of(link)
         self._events.append(PeerDown(link.peer, reason))
         if links:
             self._events.append(greeting.up(links[0]))

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused, RemoteProtocolError
+from gridtrain.errors import (
+    ConfigError,
+    CoordinatorUnreachable,
+    JoinRefused,
+    RemoteProtocolError,
+    TransportError,
+)
 from gridtrain.protocol import messages as m
 from gridtrain.runtime.client import CoordinatorClient, coordinator_address, only
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, Standing, TransportEvent, Violation
@@ -168,9 +174,15 @@ def test_an_order_is_answered_by_what_fits_it(answer: m.Message) -> None:
         asked(*turns)
 
 
-def test_in_the_clear_nobody_off_this_machine_is_asked() -> None:
-    with pytest.raises(ConfigError, match=r"without encryption: .* -> switch encryption on, or stay"):
-        CoordinatorClient("192.0.2.1", THERE, ME, encrypted=False)
+def test_an_address_that_cannot_be_dialled_is_a_matter_of_options() -> None:
+    class Refusing(ScriptedTransport):
+        def dial(self, peer: m.PeerId, address: str) -> None:
+            raise TransportError("cannot dial it in the clear", remedy="switch encryption on")
+
+    transport = Refusing()
+    with pytest.raises(ConfigError, match=r"^cannot dial it in the clear -> switch encryption on$"):
+        scripted(transport)
+    assert transport.closed
 
 
 def test_nobody_else_than_the_coordinator_gets_in() -> None:

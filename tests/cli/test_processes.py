@@ -369,12 +369,9 @@ def test_in_the_clear_only_by_an_explicit_flag_on_both_sides(start_coordinator: 
     assert done.returncode == 3, "an encrypted client gets no word from a coordinator in the clear"
 
 
-def test_in_the_clear_only_on_this_machine() -> None:
+def test_a_coordinator_in_the_clear_stays_on_this_machine() -> None:
     line = one_sentence(gridtrain("coordinator", "--unencrypted", "--listen", "tcp://0.0.0.0:0"), code=1)
     assert "cannot listen at 'tcp://0.0.0.0:0' without encryption" in line and "127.0.0.1" in line
-    away = invitation_to("tcp://192.0.2.1:7700", encrypted=False)
-    done = gridtrain("worker", away, "--unencrypted", "--", "true")
-    assert "cannot dial 'tcp://192.0.2.1:7700' without encryption" in one_sentence(done, code=2)
 
 
 # -- key files ---------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class Turns:
 
 def reception_of(core: FakeCore, *members: m.PeerId) -> Reception:
     """Over a real door, with an invitation of two uses that so many have used already."""
-    door = Door(operator=OPERATOR, coordinator=COORDINATOR)
+    door = Door(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
     door.invite(INVITATION, 2, 600.0, 0.0)
     for member in members:
         door.enrol(INVITATION, member, "", 0.0)
@@ -413,3 +413,9 @@ def test_a_worker_is_welcomed_by_the_real_core_over_the_memory_transport() -> No
     heard = [event.message for event in anna.poll(1.0) if isinstance(event, Received)]
     assert [type(message).__name__ for message in heard] == ["Welcome", "RunState"]
     assert heard[0].term == 1  # type: ignore[union-attr]
+
+
+def test_what_came_in_the_same_breath_as_the_ban_is_not_heard() -> None:
+    core = FakeCore({Expelled: [Dismiss(ANNA)]})
+    play(core, [Received(OPERATOR, m.Expel(ANNA, True, "spam"), 40), Received(ANNA, JOIN, 80)])
+    assert not [event for event in core.heard if isinstance(event, Heard)]

@@ -55,7 +55,7 @@ def told(tried: Trial) -> str:
 def test_kept_inputs_find_nothing(name: str) -> None:
     kept = corpus.load(name)
     assert kept, f"corpus/{name} is empty: python tests/fuzz --grow --target {name}"
-    tried = Trial(registry.find(name))
+    tried = Trial(registry.find(name), measured_every=1)
     found = {file: finding.text for file, data in kept.items() if (finding := tried.one(data)) is not None}
     assert not found, "\n".join(f"--replay tests/fuzz/corpus/{name}/{file}\n{t}" for file, t in found.items())
 
@@ -101,6 +101,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_missing_defence_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if registry.missing(name):
@@ -201,7 +202,7 @@ def test_time_memory_and_endlessness_are_findings(monkeypatch: pytest.MonkeyPatc
     assert tried.one(b"good") is None
     assert tried.one(b"refused") is None
     assert (tried.inputs, tried.accepted) == (2, 1)
-    slow, large = tried.one(b"slow"), Trial(replace(made_up(run), cpu_s=5.0)).one(b"large")
+    slow, large = tried.one(b"slow"), Trial(replace(made_up(run), cpu_s=5.0), measured_every=1).one(b"large")
     assert slow is not None and slow.signature == "too slow"
     assert large is not None and large.signature == "too much memory", large
     monkeypatch.setattr(trial, "HANG_S", 0.2)

@@ -133,3 +133,10 @@ def test_a_freeze_names_who_is_cut_off_before_the_next_view() -> None:
     effects = worker.say(m.Freeze(1, 1, "a was put out", (A,)))
     assert io.HangUp(A) in effects
     assert worker.core.acquaintances == {COORDINATOR, ME, B}
+
+
+def test_many_rejoins_are_answered_by_one_join() -> None:
+    """As when all that was said during a silence of the line arrives at once."""
+    worker = Worker()
+    joins = [e for _ in range(24) for e in worker.say(m.Rejoin("you are not on the roll"))]
+    assert [e.message for e in joins if isinstance(e, io.Post)] == [m.Join("r", "me", "tcp://me:1")]

@@ -30,7 +30,7 @@ class Run:
     """A coordinator and workers that do as they are told, one virtual second after the other."""
 
     def __init__(self, *peers: m.PeerId) -> None:
-        limits = Deadlines(silence_s=1e9, settle_s=0.0)
+        limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
         self.core = Membership(me=ME, run="r", term=1, deadlines=limits, software="", min_workers=len(peers))
         self.now_s = 0.0
         self.effects: list[Effect] = []
@@ -226,3 +226,68 @@ def test_the_others_are_told_at_once_whom_to_cut_off() -> None:
     run.now_s += 10.0
     effects = run.hear(Expelled(B, "kicked", "was put out of the run", "ask"))
     assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects
+
+
+def test_only_members_report_a_stall_and_their_word_for_the_step_is_not_needed() -> None:
+    run = Run(A, B)
+    run.now_s += 100.0
+    run.say(C, m.Join("r", "c", "memory://c"))
+    assert run.say(C, m.Stalled(m.RoundId(1, 1, 0, 0), (A, B), 1e-6, "all are silent")) == []
+    run.beat(A, B)
+    run.say(B, m.Stalled(m.RoundId(1, 1, 7, 0), (A,), 1e-6, "a is silent"))
+    assert Dismiss(A) not in run.effects, "it has just moved"
+
+
+def flap(run: Run, pairs: list[tuple[m.PeerId, m.PeerId]]) -> list[Effect]:
+    """The first of each pair says that its connection to the second broke; what followed."""
+    effects: list[Effect] = []
+    for reporter, peer in pairs:
+        effects += run.say(reporter, m.Broken(1, run.core.generation, peer))
+    return effects
+
+
+def test_the_member_that_all_broken_connections_have_in_common_goes() -> None:
+    run = Run(A, B, C)
+    effects = flap(run, [(A, C), (B, C)] * 4)
+    assert [e for e in effects if isinstance(e, Dismiss)] == [Dismiss(C)]
+    assert not [e for e in effects if isinstance(e, Strike)], "a bad line is no offence"
+
+
+def test_a_liar_about_broken_connections_blames_itself_alone() -> None:
+    run = Run(A, B, C)
+    effects = flap(run, [(C, A), (C, B), (C, A), (C, B)] * 4)
+    assert [e for e in effects if isinstance(e, Dismiss)] == [Dismiss(C)]
+
+
+def test_one_pairs_bad_line_and_old_breaks_are_nobodys_fault() -> None:
+    run = Run(A, B, C)
+    assert not [e for e in flap(run, [(A, C), (C, A)] * 8) if isinstance(e, Dismiss)]
+    run = Run(A, B, C)
+    for _ in range(8):
+        assert not [e for e in flap(run, [(A, C), (B, C)]) if isinstance(e, Dismiss)]
+        run.now_s += 10.0
+
+
+def stall(run: Run, members: tuple[m.PeerId, ...], *suspects: m.PeerId) -> list[m.PeerId]:
+    """The first member tells of a stalled round, and those who stay begin anew; who was dismissed."""
+    generation = run.core.generation
+    effects = run.say(members[0], m.Stalled(m.RoundId(1, generation, 0, 0), suspects, 0.0, "voted NO"))
+    dismissed = [e.peer for e in effects if isinstance(e, Dismiss)]
+    rest = [peer for peer in members if peer not in dismissed]
+    for peer in rest:
+        run.report(peer)
+    run.start(*rest)
+    return dismissed
+
+
+def test_where_nobody_is_named_the_youngest_goes_and_the_run_goes_on() -> None:
+    run = Run(A, B)
+    assert [stall(run, (A, B)) for _ in range(6)] == [[]] * 5 + [[B]]
+    assert [stall(run, (A,)) for _ in range(9)] == [[]] * 9, "the last one has the model"
+
+
+def test_who_votes_no_in_three_generations_goes_and_who_does_so_once_stays() -> None:
+    run = Run(A, B, C)
+    members = (A, B, C)
+    assert [stall(run, members, B), stall(run, members, C), stall(run, members, C)] == [[]] * 3
+    assert stall(run, members, C) == [C]

@@ -11,12 +11,17 @@ A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
 NAMES = {COORDINATOR: "coordinator", A: "a", B: "b", C: "c", D: "d"}
 
 
+def at(name: str) -> str:
+    """ "a" is at 10.0.0.1, "b" at 10.0.0.2 and so on."""
+    return f"tcp://10.0.0.{ord(name) - ord('a') + 1}:1"
+
+
 def open_place(name: str) -> Place:
-    return Place(f"tcp://{name}:1", name, f"tcp://{name}:1")
+    return Place(at(name), name, at(name))
 
 
 def behind(router: str, name: str) -> Place:
-    return Place(f"tcp://{name}:1", router, "")
+    return Place(at(name), router, "")
 
 
 def routes(**places: Place) -> Routes:
@@ -40,14 +45,14 @@ def told(made: Routes, *peers: bytes) -> dict[str, str]:
 
 
 def test_of_two_that_can_both_be_dialled_one_dials() -> None:
-    assert told(routes(a=open_place("a"), b=open_place("b")), A, B) == {"a>b": "", "b>a": "tcp://a:1"}
+    assert told(routes(a=open_place("a"), b=open_place("b")), A, B) == {"a>b": "", "b>a": "tcp://10.0.0.1:1"}
 
 
 def test_whoever_is_behind_nat_dials() -> None:
     made = routes(a=open_place("a"), b=behind("router", "b"))
-    assert told(made, A, B) == {"a>b": "", "b>a": "tcp://a:1"}
+    assert told(made, A, B) == {"a>b": "", "b>a": "tcp://10.0.0.1:1"}
     made = routes(a=behind("router", "a"), b=open_place("b"))
-    assert told(made, A, B) == {"a>b": "tcp://b:1", "b>a": ""}
+    assert told(made, A, B) == {"a>b": "tcp://10.0.0.2:1", "b>a": ""}
 
 
 def test_two_behind_different_routers_meet_at_a_third() -> None:
@@ -55,8 +60,8 @@ def test_two_behind_different_routers_meet_at_a_third() -> None:
     assert told(made, A, B, C) == {
         "a>b": "through c",
         "b>a": "through c",
-        "a>c": "tcp://c:1",
-        "b>c": "tcp://c:1",
+        "a>c": "tcp://10.0.0.3:1",
+        "b>c": "tcp://10.0.0.3:1",
         "c>a": "",
         "c>b": "",
     }
@@ -68,18 +73,18 @@ def test_the_coordinator_relays_where_nobody_else_can() -> None:
 
 
 def test_a_worker_that_will_not_relay_is_not_asked_to() -> None:
-    unwilling = Place("tcp://c:1", "c", "tcp://c:1", relays=False)
+    unwilling = Place("tcp://10.0.0.3:1", "c", "tcp://10.0.0.3:1", relays=False)
     made = routes(a=behind("r1", "a"), b=behind("r2", "b"), c=unwilling)
     assert told(made, A, B, C)["a>b"] == "through coordinator"
 
 
 def test_two_behind_one_router_try_each_other_first_and_then_a_relay() -> None:
     made = routes(a=behind("r1", "a"), b=behind("r1", "b"), c=open_place("c"))
-    assert told(made, A, B, C)["b>a"] == "tcp://a:1"
+    assert told(made, A, B, C)["b>a"] == "tcp://10.0.0.1:1"
     relays = made.willing((A, B, C))
-    assert made.block(B, A, relays) == "tcp://a:1"  # the router keeps its guests apart
-    assert told(made, A, B, C)["a>b"] == "tcp://b:1"  # the other way round
-    assert made.block(A, B, relays) == "tcp://b:1"
+    assert made.block(B, A, relays) == "tcp://10.0.0.1:1"  # the router keeps its guests apart
+    assert told(made, A, B, C)["a>b"] == "tcp://10.0.0.2:1"  # the other way round
+    assert made.block(A, B, relays) == "tcp://10.0.0.2:1"
     assert told(made, A, B, C)["a>b"] == "through c"
     assert told(made, A, B, C)["b>a"] == "through c"
     made.block(A, B, relays)  # c cannot connect them either
@@ -88,17 +93,23 @@ def test_two_behind_one_router_try_each_other_first_and_then_a_relay() -> None:
 
 def test_an_address_that_only_some_can_reach_is_given_up_pair_by_pair() -> None:
     made = routes(a=open_place("a"), b=open_place("b"), c=open_place("c"))
-    assert made.block(B, A, ()) == "tcp://a:1"
+    assert made.block(B, A, ()) == "tcp://10.0.0.1:1"
     ways = told(made, A, B, C)
-    assert (ways["a>b"], ways["b>a"]) == ("tcp://b:1", "")
-    assert (ways["a>c"], ways["c>a"]) == ("", "tcp://a:1")
+    assert (ways["a>b"], ways["b>a"]) == ("tcp://10.0.0.2:1", "")
+    assert (ways["a>c"], ways["c>a"]) == ("", "tcp://10.0.0.1:1")
 
 
 def test_a_worker_that_has_moved_is_tried_again() -> None:
     made = routes(a=open_place("a"), b=open_place("b"))
     made.block(B, A, ())
-    made.learn(A, open_place("elsewhere"))
-    assert told(made, A, B)["b>a"] == "tcp://elsewhere:1"
+    made.learn(A, open_place("z"))
+    assert told(made, A, B)["b>a"] == "tcp://10.0.0.26:1"
+
+
+def test_a_name_is_nobodys_proof_and_is_looked_up_by_nobody() -> None:
+    named = Place("tcp://slow.example:1", "r1", "")
+    made = routes(a=named, b=behind("r1", "b"))
+    assert told(made, A, B) == {"a>b": "tcp://10.0.0.2:1", "b>a": ""}
 
 
 def test_both_sides_are_told_what_fits_together() -> None:

@@ -90,7 +90,7 @@ def test_a_slice_of_another_length_is_refused(nbytes):
 @pytest.mark.filterwarnings("error")
 def test_what_no_honest_member_sends_is_refused_where_it_arrives(bad, effect):
     workspace = DenseWorkspace(floats(1, 2, 3, 4), 2)
-    with pytest.raises(RemoteProtocolError, match="slice 0 from rank 1 holds values from .* at most 8.5"):
+    with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 holds values from .* at most 8\.5"):
         workspace.apply(effect(0, 0, floats(bad, 0).tobytes(), FROM_1))
     assert workspace.update_N.tolist() == [1, 2, 3, 4]
 

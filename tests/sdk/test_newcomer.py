@@ -203,9 +203,6 @@ def test_a_run_in_the_clear_is_joined_only_on_purpose() -> None:
     sealed = replace(clear, encrypted=True)
     with pytest.raises(ConfigError, match=r'"default" is encrypted, .* -> leave --unencrypted out'):
         gridtrain.join(sealed.text(), unencrypted=True)
-    away = replace(clear, address="tcp://192.0.2.1:7700")
-    with pytest.raises(ConfigError, match=r"'tcp://192.0.2.1:7700' without encryption: .* -> switch encr"):
-        gridtrain.join(away.text(), unencrypted=True)
 
 
 def test_a_key_file_that_others_may_read(start_coordinator: StartCoordinator, state: Path) -> None:

@@ -5,8 +5,12 @@ Each defence is tried twice: with it the attack fails; with that one function ta
 
 from __future__ import annotations
 
+import select
+import socket
+import subprocess
+import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import zmq
@@ -14,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Ping
 from gridtrain.testing.defences import without
-from gridtrain.transport import zap
+from gridtrain.transport import entrance, limits, sockets, zap
 from gridtrain.transport.base import PeerDown, PeerUp, Reached, Standing, Violation
 from gridtrain.wire import codec
 
@@ -235,3 +239,109 @@ def test_the_gate_is_asked_for_each_message_and_not_more(zeromq_net, monkeypatch
         anna.transport.send(bert.key, Ping(nonce))
     zeromq_net.until(lambda: len(bert.got()) == 10, bert, anna)
     assert asked == [anna.key] * 10
+
+
+def babble(net, besieger, identity_of, monkeypatch):
+    """300 pings where 200 are a flood; what bert makes of it."""
+    monkeypatch.setattr(limits, "FLOOD_MESSAGES", 200)
+    monkeypatch.setattr(limits, "FLOOD_MESSAGES_per_s", 0.0)
+    bert = net.add("bert")
+    dealer, _ = besieger(bert, "mallory", sndhwm=0)
+    dealer.send_multipart(hello(identity_of("mallory").public))
+    for nonce in range(300):
+        dealer.send_multipart(codec.encode(Ping(nonce)))
+    net.until(lambda: bert.of(PeerDown) or len(bert.got()) == 300, bert)
+    return bert
+
+
+def test_a_peer_that_talks_without_end_is_cut(zeromq_net, besieger, identity_of, monkeypatch):
+    bert = babble(zeromq_net, besieger, identity_of, monkeypatch)
+    assert len(bert.got()) == 200
+    (flood,) = bert.of(Violation)
+    assert flood.peer == identity_of("mallory").public and "that need no credit" in flood.reason
+    assert [down.reason for down in bert.of(PeerDown)] == ["it floods this connection"]
+
+
+def test_without_the_bound_all_that_it_says_is_kept(zeromq_net, besieger, identity_of, monkeypatch, away):
+    away("flood")
+    bert = babble(zeromq_net, besieger, identity_of, monkeypatch)
+    assert len(bert.got()) == 300 and bert.of(Violation) == []
+
+
+CRASH = """
+import os, time, zmq
+dealer = zmq.Context().socket(zmq.DEALER)
+dealer.sndhwm, dealer.heartbeat_ivl, dealer.heartbeat_timeout = 0, 1, 100_000
+dealer.connect({address!r})
+end_s = time.monotonic() + 1.0
+while time.monotonic() < end_s:
+    dealer.send(b"x" * 10)
+os.kill(os.getpid(), 9)
+"""
+
+VICTIM = """
+import subprocess, sys, time
+import zmq
+from gridtrain.transport import sockets
+sockets.RECEIVE_MESSAGES = int(sys.argv[1])
+router = sockets.open_router(zmq.Context(), None)
+address = sockets.bind(router, "tcp://127.0.0.1:0")
+subprocess.run([sys.executable, "-c", {crash!r}.format(address=address)])
+while router.poll(300):
+    router.recv_multipart()
+print("alive")
+"""
+
+
+def test_no_peer_brings_libzmq_to_the_end_of_our_process():
+    """A full receive queue, a ping behind it, a reset: libzmq 4.3.5 aborts, unless its queue has no bound."""
+    script = VICTIM.format(crash=CRASH)
+    for _ in range(3):
+        argv = [sys.executable, "-c", script, str(sockets.RECEIVE_MESSAGES)]
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stdout.strip()) == (0, "alive"), ended.stderr
+
+
+NULL_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+
+
+def endless(net, mallory: bytes, monkeypatch, seconds):
+    """8 MiB of one message that never ends, in ZMTP by hand, where 2 may be unread."""
+    monkeypatch.setattr(entrance, "MOST_UNREAD_BYTES", 2 * 2**20)
+    monkeypatch.setattr(entrance, "LOOK_S", 0.02)
+    bert = net.add("bert")
+    port = int(bert.transport.listen("tcp://127.0.0.1:0").rpartition(":")[2])
+    (greeting,) = hello(mallory)
+    frame = b"\x03" + (2**20).to_bytes(8, "big") + bytes(2**20)
+    said = b"\x04" + bytes([len(READY)]) + READY
+    said += b"\0" + bytes([len(greeting)]) + greeting + frame * 8
+    end_s = time.monotonic() + seconds
+    with socket.create_connection(("127.0.0.1", port)) as line:
+        line.sendall(NULL_GREETING)
+        line.setblocking(False)
+        net.until(lambda: select.select([line], [], [], 0)[0], bert)  # it has greeted, too
+        net.until(lambda: len(line.recv(256, socket.MSG_PEEK)) > len(NULL_GREETING), bert)
+
+        def over() -> bool:
+            nonlocal said
+            with suppress(OSError):  # it is full, or was cut
+                said = said[line.send(said) :]
+            return bool(bert.of(PeerDown)) or time.monotonic() > end_s
+
+        net.until(over, bert)
+    return bert
+
+
+def test_a_message_that_never_ends_is_cut_off(plain_net, identity_of, monkeypatch):
+    mallory = identity_of("mallory").public
+    bert = endless(plain_net, mallory, monkeypatch, seconds=5.0)
+    (violation,) = bert.of(Violation)
+    assert violation.peer == mallory and "never ends a message" in violation.reason
+    assert [down.reason for down in bert.of(PeerDown)] == ["it fills the memory"]
+
+
+def test_without_the_look_at_what_came_it_goes_on(plain_net, identity_of, monkeypatch, away):
+    away("hoard")
+    bert = endless(plain_net, identity_of("mallory").public, monkeypatch, seconds=1.0)
+    assert bert.of(PeerUp) and bert.of(Violation) == [] and bert.of(PeerDown) == []

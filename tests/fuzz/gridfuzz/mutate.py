@@ -42,6 +42,7 @@ MSGPACK = (
     b"\xa1\xff",  # no UTF-8
     b"\xa3\xed\xa0\x80",  # a surrogate
     b"\x91" * 600,
+    b"\xdc\x10\x00" * 300,  # arrays of 4096 items, one in the other, all of which are still to come
 )
 JSON = (
     *(
@@ -147,7 +148,8 @@ def _altered(node: Any, random: Random) -> Any:
                 to = random.randrange(len(node))
                 node[at], node[to] = node[to], node[at]
             case 3:
-                node[:] = node * random.choice((2, 3, 300))
+                flat = not any(isinstance(item, list) for item in node)
+                node[:] = node * random.choice((2, 3, 300) if flat else (2, 3))
                 del node[5000:]
             case _:
                 node[at] = _altered(node[at], random)

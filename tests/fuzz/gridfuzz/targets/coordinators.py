@@ -192,6 +192,7 @@ class Office:
             if self.core.deadline_s > self.now_s:
                 return
             self.take(self.core.tick(self.now_s))
+            self.now_s += 1e-6
         must(self.core.deadline_s > self.now_s, "the daemon would turn without end")
 
     def say(self, peer: m.PeerId, message: m.Message) -> None:

@@ -66,6 +66,6 @@ TARGETS = (
         ("gridtrain.wire.codec", "gridtrain.wire.kinds", "gridtrain.wire.schema"),
         change,
         MSGPACK,
-        memory_bytes=8 << 20,
+        memory_bytes=16 << 20,
     ),
 )

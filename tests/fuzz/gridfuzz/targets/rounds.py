@@ -94,7 +94,8 @@ class Play:
         return m.RoundId(here.term, here.generation + source.one_in(8), step, attempt)
 
     def any_rank(self) -> int:
-        return self.source.below(self.seat.world_size)
+        """Mostly another one; a peer that is alone has no other."""
+        return (self.seat.rank + 1 + self.source.below(self.seat.world_size)) % self.seat.world_size
 
     def progressed(self, rank: int, message: m.Progress) -> None:
         with suppress(RemoteProtocolError):
@@ -177,7 +178,17 @@ def run(data: bytes) -> bool:
 
 
 def valid(random: Random) -> bytes:
-    return bytes((random.randrange(4), random.randrange(4))) + random.randbytes(random.choice((20, 80, 300)))
+    head = bytes((random.randrange(4), random.randrange(4)))
+    if random.random() < 0.5:
+        return head + random.randbytes(random.choice((20, 80, 300)))
+    # Mostly what an honest group does: submit, the data that are due, votes and decisions.
+    steps = bytearray()
+    for _ in range(random.choice((6, 20, 60))):
+        steps += bytes(
+            (random.randrange(3), random.randrange(3), random.choice((0, 1, 2, 3, 3, 4, 5, 5, 10)))
+        )
+        steps += bytes(random.randrange(4) for _ in range(random.randrange(3)))
+    return head + bytes(steps)
 
 
 TARGETS = (

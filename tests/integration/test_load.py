@@ -1,0 +1,117 @@
+"""Load: a member that sends garbage at line rate, and 1,500 strangers at the door.
+
+Bounds that hold on any machine; what it really costs is measured by `python -m hostile` (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gridtrain.transport.curve import Identity
+from hostile.processes import Group, Program, forget_peak, peak_mib, rss_mib
+from hostile.wire import CurveConnection, Refused
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(
+        not os.environ.get("GRIDTRAIN_HOSTILE"), reason="minutes at full load; run it with `make hostile`"
+    ),
+]
+
+HONEST = ("anna", "bert", "carl")
+QUIET_S, ATTACK_S = 3.0, 6.0
+LEAST_PROGRESS = 0.5
+"""Of what it was before: the attacker's own computing counts too, on a machine with few cores."""
+
+MEMORY_MIB = 100.0
+
+CONNECTIONS, HANDSHAKES_PER_S = 1500, 200
+JOIN_S = 5.0
+DESCRIPTORS = 1200
+"""Fewer than there are silent connections."""
+
+
+def test_garbage_at_line_rate_for_the_whole_run(tmp_path: Path) -> None:
+    with Group(tmp_path, workers=3) as group:
+        for name in HONEST:
+            group.add(name)
+        gate = group.gate()
+        orders = {"gates": [gate.path], "forever": True}
+        mallory = group.attack("mallory", ["garbage"], nice=19, orders=orders)
+        group.wait("the first steps", lambda: all(group.steps(name) >= 5 for name in HONEST))
+        group.wait("mallory", lambda: bool(mallory.marked("loaded")))
+        pids = {"coordinator": group.coordinator.pid, **{name: group.workers[name].pid for name in HONEST}}
+        before = {name: rss_mib(pid) for name, pid in pids.items()}
+        for pid in pids.values():
+            forget_peak(pid)
+        began_s = time.monotonic()
+        group.wait_until(began_s + QUIET_S)
+        gate.open()
+        group.wait_until(began_s + QUIET_S + ATTACK_S)
+        quiet = group.steps_between(began_s, began_s + QUIET_S) / QUIET_S
+        attacked = group.steps_between(began_s + QUIET_S, began_s + QUIET_S + ATTACK_S) / ATTACK_S
+        peaks = {name: peak_mib(pid) for name, pid in pids.items()}
+        print(f"{quiet:.1f} steps a second before, {attacked:.1f} under attack; memory {before} -> {peaks}")
+        assert mallory.marked("over"), "she is a stranger by now, and knocks at every door"
+        assert attacked >= LEAST_PROGRESS * quiet
+        assert all(peaks[name] <= before[name] + MEMORY_MIB for name in pids)
+        assert {len(models) for models in group.digests().values()} == {1}
+
+
+# -- strangers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    with Group(tmp_path_factory.mktemp("door"), workers=1, descriptors=DESCRIPTORS) as group:
+        yield group
+
+
+def besieged(group: Group, kind: str, count: int) -> Program:
+    """By strangers, when all of them have come."""
+    key = [group.key().hex()] if kind == "handshakes" else []
+    address = group.address().removeprefix("tcp://")
+    argv = (sys.executable, "-m", "hostile.strangers", kind, str(count), address, *key, "--from", "others")
+    attacker = group.run(kind, *argv)
+    group.wait(f"{count} {kind}", lambda: bool(attacker.marked("ready")))
+    return attacker
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("silent", CONNECTIONS), ("greeting", CONNECTIONS), ("handshakes", HANDSHAKES_PER_S)],
+)
+def test_strangers_do_not_delay_an_honest_join(door: Group, kind: str, count: int) -> None:
+    before_mib = rss_mib(door.coordinator.pid)
+    forget_peak(door.coordinator.pid)
+    attacker = besieged(door, kind, count)
+    argv = (sys.executable, "-m", "hostile.newcomer", door.invitation(), "3")
+    newcomer = door.run(f"newcomer beside {kind}", *argv)
+    door.wait("the newcomer", lambda: newcomer.code is not None)
+    attacker.end()
+    took_s = [line["took_s"] for line in newcomer.marked("joined")]
+    print(took_s, before_mib, peak_mib(door.coordinator.pid))
+    assert len(took_s) == 3 and max(took_s) < JOIN_S, newcomer.tail()
+    assert peak_mib(door.coordinator.pid) <= before_mib + MEMORY_MIB
+
+
+def test_without_a_bound_on_half_open_connections_nobody_else_gets_in(tmp_path: Path) -> None:
+    with Group(tmp_path, workers=1, descriptors=DESCRIPTORS, without=["half-open"]) as group:
+        besieged(group, "silent", CONNECTIONS)
+        host, _, port = group.address().removeprefix("tcp://").rpartition(":")
+        with pytest.raises(TimeoutError):
+            CurveConnection(Identity.generate(), group.key(), host, int(port), timeout_s=JOIN_S)
+
+
+def test_with_it_even_a_stranger_hears_at_once_that_he_is_refused(door: Group) -> None:
+    attacker = besieged(door, "silent", CONNECTIONS)
+    host, _, port = door.address().removeprefix("tcp://").rpartition(":")
+    with pytest.raises(Refused):
+        CurveConnection(Identity.generate(), door.key(), host, int(port), timeout_s=JOIN_S)
+    attacker.end()

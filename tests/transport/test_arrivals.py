@@ -1,0 +1,89 @@
+"""The download cap: everything is read, and handed on at the cap's rate, fairly between senders."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gridtrain.transport.arrivals import Arrivals
+from gridtrain.transport.limits import LATENESS_S
+
+
+def test_without_a_cap_nothing_waits():
+    arrivals: Arrivals[str, int] = Arrivals(None)
+    for item in range(3):
+        arrivals.put("anna", item, 10**9, 0.0)
+    arrivals.charge("anna", 10**9, 0.0)
+    assert arrivals.take(0.0) == [0, 1, 2]
+    assert arrivals.due_s() == float("inf")
+
+
+def test_a_message_is_handed_on_and_the_next_one_waits_for_its_time():
+    arrivals: Arrivals[str, str] = Arrivals(1000.0)
+    arrivals.put("anna", "first", 500, 5.0)
+    arrivals.put("anna", "second", 500, 5.0)
+    assert arrivals.take(5.0) == ["first"]
+    assert arrivals.due_s() == pytest.approx(5.5 - LATENESS_S)
+    assert arrivals.take(5.4) == []
+    assert arrivals.take(5.5) == ["second"]
+
+
+def test_what_was_handed_on_at_once_is_paid_for_later():
+    arrivals: Arrivals[str, str] = Arrivals(1000.0)
+    arrivals.charge("anna", 300, 0.0)
+    arrivals.put("anna", "bulk", 10, 0.0)
+    assert arrivals.take(0.2) == []
+    assert arrivals.take(0.3) == ["bulk"]
+
+
+def test_nobody_waits_for_another_ones_giant():
+    """Alone, the rest of the giant's debt would be served first: 60 s.  They share the line instead."""
+    arrivals: Arrivals[str, str] = Arrivals(1000.0)
+    arrivals.put("mallory", "giant", 60_000, 0.0)
+    arrivals.put("mallory", "another", 60_000, 0.0)
+    for item in range(10):
+        arrivals.put("anna", f"small {item}", 100, 0.0)
+    assert arrivals.take(0.0) == ["giant", "small 0"]
+    assert len(arrivals.take(1.0)) == 5  # half of the line's 1,000 bytes
+    assert len(arrivals.take(2.0)) == 4
+
+
+def test_who_has_gone_is_heard_to_the_end_and_who_is_forgotten_is_not():
+    arrivals: Arrivals[str, int] = Arrivals(1000.0)
+    for item in range(3):
+        arrivals.put("anna", item, 1000, 0.0)
+        arrivals.put("bert", item + 10, 1000, 0.0)
+    assert arrivals.take(0.0) == [0, 10]
+    assert arrivals.waiting_bytes("anna") == 2000
+    assert arrivals.take_all_of("anna") == [1, 2]
+    arrivals.forget("bert")
+    assert arrivals.take(100.0) == []
+    assert arrivals.due_s() == float("inf")
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_sum_keeps_to_the_cap_and_each_sender_to_its_order(seed):
+    print("seed", seed)
+    dice = random.Random(seed)
+    rate = 10.0 ** dice.uniform(1, 6)
+    arrivals: Arrivals[int, tuple[int, int, int]] = Arrivals(rate)
+    senders, most = dice.randint(1, 5), 1000
+    put, taken, now_s = [], [], 0.0
+    for number in range(200):
+        item = (dice.randrange(senders), number, dice.randint(1, most))
+        put.append(item)
+        arrivals.put(item[0], item, item[2], now_s)
+        taken += arrivals.take(now_s)
+        # Each sender is one message ahead of what it has paid for.
+        assert sum(nbytes for *_, nbytes in taken) <= rate * (now_s + LATENESS_S) + senders * most + 1
+        now_s += dice.expovariate(1.0) * most / rate
+    backlog = [item for item in put if item not in taken]
+    while (due_s := arrivals.due_s()) < float("inf"):
+        now_s = max(now_s, due_s) + 1e-9
+        got = arrivals.take(now_s)
+        assert got, "it was due"
+        taken += got
+    assert sorted(taken) == sorted(put), backlog
+    for sender in range(senders):
+        assert [item for item in taken if item[0] == sender] == [item for item in put if item[0] == sender]
