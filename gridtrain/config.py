@@ -139,6 +139,7 @@ class JoinConfig:
         checkpoint_every: steps between two checkpoints on this worker's disk; "0": none.
         checkpoint_keep: so many of the latest are kept.
         state_dir: where checkpoints go; "": the state directory, under the coordinator's key.
+        donate_limit: at most so much of the line goes into states for newcomers while this worker trains.
         relay: "no": do not pass on what other members send one another.
         unencrypted: "yes": talk in the clear, as the coordinator was told to as well.
     """
@@ -152,6 +153,7 @@ class JoinConfig:
     advertise: str = ""
     upload_limit: str = ""
     download_limit: str = ""
+    donate_limit: str = "25Mbit"
     export_dir: str = ""
     checkpoint_every: str = "500"
     checkpoint_keep: str = "2"

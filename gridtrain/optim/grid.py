@@ -40,9 +40,9 @@ from gridtrain.protocol.messages import Held, LedgerSpec, Setup, Span
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.client import coordinator_address
+from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.entry import enter
 from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
-from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.naming import folder_name, listen_address, random_name, state_directory
 from gridtrain.transport.credits import CreditTransport
 from gridtrain.transport.curve import Identity
@@ -227,7 +227,9 @@ class Grid:
             average_buffers_every=average_buffers_every,
         )
         self._optimizer, self._clip_norm = wrapped, clip_norm
-        self._session.attach(wrapped.capture, self._restore, _largest_state_bytes(model))
+        largest_bytes = _largest_state_bytes(model)
+        self._session.attach(wrapped.capture, self._restore, largest_bytes)
+        self._session.attach_following(self._copy_state, wrapped.replay, largest_bytes, wrapped.elements)
         return wrapped
 
     def batches(
@@ -375,7 +377,14 @@ class Grid:
         share = batch_size * accumulate if batch_size is not None else 0
         neighbours = _NEIGHBOURS[type(wrapped.exchange_config)]
         self._session.enter(
-            Setup(facts, self._spec, share, global_batch_size, self._resume(facts)),
+            Setup(
+                facts,
+                self._spec,
+                share,
+                global_batch_size,
+                self._resume(facts),
+                follows=not isinstance(wrapped.exchange_config, Dense),
+            ),
             # Averages of buffers and, in retries, settings go round the ring, whatever the exchange is.
             lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size),
         )
@@ -402,7 +411,7 @@ class Grid:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def _resume(self, facts: Facts) -> Held | None:
-        """Load the latest checkpoint of this training that is on the disk; what the group holds may be later."""
+        """Load the latest checkpoint of this training from the disk; what the group holds may be later."""
         assert self._spec is not None
         self._facts = (*facts, ("order", f"{self._spec.size} samples, seed {self._spec.seed}"))
         self._checkpoints = Checkpoints(
@@ -426,6 +435,11 @@ class Grid:
             self._wrapped().forget_residual()
             self._resumed = False
         self._wrapped().restore(blobs)
+
+    def _copy_state(self) -> Callable[[], tuple[bytes, bytes]]:
+        """Between two steps; what is returned makes bytes of the copy."""
+        copy = self._wrapped().copy()
+        return lambda: (copy.own(), copy.common())
 
     def _checkpoint(self, picture: Picture) -> None:
         """Between two steps: copy what is due to be written."""

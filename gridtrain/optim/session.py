@@ -5,7 +5,7 @@ Decides nothing.  `gridtrain.runtime.api` implements it over a group; tests over
     wrapper (training thread)                      session (owns rounds, votes, the loop's thread)
        begin() ------------------------------------->  waits for a running generation
        <------------------------------- StepPlan ----  who takes part, with how many samples
-       run(plan, [workspace], skip, salt) ---------->  collective, vote, decision
+       run(plan, [workspace], skip, settings) ---------->  collective, vote, decision
        <--------------------------- RoundOutcome ----  committed: apply.  Not: begin again, same gradient
 """
 
@@ -30,13 +30,19 @@ class Session(Protocol):
         """
         ...
 
-    def run(self, plan: StepPlan, workspaces: Sequence[Workspace], skip: bool, salt: bytes) -> RoundOutcome:
+    def run(
+        self, plan: StepPlan, workspaces: Sequence[Workspace], skip: bool, settings: bytes
+    ) -> RoundOutcome:
         """Exchange, vote and wait for the decision.
 
         Args:
             skip: this worker's gradient is not finite; ORed over all members.
-            salt: what must be equal on all members besides the update; part of the vote's digest.
+            settings: of the optimizer, equal on all members; part of the vote's digest.
         """
+        ...
+
+    def cannot_replay(self, reason: str) -> None:
+        """The updates alone do not tell what the steps do: nobody can follow by replaying them."""
         ...
 
     def note(self, figures: Mapping[str, float]) -> None:

@@ -2,13 +2,16 @@
 
 Decides what belongs to the state and how it is laid out.  Never unpickles, never sends anything.
 
-    u64 J | J bytes of JSON                              | safetensors
-            parameters, buffers: {name: tensor}            "0", "1", "2" ...
-            optimizer:  the inner optimizer's state_dict
-            trackers:   {name: state_dict} of schedulers, averages, ...
-            (a tensor stands in the JSON as {"tensor": "7"})
+    own part      buffers:    {name: tensor}                         each part: u64 J | u64 T |
+                  trackers:   {name: state_dict} of schedulers, ...  J bytes of JSON | T bytes of safetensors
+                  settings:   of the optimizer's groups              (a tensor stands in the
+    common part   parameters: {name: tensor}                         JSON as {"tensor": "7"})
+                  optimizer:  the inner optimizer's state_dict
 
-Residuals are not part of it: every worker has its own, and one that joins begins with none.
+The common part is bit-identical on all members.  The own one may differ between two averagings of buffers;
+without the common part it is what a worker lacks that has replayed all updates.
+
+Residuals belong to neither: every worker has its own, and one that joins begins with none.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +34,7 @@ from torch import Tensor, nn
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim.flat import canonical_names, canonical_parameters
 
-_LENGTH = struct.Struct("<Q")
+_LENGTHS = struct.Struct("<2Q")
 _MAX_DEPTH = 32
 
 
@@ -48,15 +52,60 @@ Trackers = Mapping[str, Stateful]
 # -- the whole state -----------------------------------------------------------------------------
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers) -> list[bytes]:
-    """A copy of the state, in pieces that are to be joined.
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The state at one moment; `own` and `common` make bytes of it, which takes its time."""
+
+    own_part: tuple[dict[str, Any], dict[str, Tensor]]
+    common_part: tuple[dict[str, Any], dict[str, Tensor]]
+
+    def own(self) -> bytes:
+        return _frame(*self.own_part)
+
+    def common(self) -> bytes:
+        return _frame(*self.common_part)
+
+
+def copy(
+    model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
+) -> Copy:
+    """A copy of the state, or of its own part alone.
 
     Raises:
         ConfigError: a state_dict holds something that is neither a tensor nor plain data.
     """
-    document, tensors = pack(model, optimizer, trackers)
+    own, common = _Packer(), _Packer()
+    own_document = {
+        "buffers": own.pack(dict(_buffers(model)), "model"),
+        "trackers": {name: own.pack(item.state_dict(), name) for name, item in trackers.items()},
+        "settings": own.pack(_plain_groups(optimizer), "optimizer"),
+    }
+    common_document = (
+        {
+            "parameters": common.pack(dict(canonical_parameters(model)), "model"),
+            "optimizer": common.pack(optimizer.state_dict(), "optimizer"),
+        }
+        if whole
+        else {}
+    )
+    return Copy((own_document, own.tensors), (common_document, common.tensors))
+
+
+def capture(
+    model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
+) -> list[bytes]:
+    """A copy of the state in parts: the own one and, if it is to be `whole`, the common one.
+
+    Raises as `copy`.
+    """
+    taken = copy(model, optimizer, trackers, whole=whole)
+    return [taken.own(), taken.common()] if whole else [taken.own()]
+
+
+def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     text = json.dumps(document, separators=(",", ":")).encode()
-    return [_LENGTH.pack(len(text)), text, safetensors.torch.save(tensors)]
+    data = safetensors.torch.save(dict(tensors))
+    return b"".join((_LENGTHS.pack(len(text), len(data)), text, data))
 
 
 def pack(
@@ -88,7 +137,8 @@ def restore(
     optimizer: torch.optim.Optimizer,
     trackers: Trackers,
 ) -> None:
-    """Make model, optimizer and trackers bit-identical to what `capture` saw.
+    """Make model, optimizer and trackers bit-identical to what `capture` saw; from an own part alone only
+    buffers, trackers and the optimizer's settings.
 
     Args:
         blobs: what `capture` returned, cut in any way.
@@ -98,7 +148,12 @@ def restore(
             parameters and buffers were checked.
     """
     pieces = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
-    unpack(*_parse(b"".join(pieces)), model, optimizer, trackers)
+    data = b"".join(pieces)
+    own, end = _parse(data, 0)
+    common, end = _parse(data, end) if end < len(data) else ({}, end)
+    if end != len(data):
+        raise _not_a_state(f"{len(data) - end} bytes after its end")
+    _load(own | common, model, optimizer, trackers)
 
 
 def unpack(
@@ -109,28 +164,43 @@ def unpack(
     trackers: Trackers,
 ) -> None:
     """Take over what `pack` copied.  Raises as `restore`."""
+    _load(_read(document, tensors), model, optimizer, trackers)
+
+
+def _load(
+    values: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
+) -> None:
+    whole = "parameters" in values
     try:
-        parameters = _unpack(document["parameters"], tensors)
-        buffers = _unpack(document["buffers"], tensors)
-        optimizer_state = _unpack(document["optimizer"], tensors)
-        tracked = {name: _unpack(state, tensors) for name, state in document["trackers"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _not_a_state(f"{type(error).__name__}: {error}") from error
-    if not _has_named_groups(optimizer_state):
+        parameters = values["parameters"] if whole else {}
+        buffers, tracked = values["buffers"], values["trackers"]
+        optimizer_state = values["optimizer"] if whole else None
+        settings = None if whole else values["settings"]
+    except KeyError as error:
+        raise _not_a_state(f"{error} is missing") from error
+    if whole and not _has_named_groups(optimizer_state):
         raise _not_a_state("the optimizer's groups are not a list of named values")
+    if not isinstance(tracked, dict) or not all(isinstance(name, str) for name in tracked):
+        raise _not_a_state("the trackers are not named values")
     if tracked.keys() != trackers.keys():
         raise RemoteProtocolError(
             f"the state tracks {sorted(tracked)}, this worker tracks {sorted(trackers)}",
             remedy="call grid.track(...) with the same names on all workers, before the first batch",
         )
     own_parameters, own_buffers = dict(canonical_parameters(model)), dict(_buffers(model))
-    _check_same("parameters", parameters, own_parameters)
+    if whole:
+        _check_same("parameters", parameters, own_parameters)
     _check_same("buffers", buffers, own_buffers)
     with torch.no_grad():
-        for name, tensor in (own_parameters | own_buffers).items():
-            tensor.copy_(parameters[name] if name in parameters else buffers[name])
+        for name, parameter in own_parameters.items() if whole else ():
+            parameter.copy_(parameters[name])
+        for name, buffer in own_buffers.items():
+            buffer.copy_(buffers[name])
     try:
-        optimizer.load_state_dict(optimizer_state)
+        if optimizer_state is not None:
+            optimizer.load_state_dict(optimizer_state)
+        else:
+            load_settings(optimizer, settings)
         for name, item in trackers.items():
             item.load_state_dict(tracked[name])
     except Exception as error:  # other people's code, given what a peer made up: it may raise anything
@@ -140,21 +210,34 @@ def unpack(
         ) from error
 
 
-def _parse(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if len(data) < _LENGTH.size:
+def _parse(data: bytes, start: int) -> tuple[dict[str, Any], int]:
+    """The part that begins at `start`, and where it ends."""
+    if len(data) - start < _LENGTHS.size:
         raise _not_a_state(f"{len(data)} bytes")
-    (text_bytes,) = _LENGTH.unpack_from(data)
-    if text_bytes > len(data) - _LENGTH.size:
+    text_bytes, tensors_bytes = _LENGTHS.unpack_from(data, start)
+    begin = start + _LENGTHS.size
+    if text_bytes + tensors_bytes > len(data) - begin:
         raise _not_a_state(f"its JSON of {text_bytes} bytes does not fit into {len(data)}")
-    end = _LENGTH.size + text_bytes
+    end = begin + text_bytes
     try:
-        document = json.loads(data[_LENGTH.size : end])
-        tensors = safetensors.torch.load(data[end:])
+        document = json.loads(data[begin:end])
+        tensors = safetensors.torch.load(data[end : end + tensors_bytes])
     except (ValueError, RecursionError, SafetensorError) as error:
         raise _not_a_state(str(error)) from error
     if not isinstance(document, dict):
         raise _not_a_state(f"its JSON is a {type(document).__name__}")
-    return document, tensors
+    return _read(document, tensors), end + tensors_bytes
+
+
+def _read(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    try:
+        trackers = document.get("trackers")
+        values = {name: _unpack(node, tensors) for name, node in document.items() if name != "trackers"}
+        if trackers is not None:
+            values["trackers"] = {name: _unpack(state, tensors) for name, state in trackers.items()}
+        return values
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _not_a_state(f"{type(error).__name__}: {error}") from error
 
 
 def _has_named_groups(state: Any) -> bool:
@@ -264,8 +347,26 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
 
 def hyper_digest(optimizer: torch.optim.Optimizer) -> bytes:
     """32-byte digest of the optimizer's kind and all plain fields of its groups (lr, weight_decay, ...)."""
-    document = json.dumps([type(optimizer).__name__, _plain_groups(optimizer)], sort_keys=True)
-    return hashlib.blake2b(document.encode(), digest_size=32).digest()
+    return hashlib.blake2b(settings(optimizer), digest_size=32).digest()
+
+
+def settings(optimizer: torch.optim.Optimizer) -> bytes:
+    """The optimizer's kind and all plain fields of its groups, as JSON: what an update was applied with."""
+    return json.dumps([type(optimizer).__name__, _plain_groups(optimizer)], sort_keys=True).encode()
+
+
+def load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
+    """Take over what `settings` gave of each group.  Raises `ValueError` if there are other groups."""
+    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"settings of other than {len(optimizer.param_groups)} groups")
+    for group, fields in zip(optimizer.param_groups, groups, strict=True):
+        if not isinstance(fields, dict) or not fields.keys() <= group.keys() - set(_NAMES):
+            raise ValueError("settings that this optimizer does not have")
+        for name, value in fields.items():
+            if isinstance(group[name], Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(group[name], tuple) else value
 
 
 def hyper_lines(optimizer: torch.optim.Optimizer) -> list[str]:

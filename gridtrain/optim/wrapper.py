@@ -13,6 +13,7 @@ a socket and never decides a commit: that is the session's.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.config import Dense, Exchange
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import settings, state_sync
 from gridtrain.optim.averages import BufferAverage
 from gridtrain.optim.exchange import exchanger
@@ -33,6 +34,7 @@ from gridtrain.optim.flat import FlatGradient
 from gridtrain.optim.session import Session
 from gridtrain.runtime.buffers import DenseWorkspace
 from gridtrain.runtime.plan import StepPlan
+from gridtrain.runtime.updates import StepUpdate
 from gridtrain.sparsify.merge import largest_summable
 from gridtrain.wire.sparse import Sparse
 
@@ -100,6 +102,11 @@ class GridOptimizer(torch.optim.Optimizer):
     # -- what an Optimizer is --------------------------------------------------------------------
 
     @property
+    def elements(self) -> int:
+        """Of the flat gradient."""
+        return self._flat.n
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.inner.param_groups
 
@@ -134,7 +141,7 @@ class GridOptimizer(torch.optim.Optimizer):
                 remedy="call loss.backward() and then optimizer.step()",
             )
         if not self._exchanged:
-            self.exchange()
+            self._exchange()
         self._exchanged = False
         self._apply()
 
@@ -146,6 +153,10 @@ class GridOptimizer(torch.optim.Optimizer):
         Returns False if the step is skipped: gradients are as they were, and `step` will not apply them.
         With a GradScaler call `scaler.unscale_(optimizer)` first.
         """
+        self._session.cannot_replay("its script may change updates between exchange() and step()")
+        return self._exchange()
+
+    def _exchange(self) -> bool:
         if self._exchanged:
             raise ConfigError(
                 "exchange() was called twice for one step",
@@ -175,7 +186,8 @@ class GridOptimizer(torch.optim.Optimizer):
             compared = settings.workspace(plan, self.inner)
             extra = [workspace for workspace in (averages, compared) if workspace is not None]
             self._watch.lap("selecting_s")
-            outcome = self._session.run(plan, [attempt.workspace, *extra], attempt.skip, self.hyper_digest())
+            settings_text = state_sync.settings(self.inner)
+            outcome = self._session.run(plan, [attempt.workspace, *extra], attempt.skip, settings_text)
             self._watch.lap("communicating_s")
             if outcome.committed:
                 break
@@ -187,11 +199,7 @@ class GridOptimizer(torch.optim.Optimizer):
             return
         if averages is not None:
             self.averages.load(averages)
-        update = self._exchanger.commit(attempt)
-        self._flat.fill(update)
-        if self._clip_norm is not None:
-            self._flat.flat_N.mul_(min(1.0, self._clip_norm / (_norm(update) + 1e-6)))
-        self._flat.scatter()
+        self._put(self._exchanger.commit(attempt))
 
     def _refuse_fork(self, plan: StepPlan, compared: DenseWorkspace) -> None:
         try:
@@ -234,9 +242,37 @@ class GridOptimizer(torch.optim.Optimizer):
         """Put schedulers, averages and the like into what a joining worker receives.  All workers alike."""
         self._trackers.update(trackers)
 
-    def capture(self) -> Sequence[bytes | memoryview]:
-        """The whole replicated state; see `state_sync.capture`."""
-        return state_sync.capture(self.model, self.inner, self._trackers)
+    def capture(self, whole: bool = True) -> Sequence[bytes | memoryview]:
+        """The replicated state; see `state_sync.capture`."""
+        return state_sync.capture(self.model, self.inner, self._trackers, whole=whole)
+
+    def copy(self) -> state_sync.Copy:
+        """The same, without making bytes of it yet."""
+        return state_sync.copy(self.model, self.inner, self._trackers)
+
+    def replay(self, step: StepUpdate) -> None:
+        """What the members did in a step in which this worker did not take part.
+
+        Raises:
+            RemoteProtocolError: it was done with another optimizer.
+        """
+        if step.update is None:
+            return
+        try:
+            _, groups = json.loads(step.settings)
+            state_sync.load_settings(self.inner, groups)
+        except ValueError as error:
+            raise RemoteProtocolError(f"step {step.step} was made otherwise: {error}") from error
+        self._put(step.update)
+        self.inner.step()
+        self.inner.zero_grad()
+
+    def _put(self, update: npt.NDArray[np.float32] | Sparse) -> None:
+        """The update into every `p.grad`, clipped."""
+        self._flat.fill(update)
+        if self._clip_norm is not None:
+            self._flat.flat_N.mul_(min(1.0, self._clip_norm / (_norm(update) + 1e-6)))
+        self._flat.scatter()
 
     def restore(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
         """Take over another worker's `capture`; see `state_sync.restore`."""

@@ -26,15 +26,22 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Offended, Seat
 from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import (
+    Arrive,
     AskMean,
     Broke,
+    CaughtUp,
     Depart,
     Dial,
+    Donating,
+    DonorDown,
+    DonorUp,
     EdgeDown,
     EdgeUp,
     Effect,
     Enter,
     Event,
+    Feed,
+    Follow,
     GiveState,
     HangUp,
     Heard,
@@ -50,6 +57,7 @@ from gridtrain.protocol.member_io import (
     Sealed,
     Stage,
     Stop,
+    Strayed,
     Submit,
     TakeBlock,
 )
@@ -58,6 +66,10 @@ from gridtrain.protocol.routes import relay_of
 
 MAX_EXPECTED = 512
 MAX_REASON = 200
+
+
+_OF_FOLLOWERS = m.ImageAsk | m.BlocksAsk | m.UpdatesAsk
+_OF_DONORS = m.ImageTable | m.ImageBlock | m.Update | m.NoImage
 
 
 class MemberCore:
@@ -102,6 +114,9 @@ class MemberCore:
         self._dialled: dict[m.PeerId, str] = {}  # connected or not: the loop keeps trying until HangUp
         self._expected: dict[m.PeerId, int] = {}  # who may measure its link to us, since which generation
         self._offenders: set[m.PeerId] = set()  # of this generation
+        self._donors: tuple[m.PeerId, ...] = ()  # this worker follows them
+        self._followers: frozenset[m.PeerId] = frozenset()
+        self._caught: m.Caught | None = None
         self._formed_s = math.inf  # when the way into the generation began; infinite: NoRoute is sent
         self._ready_sent = False
         self._stall_told = False
@@ -131,7 +146,8 @@ class MemberCore:
     def acquaintances(self) -> frozenset[m.PeerId]:
         """Whom this worker deals with: the coordinator, the members, and who was announced; nobody else."""
         members = {member.peer for member in self.seat.roster} if self.seat is not None else set()
-        return frozenset(({self.coordinator} | members | set(self._expected)) - self._offenders)
+        near = {self.coordinator, *self._donors} | self._followers
+        return frozenset((near | members | set(self._expected)) - self._offenders)
 
     @property
     def next_round(self) -> m.RoundId | None:
@@ -222,7 +238,7 @@ class MemberCore:
             case Restored(term, generation):
                 if self.seat is None or (term, generation) != (self.seat.term, self.seat.generation):
                     return []  # a state of an earlier generation: the one that counts is on its way
-                self.synced = True
+                self.synced, self._donors, self._caught = True, (), None
                 return self._maybe_ready()
             case Pulse():
                 return self._pulse(event, now_s)
@@ -230,6 +246,15 @@ class MemberCore:
                 if self._means is None or self.stage is not Stage.RUNNING:
                     return [MeanKnown(None)]
                 return self._means.ask((step, index), value)
+            case CaughtUp(applied, history):
+                self._caught = m.Caught(applied, history)
+                return [Post(self.coordinator, self._caught)] if self.welcomed and self.seat is None else []
+            case Strayed(reason):
+                self._donors, self._caught = (), m.Caught(-1, b"")
+                note = Note("strayed", {"reason": reason})
+                if self.seat is None:
+                    return [note, Post(self.coordinator, self._caught)]
+                return [note, *self._ask_state()]
             case Probed(rtt_s):
                 return [Post(self.coordinator, m.Links(rtt_s))]
             case Depart(reason):
@@ -261,6 +286,11 @@ class MemberCore:
             return self._from_coordinator(message, now_s)
         if peer in self._offenders:
             return []  # read before it was hung up on
+        if isinstance(message, _OF_FOLLOWERS | _OF_DONORS):
+            asked = peer in (self._followers if isinstance(message, _OF_FOLLOWERS) else self._donors)
+            if asked:
+                return [Feed(peer, message)]
+            return [Note("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
         if isinstance(message, m.StateRequest) and message.generation > self.generation:
             self._early_requests[peer] = message  # the VIEW reached the joiner first
             return []
@@ -278,9 +308,9 @@ class MemberCore:
                 return []
             case m.MeanAsk() | m.MeanTell():
                 return self._means.heard(peer, message) if self._means is not None else []
-            case m.StateRequest(term, generation):
+            case m.StateRequest(term, generation, whole):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
-                return [GiveState(peer, term, generation)] if current and self.synced else []
+                return [GiveState(peer, term, generation, whole)] if current and self.synced else []
             case m.StateBlock(term, generation):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
                 donor = self._donor(mine.seat)
@@ -312,6 +342,13 @@ class MemberCore:
                 return [Note("reach", {"address": address})]
             case m.Expect(peers):
                 return self._expect(peers)
+            case m.Fetch(term, donors):
+                return self._follow(term, donors)
+            case m.Donate(term, step, to):
+                if term < self.term or self.seat is None:
+                    return []
+                self._followers = frozenset(to) - {self.me}
+                return [*self._let_go(), Donating(step, to)]
             case m.Admitted(probe):
                 return [*self._expect(probe), Probe(probe)]
             case m.Freeze():
@@ -335,6 +372,8 @@ class MemberCore:
     def _repeat(self) -> list[Effect]:
         """What the coordinator may have missed while the connection was broken."""
         effects: list[Effect] = [] if self._setup is None else [Post(self.coordinator, self._setup)]
+        if self._caught is not None and self.seat is None:
+            effects.append(Post(self.coordinator, self._caught))
         if self.stage is Stage.FORMING and self._ready_sent:
             effects.append(self._ready())
         return effects + (self._maybe_finished() if self.stage is Stage.RUNNING else [])
@@ -362,6 +401,18 @@ class MemberCore:
             skip=mine.skip if mine is not None and prepared is not None else False,
         )
         return [Note("frozen", {"reason": reason}), Post(self.coordinator, report), *gone, *given_up]
+
+    def _follow(self, term: int, donors: Sequence[tuple[m.PeerId, str]]) -> list[Effect]:
+        """Take over the donors' state while they train on.  A member has no use for it."""
+        if term < self.term:
+            return []
+        if self.seat is not None:  # it was a member, and what it holds is replaced when it is one again
+            return [Post(self.coordinator, m.Caught(self.applied, self.history))]
+        before, self._donors = self._donors, tuple(peer for peer, _ in donors)
+        effects: list[Effect] = [] if before else [Follow()]
+        effects += self._dial(donors)
+        effects += [DonorDown(peer) for peer in before if peer not in self._donors]
+        return effects + [DonorUp(p) for p in self._donors if p in self._up and p not in before]
 
     def _view(self, view: m.View, now_s: float) -> list[Effect]:
         if view.term < self.term or view.generation <= self.generation:
@@ -394,6 +445,10 @@ class MemberCore:
         }
         self._offenders.clear()
         self._formed_s = now_s
+        if self.synced:
+            self._donors = ()
+        elif self._donors:
+            effects.append(Arrive(view.applied, view.history))
         effects += self._let_go() + self._dials(seat)
         early, self._early_requests = self._early_requests, {}
         for peer, request in early.items():
@@ -471,6 +526,8 @@ class MemberCore:
         if self._attempts is not None:
             self._attempts.forget(peer)
         effects: list[Effect] = [Note("offence", {"peer": peer.hex()[:8], "reason": reason}), HangUp(peer)]
+        if peer in self._donors:
+            effects.append(DonorDown(peer))
         if self.seat is not None and self.seat.rank_of(peer) is not None:
             self._edges_down_since_s = now_s
             effects.append(Post(self.coordinator, m.Accuse(peer, reason[:MAX_REASON])))
@@ -541,7 +598,8 @@ class MemberCore:
         donor = self._donor(seat) if seat is not None else None
         if self.synced or seat is None or donor is None or seat.roster[donor].peer not in self._up:
             return []
-        return [Post(seat.roster[donor].peer, m.StateRequest(seat.term, seat.generation))]
+        whole = not self._donors  # a follower has the rest, or will have it
+        return [Post(seat.roster[donor].peer, m.StateRequest(seat.term, seat.generation, whole))]
 
     def _maybe_ready(self) -> list[Effect]:
         if self.stage is not Stage.FORMING or self._ready_sent or not self.synced or self._missing_edges():
@@ -554,6 +612,10 @@ class MemberCore:
         return Post(self.coordinator, m.Ready(self.seat.term, self.seat.generation, self.history))
 
     def _edge_up(self, peer: m.PeerId, now_s: float) -> list[Effect]:
+        effects: list[Effect] = [DonorUp(peer)] if peer in self._donors else []
+        return effects + self._edge_is_up(peer, now_s)
+
+    def _edge_is_up(self, peer: m.PeerId, now_s: float) -> list[Effect]:
         self._up.add(peer)
         seat = self.seat
         if peer == self.coordinator:
@@ -565,6 +627,10 @@ class MemberCore:
         return self._running(lambda mine: mine.edge_up(peer), now_s)
 
     def _edge_down(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:
+        effects: list[Effect] = [DonorDown(peer)] if peer in self._donors else []
+        return effects + self._edge_is_down(peer, reason, now_s)
+
+    def _edge_is_down(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:
         self._up.discard(peer)
         if peer == self.coordinator:
             self.welcomed = False

@@ -95,6 +95,21 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """A follower's model is that after step `applied`, and hardly behind."""
+
+    applied: int
+    history: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Strayed:
+    """A follower cannot follow any more: it takes the whole state while the others wait for it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pulse:
     """Time for a sign of life.
 
@@ -136,6 +151,8 @@ Event = (
     | Broke
     | Offence
     | Restored
+    | CaughtUp
+    | Strayed
     | Pulse
     | AskMean
     | Depart
@@ -223,6 +240,46 @@ class GiveState:
     peer: m.PeerId
     term: int
     generation: int
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Begin to follow: a new image, then its donors' updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class DonorUp:
+    peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class DonorDown:
+    peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """A VIEW names this follower: that is the state that it must come to hold."""
+
+    applied: int
+    history: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """From a donor to this follower, or from a follower to this donor."""
+
+    peer: m.PeerId
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
+class Donating:
+    """Take an image after `step`; these followers, and nobody else, may have it."""
+
+    step: int
+    followers: tuple[m.PeerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +314,12 @@ Effect = (
     | HangUp
     | Probe
     | GiveState
+    | Follow
+    | DonorUp
+    | DonorDown
+    | Arrive
+    | Feed
+    | Donating
     | TakeBlock
     | Stop
     | Note

@@ -26,6 +26,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.breaks import MOST_BREAKS, WINDOW_S, Breaks
+from gridtrain.protocol.followers import Followers, step_ahead
 from gridtrain.protocol.membership_io import (
     CalledBack,
     Dismiss,
@@ -107,6 +108,7 @@ class Membership:
         self._workers: dict[m.PeerId, Worker] = {}
         self._whereabouts = Whereabouts(me)
         self._breaks = Breaks()
+        self._followers = Followers(self._whereabouts.address, deadlines.ready_s)
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
         self._making = _Making.NONE
@@ -195,7 +197,13 @@ class Membership:
     def deadline_s(self) -> float:
         """When `tick` has something to do; infinite if nothing is waited for."""
         limits = self._deadlines
-        times = [self._making_until_s, *(worker.deadline_s(limits) for worker in self._workers.values())]
+        moved = {peer: worker.moved_s for peer, worker in self._workers.items()}
+        stuck_s = self._followers.deadline_s(lambda peer: moved.get(peer, 0.0))
+        times = [
+            self._making_until_s,
+            stuck_s,
+            *(worker.deadline_s(limits) for worker in self._workers.values()),
+        ]
         enough = self._roster or sum(w.admitted for w in self._workers.values()) >= self._min_workers
         if self._making is _Making.NONE and self._change and enough and self.phase is not RunPhase.FINISHED:
             times.append(self._may_make_at_s())
@@ -259,6 +267,9 @@ class Membership:
                 return self._stalled(worker, message, now_s)
             case m.NoRoute():
                 return self._no_route(worker, message)
+            case m.Caught(applied):
+                worker.caught = True
+                return [Note("info", "caught_up", {"name": worker.name, "step": applied})]
             case m.Broken():
                 return self._broken(worker, message, now_s)
             case m.Accuse(accused, reason):
@@ -495,12 +506,30 @@ class Membership:
             return self._collect(now_s)
         if self._making is _Making.FORMING:
             return self._await_ready(now_s)
+        return self._let_follow(now_s) + self._begin_making(now_s)
+
+    def _let_follow(self, now_s: float) -> list[Effect]:
+        """Who cannot enter yet takes over the state of those who train."""
+        current = {member.peer for member in self._roster}
+        holders = [x.peer for x in self._roster if x.peer in self._workers and not x.joining]
+        holders = [x for x in holders if self._workers[x].lost_s is None]
+        followers = [w for w in self._workers.values() if w.follows and w.peer not in current]
+        if not holders or self._view is None:
+            for worker in followers:
+                worker.caught = True  # there is nobody to follow
+            followers = []
+        latest = max((self._workers[x].step for x in holders), default=-1)
+        before = self._view.applied if self._view is not None else -1
+        step = step_ahead(latest, latest - before, now_s - self._made_s)
+        return self._followers.turn(followers, sorted(holders, key=self._seniority), step, self.term, now_s)
+
+    def _begin_making(self, now_s: float) -> list[Effect]:
         current = {member.peer for member in self._roster}
         if current and current <= self._finished:
             return self._finish(now_s)
         if current and not current & set(self._workers):
             return self._regather(now_s)
-        newcomers = [w for w in self._workers.values() if w.admitted and w.peer not in current]
+        newcomers = [w for w in self._workers.values() if w.enters and w.peer not in current]
         if newcomers and not self._change:
             self._change = ", ".join(w.name for w in newcomers) + " joined"
         if not self._change or now_s < self._may_make_at_s():
@@ -539,7 +568,7 @@ class Membership:
             self._making_until_s = max(self._making_until_s, now_s + self._deadlines.settle_s)
             return []
         nobody = not any(report.synced for report in self._reports.values())
-        newcomers = any(w.admitted and w.peer not in absent for w in self._workers.values())
+        newcomers = any(w.enters and w.peer not in absent for w in self._workers.values())
         if self._regathering and nobody and awaited and self._started and not newcomers:
             # There is nobody who could begin anew, so there is no reason to give up what they hold.
             self._making_until_s = now_s + self._deadlines.regather_s
@@ -605,7 +634,7 @@ class Membership:
         """Journal the next generation, then tell its members (rule 7)."""
         holding = outcome.holders
         current = {member.peer for member in self._roster}
-        taking_part = (w.peer for w in self._workers.values() if w.admitted or w.peer in current)
+        taking_part = (w.peer for w in self._workers.values() if w.enters or w.peer in current)
         peers = sorted(taking_part, key=self._seniority)
         plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason

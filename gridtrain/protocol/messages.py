@@ -222,7 +222,8 @@ class Setup:
 
     `facts` are short texts for people and for comparison, such as
     ("model", "120576 parameters, digest 3fa9..."), ("exchange", "GTopK(density=0.05)").
-    `held`: from a checkpoint; the run goes on from it if nobody holds a later state.
+    `held`: from a checkpoint; the run goes on from it if nobody holds a later state.  `follows`: it can take
+    over a state while the others train on, and apply their updates after that.
     """
 
     facts: tuple[tuple[str, str], ...]
@@ -230,6 +231,7 @@ class Setup:
     batch_size: int
     global_batch_size: int | None
     held: Held | None = None
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +324,14 @@ class NoRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class Caught:
+    """This worker, which is no member, holds the state after step `applied` and follows the updates."""
+
+    applied: int
+    history: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """Departure, not silence."""
 
@@ -377,6 +387,24 @@ class Reach:
     """The coordinator called back: `address` reaches this worker; empty: nobody from outside can."""
 
     address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Take over the state of these members while they train on, and follow; then say `Caught`."""
+
+    term: int
+    donors: tuple[tuple[PeerId, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Donate:
+    """Take an image of the state after step `step` or the first one later; `to`: who may have it, and the
+    updates since.  The whole list: who is not in it gets no more."""
+
+    term: int
+    step: int
+    to: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,10 +574,11 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """A joining member asks its donor for the whole state."""
+    """A joining member asks its donor for the state; `whole` False: only what followers do not have."""
 
     term: int
     generation: int
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,6 +590,62 @@ class StateBlock:
     index: int
     total: int
     payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAsk:
+    """A follower asks a donor for the table of its image."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTable:
+    """The donor's image is of the state after step `applied`.
+
+    `payload`: u64 bytes of the common part, u64 bytes of the donor's own part, then for each block of at most
+    1 MiB of the one and of the other 16 bytes of blake2b.
+    """
+
+    applied: int
+    history: bytes
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAsk:
+    """The follower wants these blocks of the image of `applied`."""
+
+    applied: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBlock:
+    applied: int
+    index: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatesAsk:
+    """The follower wants the updates of all steps after `applied`, and each one to come."""
+
+    applied: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What step `step` did; `latest`: the donor's last one.  `payload`: see `runtime.updates`."""
+
+    step: int
+    latest: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class NoImage:
+    """The donor cannot give what was asked for (any more)."""
+
+    reason: str
 
 
 # -- to and from a relay -----------------------------------------------------------------------
@@ -635,6 +720,16 @@ Message = (
     | Pong
     | StateRequest
     | StateBlock
+    | ImageAsk
+    | ImageTable
+    | BlocksAsk
+    | ImageBlock
+    | UpdatesAsk
+    | Update
+    | NoImage
+    | Caught
+    | Fetch
+    | Donate
     | Relay
     | Relayed
     | RelayLost

@@ -21,6 +21,7 @@ class Worker:
 
     Attributes:
         admitted: its set-up fits, and its links are known or the time for measuring them is over.
+        caught: it has followed up to the members, or cannot (`protocol.followers`).
         placed: it is known how others reach it (`protocol.routes`); until then it is not admitted.
         lost_s: when its connection broke; None: it has one.
         progress, moved_s: the latest of its beats that showed progress, and when.
@@ -34,6 +35,7 @@ class Worker:
     setup: m.Setup | None = None
     placed: bool = False
     admitted: bool = False
+    caught: bool = False
     probe_until_s: float = math.inf
     lost_s: float | None = None
     progress: int = 0
@@ -41,6 +43,16 @@ class Worker:
     step: int = 0
     figures: dict[str, float] = field(default_factory=dict)
     rtt_s: dict[m.PeerId, float] = field(default_factory=dict)
+
+    @property
+    def follows(self) -> bool:
+        """It takes over the state while the members train on, and may not enter yet."""
+        return self.admitted and not self.caught and self.setup is not None and self.setup.follows
+
+    @property
+    def enters(self) -> bool:
+        """It may be in the next generation."""
+        return self.admitted and not self.follows
 
     def gone(self, limits: Deadlines, now_s: float) -> str:
         """Why this worker is held for gone; empty: it is not."""
@@ -56,7 +68,8 @@ class Worker:
 
     def line(self, rank: int | None, roster: Sequence[m.Member], now_s: float) -> dict[str, Any]:
         """For `gridtrain status`; JSON-able."""
-        state = "active" if rank is not None else "admitted" if self.admitted else "joining"
+        state = "following" if self.follows else "admitted" if self.admitted else "joining"
+        state = "active" if rank is not None else state
         return {
             "rank": rank,
             "name": self.name,

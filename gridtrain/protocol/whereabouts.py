@@ -80,6 +80,10 @@ class Whereabouts:
         probe = tuple((other, self._routes.address(newcomer, other, relays)) for other in others)
         return [*effects, Send(newcomer, m.Admitted(probe))]
 
+    def address(self, viewer: m.PeerId, other: m.PeerId) -> str:
+        """How the one reaches the other, over the relays of the generation if it has to be."""
+        return self._routes.address(viewer, other, self._relays)
+
     def plan(self, members: Iterable[m.PeerId]) -> None:
         """A generation of these is being made."""
         self._relays = self._routes.willing(members)

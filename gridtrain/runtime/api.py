@@ -19,15 +19,21 @@ from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import Workspace
+from gridtrain.runtime.donating import Parts
 from gridtrain.runtime.driver import Driver, Picture
+from gridtrain.runtime.following import ImageWork
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES
+from gridtrain.runtime.updates import StepUpdate
 from gridtrain.transport.credits import CreditTransport
 
-Capture = Callable[[], Sequence[bytes | memoryview]]
+Capture = Callable[[bool], Sequence[bytes | memoryview]]
 Restore = Callable[[Sequence[bytes]], None]
+Replay = Callable[[StepUpdate], None]
+CopyParts = Callable[[], Callable[[], Parts]]
 Edges = Callable[[int, int], frozenset[int]]
 
+LOOK_AGAIN_S = 0.05  # the loop's thread may not have noticed yet that there is nothing left to do
 FAREWELL_S = 15.0  # how long a finished worker stays for the others' sake
 
 
@@ -50,7 +56,10 @@ class GroupSession:
         self._driver = Driver(transport, config, acquaintances)
         self._capture: Capture | None = None
         self._restore: Restore | None = None
-        self._given_for = 0
+        self._given_for = (0, False)
+        self._copy: CopyParts | None = None
+        self._replay: Replay | None = None
+        self._image_of = -1
         self._turn: Picture | None = None
         self._turn_taken = False
         self._entered = False
@@ -65,6 +74,16 @@ class GroupSession:
         """How to take a copy of this worker's state, and how to load another's, which is no larger."""
         self._capture, self._restore = capture, restore
         self._driver.allow_state(max_state_bytes)
+
+    def attach_following(self, copy: CopyParts, replay: Replay, max_state_bytes: int, elements: int) -> None:
+        """How to copy this worker's state between two steps (bytes are made of it in another thread), and how
+        to apply what the members did in a step; `elements`: of the flat gradient."""
+        self._copy, self._replay = copy, replay
+        self._driver.allow_following(max_state_bytes, elements)
+
+    def cannot_replay(self, reason: str) -> None:
+        """See `optim.session.Session.cannot_replay`."""
+        self._driver.cannot_replay(reason)
 
     def enter(self, setup: m.Setup, edges: Edges) -> None:
         """Ask for a place in the run.  The coordinator refuses a set-up that differs from the run's."""
@@ -95,25 +114,63 @@ class GroupSession:
         while True:
             picture = self._driver.wait(self._has_something)
             assert picture is not None
-            if picture.offered_state or not self._owes_state(picture):
-                return picture
+            if self._do_chores(picture):
+                continue
+            return picture
+
+    def _do_chores(self, picture: Picture) -> bool:
+        """What others wait for, and what this worker lacks; True: the picture is another one now."""
+        if picture.offered_work and self._replay is not None:
+            self._follow()
+        elif picture.offered_state:
+            return False
+        elif self._owes_state(picture):
             self._give_state(picture.wanted_state)
+        elif self._owes_image(picture):
+            self._give_image(picture)
+        else:
+            return False
+        return True
+
+    def _follow(self) -> None:
+        """Load an image, or replay updates: the members go on meanwhile."""
+        assert self._restore is not None and self._replay is not None
+        while (work := self._driver.take_work()) is not None:
+            if isinstance(work, ImageWork):
+                self._restore([bytes(work.own), bytes(work.common)])
+            else:
+                for step in work.steps:
+                    self._replay(step)
+            self._driver.did_work(work)
+        self._driver.wait(lambda p: not p.offered_work, LOOK_AGAIN_S)
+
+    def _owes_image(self, picture: Picture) -> bool:
+        wanted = picture.wanted_image
+        return wanted is not None and self._copy is not None and wanted <= picture.applied != self._image_of
+
+    def _give_image(self, picture: Picture) -> None:
+        assert self._copy is not None
+        self._image_of = picture.applied
+        self._driver.give_image(picture.applied, picture.history, self._copy())
 
     def _has_something(self, picture: Picture) -> bool:
         return (
             picture.open_round is not None
             or picture.finished
             or picture.offered_state
+            or picture.offered_work
             or self._owes_state(picture)
+            or self._owes_image(picture)
         )
 
     def _owes_state(self, picture: Picture) -> bool:
         return picture.wanted_state > self._given_for and self._capture is not None
 
-    def _give_state(self, generation: int) -> None:
+    def _give_state(self, wanted: tuple[int, bool]) -> None:
         assert self._capture is not None
-        self._given_for = generation
-        self._driver.give_state(generation, self._capture())
+        self._given_for = wanted
+        generation, whole = wanted
+        self._driver.give_state(generation, self._capture(whole))
 
     def _take_state(self) -> None:
         if self._restore is None:
@@ -162,10 +219,12 @@ class GroupSession:
             total_samples=picture.total_samples,
         )
 
-    def run(self, plan: StepPlan, workspaces: Sequence[Workspace], skip: bool, salt: bytes) -> RoundOutcome:
+    def run(
+        self, plan: StepPlan, workspaces: Sequence[Workspace], skip: bool, settings: bytes
+    ) -> RoundOutcome:
         """See `optim.session.Session.run`."""
         assert self._turn is not None and self._turn.open_round is not None
-        outcome = self._driver.run_round(self._turn.open_round, workspaces, skip, salt)
+        outcome = self._driver.run_round(self._turn.open_round, workspaces, skip, settings)
         self._turn_taken = outcome.committed
         return outcome
 

@@ -151,7 +151,7 @@ class GatherWorkspace:
     def __init__(
         self, rank: int, world_size: int, payload: bytes, *, n: int, k: int, kind: ValueKind
     ) -> None:
-        self._n, self._k, self._kind = n, k, kind
+        self.n, self._k, self._kind = n, k, kind
         self._rank = rank
         self._payloads: list[bytes | memoryview | None] = [None] * world_size
         self._parts: list[Sparse | None] = [None] * world_size
@@ -172,7 +172,7 @@ class GatherWorkspace:
     def collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
         _check_world_size(world_size, len(self._payloads))
         if skip:
-            nothing = _nothing(self._n, self._kind)
+            nothing = _nothing(self.n, self._kind)
             self._store(self._rank, nothing, self._decode(nothing))
         return AllGather(rank, world_size, skip)
 
@@ -190,13 +190,13 @@ class GatherWorkspace:
         return stored
 
     def seal(self) -> bytes:
-        return _digest(self.update)
+        return seal_of(self.update)
 
     def _store(self, rank: int, payload: bytes | memoryview, decoded: Sparse) -> None:
         self._parts[rank], self._payloads[rank] = decoded, payload
 
     def _decode(self, payload: bytes | memoryview) -> Sparse:
-        return decode(payload, n=self._n, max_entries=self._k, kind=self._kind)
+        return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
 
 
 class ButterflyWorkspace:
@@ -206,14 +206,14 @@ class ButterflyWorkspace:
     """
 
     def __init__(self, payload: bytes, *, n: int, k: int, kind: ValueKind) -> None:
-        self._n, self._k, self._kind = n, k, kind
+        self.n, self._k, self._kind = n, k, kind
         self._payload: bytes | memoryview = payload
         self.update = self._decode(payload)
         self.kept: list[Kept] = []
 
     def collective(self, rank: int, world_size: int, skip: bool) -> Butterfly:
         if skip:
-            nothing = _nothing(self._n, self._kind)
+            nothing = _nothing(self.n, self._kind)
             self._payload, self.update = nothing, self._decode(nothing)
         return Butterfly(rank, world_size, skip)
 
@@ -221,7 +221,7 @@ class ButterflyWorkspace:
         match effect:
             case MergeIn(payload, owner_modulus, owner_residue, source):
                 theirs = _from_peer(payload, source, self._decode)
-                merged = merge(self.update, theirs, n=self._n, k=self._k, kind=self._kind)
+                merged = merge(self.update, theirs, n=self.n, k=self._k, kind=self._kind)
                 self._payload, self.update = merged.payload, merged.sparse
                 self.kept.append(merged.owned(owner_modulus, owner_residue))
             case Adopt(payload, source):
@@ -234,10 +234,10 @@ class ButterflyWorkspace:
         return self._payload
 
     def seal(self) -> bytes:
-        return _digest(self.update)
+        return seal_of(self.update)
 
     def _decode(self, payload: bytes | memoryview) -> Sparse:
-        return decode(payload, n=self._n, max_entries=self._k, kind=self._kind)
+        return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
 
 
 def _part(start: int, stop: int, index: int, parts: int) -> tuple[int, int]:
@@ -284,7 +284,8 @@ def _nothing(n: int, kind: ValueKind) -> bytes:
     return encode(np.empty(0, np.int64), np.empty(0, np.float32), n=n, kind=kind)
 
 
-def _digest(update: Sparse) -> bytes:
+def seal_of(update: Sparse) -> bytes:
+    """32-byte digest of a sparse update's bits."""
     digest = blake2b(digest_size=32)
     digest.update(update.indices.astype("<i8", copy=False).data)
     digest.update(update.values.astype(_FLOAT, copy=False).data)

@@ -10,7 +10,6 @@ workspaces while a round is open; the trainer's thread hands in commands and wai
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import threading
@@ -33,23 +32,31 @@ from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.buffers import Workspace
+from gridtrain.runtime.buffers import ButterflyWorkspace, GatherWorkspace, Workspace
+from gridtrain.runtime.donating import Donating, Parts
+from gridtrain.runtime.following import Bar, Following, Work
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
-from gridtrain.runtime.statefeed import StateIntake, StateOutlet
+from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake, StateOutlet
+from gridtrain.runtime.updates import StepUpdate, vote_digest
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
 from gridtrain.transport.credits import CreditTransport, needs_credit
+from gridtrain.transport.limits import parse_rate
 
 log = logging.getLogger("gridtrain")
 
 DENIED_S = 60.0
 """A member that is denied for that long on end gives up."""
 
+CAUGHT_AGAIN_S = 1.0
 LOUD = ("stalled", "coordinator_away", "offence", "no_route")
 UNREACHABLE = (
     "nobody from outside can reach this worker: a router or a firewall is in between; "
     "it dials the others itself, or is relayed, so it can train all the same"
 )
+
+
+_NO_LEDGER = m.LedgerState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,9 @@ class Picture:
     Attributes:
         open_round: the round that the trainer may submit to now; None: wait.
         spans: this worker's positions in the open step; `total_samples`: everybody's.
-        wanted_state: generation for which a joiner waits for our state; 0: none.
+        wanted_state: generation for which a joiner waits for our state (0: none), and whether for the whole.
+        wanted_image: followers wait for a copy of our state after this step, or a later one.
+        offered_work: this follower has an image to load, or updates to replay.
         offered_state: the donor's state is complete and waits to be restored.
     """
 
@@ -73,19 +82,22 @@ class Picture:
     total_samples: int = 0
     applied: int = -1
     history: bytes = b""
-    ledger: m.LedgerState = m.LedgerState()
+    ledger: m.LedgerState = _NO_LEDGER
     finished: bool = False
     run_state: tuple[str, str] = ("", "")
-    wanted_state: int = 0
+    wanted_state: tuple[int, bool] = (0, False)
     offered_state: bool = False
+    wanted_image: int | None = None
+    offered_work: bool = False
 
 
 @dataclass(slots=True)
 class _OpenRound:
     id: m.RoundId
     workspaces: Mapping[m.Channel, Workspace]
-    salt: bytes
+    settings: bytes
     outcome: RoundOutcome | None = None
+    seals: tuple[bytes, ...] = ()
     spoilt: bool = False  # a payload was refused: nothing more is computed, sent on or sealed
 
 
@@ -124,6 +136,12 @@ class Driver:
         self._prober = Prober()
         self._intake = StateIntake()
         self._outlet = StateOutlet()
+        rate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
+        self._donating = Donating(rate_Bps, transport.wake)
+        self._following: Following | None = None
+        self._bounds = (MAX_STATE_BYTES, 0)  # of the largest state, and elements of the flat gradient
+        self._caught_again_s = -math.inf
+        self._bar = Bar()
         self._progress = 0
         self._inside = False  # the trainer waits in one of our calls
         self._busy = False  # it is in a long computation that it has announced
@@ -189,12 +207,12 @@ class Driver:
         self._transport.wake()
 
     def run_round(
-        self, round_id: m.RoundId, workspaces: Sequence[Workspace], skip: bool, salt: bytes
+        self, round_id: m.RoundId, workspaces: Sequence[Workspace], skip: bool, settings: bytes
     ) -> RoundOutcome:
         """Submit this worker's part of a round and wait for its outcome."""
         by_channel = {m.Channel(index=i): workspace for i, workspace in enumerate(workspaces)}
         picture = self.look()
-        mine = _OpenRound(round_id, by_channel, salt)
+        mine = _OpenRound(round_id, by_channel, settings)
         collectives = {
             channel: workspace.collective(picture.rank, picture.world_size, skip)
             for channel, workspace in by_channel.items()
@@ -227,6 +245,32 @@ class Driver:
         """The largest state that a donor may send."""
         with self._changed:
             self._intake.allow(max_bytes)
+
+    def allow_following(self, max_bytes: int, n: int) -> None:
+        """The largest image that a donor may send, and the elements of the flat gradient."""
+        with self._changed:
+            self._bounds = (max_bytes, n)
+
+    def give_image(self, applied: int, history: bytes, parts: Callable[[], Parts]) -> None:
+        """The trainer's copy of its state between two steps; `parts` turns it into bytes."""
+        self._donating.fill(applied, history, parts)
+
+    def cannot_replay(self, reason: str) -> None:
+        """What this script does in a step is not told by its update: nobody can follow."""
+        self._donating.cannot(reason)
+
+    def take_work(self) -> Work | None:
+        """What a follower's trainer has to do next; `did_work` is to follow."""
+        with self._changed:
+            following = self._following
+            return following.work() if following is not None and following.has_work else None
+
+    def did_work(self, work: Work) -> None:
+        with self._changed:
+            self._progress += 1
+            if self._following is not None:
+                self._following.done(work)
+        self._transport.wake()
 
     def take_state(self) -> tuple[int, int, list[bytes]]:
         """Term, generation and blobs of the donor's state, complete; `Restored` is to follow."""
@@ -289,6 +333,7 @@ class Driver:
     def _turn(self) -> None:
         now_s = time.monotonic()
         deadline_s = min(self._pulse_s, self._core.deadline_s if self._core else math.inf)
+        deadline_s = min(deadline_s, self._donating.due_s(self._transport))
         timeout_s = 0.0 if self._outlet.ready(self._transport) else max(0.0, deadline_s - now_s)
         for event in self._transport.poll(min(timeout_s, self._config.deadlines.beat_s)):
             self._transport_event(event)
@@ -303,6 +348,8 @@ class Driver:
             rtt_s = self._prober.done(now_s)
             if rtt_s is not None:
                 self._handle(io.Probed(rtt_s))
+            self._post(self._donating.turn(self._transport, now_s))
+            self._mind_following(now_s)
             sent = self._outlet.pump(self._transport)
             with self._changed:
                 self._progress += sent
@@ -329,7 +376,9 @@ class Driver:
 
     def _beat(self) -> None:
         traffic = self.traffic
-        moved = sum(sum(traffic.get(kind, (0, 0))) for kind in ("Data", "Relay", "Relayed"))
+        moved = sum(
+            sum(traffic.get(kind, (0, 0))) for kind in ("Data", "Relay", "Relayed", "ImageBlock", "Update")
+        )
         with self._changed:
             if moved != self._moved_bytes or self._busy:
                 self._moved_bytes = moved
@@ -418,7 +467,7 @@ class Driver:
             except RemoteProtocolError as error:
                 if self._open is not None:
                     self._open.spoilt = True  # else what was refused would be sent on, or missed in the sum
-                culprit = effect.peer if isinstance(effect, io.Fill | io.TakeBlock) else None
+                culprit = effect.peer if isinstance(effect, io.Fill | io.TakeBlock | io.Feed) else None
                 event = io.Broke(str(error)) if culprit is None else io.Offence(culprit, error.reason)
                 queue.extend(self._core.handle(event, time.monotonic()))
                 self._acquaintances.replace(self._core.acquaintances)
@@ -453,8 +502,19 @@ class Driver:
                 self._transport.hang_up(peer)
             case io.Probe(targets):
                 self._prober.begin(targets, self._transport, time.monotonic(), self._config.deadlines.probe_s)
-            case io.GiveState(peer, _, generation):
-                self._outlet.ask(peer, self._core.term, generation)
+            case io.GiveState(peer, _, generation, whole):
+                self._outlet.ask(peer, self._core.term, generation, whole=whole)
+            case io.Follow() | io.DonorUp() | io.DonorDown() | io.Arrive():
+                self._follow(effect)
+            case io.Feed(peer, message) if self._core.seat is None or not self._core.synced:
+                with self._changed:
+                    asks = self._following.heard(peer, message, time.monotonic()) if self._following else []
+                    self._progress += 1
+                self._post(asks)
+            case io.Feed(peer, message):
+                self._post([(peer, answer) for answer in self._donating.heard(peer, message)])
+            case io.Donating():
+                self._donating.told(effect)
             case io.TakeBlock(_, block):
                 with self._changed:
                     self._progress += 1
@@ -464,6 +524,57 @@ class Driver:
             case io.Note(event, fields):
                 self._log(event, fields)
         return []
+
+    def _follow(self, effect: io.Follow | io.DonorUp | io.DonorDown | io.Arrive) -> None:
+        with self._changed:
+            if isinstance(effect, io.Follow):
+                self._following = Following(*self._bounds)
+            if self._following is None:
+                return
+            match effect:
+                case io.DonorUp(peer):
+                    asks = self._following.donor_up(peer)
+                case io.DonorDown(peer):
+                    asks = self._following.donor_down(peer)
+                case io.Arrive(applied, history):
+                    self._following.enter(applied, history)
+                    asks = []
+                case _:
+                    asks = []
+        self._post(asks)
+
+    def _mind_following(self, now_s: float) -> None:
+        """Say when it has caught up, or that it cannot; forget it when it is a member with the state."""
+        assert self._core is not None
+        with self._changed:
+            following = self._following
+            if following is None:
+                return
+            if self._core.synced and self._core.seat is not None:
+                self._following = None
+                return
+            asks = following.tick(now_s)
+            at, caught, failed, arrived = (
+                following.at,
+                following.caught_up,
+                following.failed,
+                following.arrived,
+            )
+            if failed:
+                self._following = None
+                self._intake.forget()
+            progress = following.progress
+        self._post(asks)
+        if failed:
+            self._handle(io.Strayed(failed))
+        elif caught and at is not None and self._core.seat is None and now_s >= self._caught_again_s:
+            self._caught_again_s = now_s + CAUGHT_AGAIN_S
+            self._handle(io.CaughtUp(*at))
+        self._bar.show(progress, now_s, over=arrived)
+
+    def _post(self, messages: Sequence[tuple[m.PeerId, m.Message]]) -> None:
+        for peer, message in messages:
+            self._send(peer, message)
 
     def _send(self, peer: m.PeerId, message: m.Message) -> None:
         """Control messages: what cannot be sent now is repeated by the protocol or superseded."""
@@ -480,17 +591,28 @@ class Driver:
     def _seal(self, skip: bool) -> list[io.Effect]:
         if self._open is None or self._core is None or self._open.spoilt:
             return []
-        digest = hashlib.blake2b(self._open.salt + bytes([skip]), digest_size=32)
-        for channel in sorted(self._open.workspaces):
-            digest.update(b"" if skip else self._open.workspaces[channel].seal())
-        return self._core.handle(io.Sealed(digest.digest()), time.monotonic())
+        workspaces = self._open.workspaces
+        seals = [b"" if skip else workspaces[channel].seal() for channel in sorted(workspaces)]
+        self._open.seals = tuple(seals)
+        digest = vote_digest(self._open.settings, skip, seals)
+        return self._core.handle(io.Sealed(digest), time.monotonic())
 
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool, reason: str) -> None:
         if not committed:
             log.info("step %d attempt %d did not commit: %s", round_id.step, round_id.attempt, reason)
         if self._open is not None and self._open.id == round_id:
+            if committed:
+                self._remember(self._open, skip)
             self._ended.append((self._open, RoundOutcome(committed, skip)))
             self._open = None
+
+    def _remember(self, mine: _OpenRound, skip: bool) -> None:
+        """For followers: only sparse updates are small enough to be kept and sent."""
+        workspace = mine.workspaces[m.Channel()]
+        if isinstance(workspace, GatherWorkspace | ButterflyWorkspace):
+            update = None if skip else workspace.update
+            kept = StepUpdate(mine.id.step, mine.settings, skip, update, mine.seals[1:])
+            self._donating.committed(kept, workspace.n)
 
     def _log(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "run_state":
@@ -519,6 +641,8 @@ class Driver:
                 lengths = (s.stop - s.start for held in assignment.values() for s in held)
                 self._assigned = (open_round, assignment.get(here.me, ()), sum(lengths))
             _, spans, total = self._assigned
+        # A follower loads what it lacks when it has replayed all updates: they begin from what it has.
+        may_load = self._following is None or self._following.arrived
         picture = Picture(
             welcomed=here.welcomed,
             stage=here.stage,
@@ -534,7 +658,9 @@ class Driver:
             finished=here.finished and here.stage is io.Stage.RUNNING,
             run_state=here.run_state,
             wanted_state=self._outlet.wanted,
-            offered_state=self._intake.complete_for(here.generation) and not here.synced,
+            offered_state=self._intake.complete_for(here.generation) and not here.synced and may_load,
+            wanted_image=self._donating.wanted,
+            offered_work=self._following is not None and self._following.has_work,
         )
         with self._changed:
             if picture == self._picture and not self._ended:

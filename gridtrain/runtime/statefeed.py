@@ -38,31 +38,33 @@ class StateOutlet:
     """The donor's side: sends the captured state to whoever asked, as the transport drains."""
 
     def __init__(self) -> None:
-        self._waiting: dict[PeerId, tuple[int, int]] = {}
+        self._waiting: dict[PeerId, tuple[int, int, bool]] = {}  # term, generation, whole
         self._queues: dict[PeerId, deque[StateBlock]] = {}
-        self._captured: tuple[int, list[bytes | memoryview]] = (0, [])
+        self._captured: tuple[int, Sequence[bytes | memoryview]] = (0, [])
         self._asks: dict[tuple[PeerId, int], int] = {}
 
     @property
-    def wanted(self) -> int:
-        """Generation whose joiners wait for the trainer to capture; 0: none."""
-        return max((generation for _, generation in self._waiting.values()), default=0)
+    def wanted(self) -> tuple[int, bool]:
+        """Generation whose joiners wait for the trainer to capture, and whether the whole; 0: none."""
+        return max(
+            ((generation, whole) for _, generation, whole in self._waiting.values()), default=(0, False)
+        )
 
-    def ask(self, peer: PeerId, term: int, generation: int) -> None:
-        """A joiner wants the state as of `generation`; what was captured for it serves all who ask.
+    def ask(self, peer: PeerId, term: int, generation: int, *, whole: bool = True) -> None:
+        """A joiner wants the state as of `generation`, or its first part; what was captured serves all.
 
         Bounded: an answer is as long as the model, a request is short.
         """
         asks = self._asks[peer, generation] = self._asks.get((peer, generation), 0) + 1
         if _asks_too_often(asks):
             return
-        self._waiting[peer] = (term, generation)
+        self._waiting[peer] = (term, generation, whole)
         self._queues.pop(peer, None)
         self._serve()
 
     def fill(self, generation: int, blobs: Sequence[bytes | memoryview]) -> None:
         """The trainer captured its state for `generation`."""
-        self._captured = (generation, cut(blobs))
+        self._captured = (generation, blobs)
         self._serve()
 
     def forget(self) -> None:
@@ -73,10 +75,11 @@ class StateOutlet:
         self._asks.clear()
 
     def _serve(self) -> None:
-        generation, blocks = self._captured
-        for peer, (term, asked) in list(self._waiting.items()):
-            if asked == generation:
+        generation, blobs = self._captured
+        for peer, (term, asked, whole) in list(self._waiting.items()):
+            if asked == generation and (len(blobs) > 1 or not whole):
                 del self._waiting[peer]
+                blocks = cut(blobs if whole else blobs[:1])
                 self._queues[peer] = deque(
                     StateBlock(term, generation, index, len(blocks), block)
                     for index, block in enumerate(blocks)
@@ -120,6 +123,10 @@ class StateIntake:
 
     def allow(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+
+    def forget(self) -> None:
+        """What came is of no use: another one is asked for."""
+        self._id, self._blocks, self._sizes = (0, 0), [], []
 
     @property
     def held_bytes(self) -> int:

@@ -5,7 +5,7 @@ Shared by the memory and the ZeroMQ transport.
 
                       +-- refused   the socket would not take it: first again, order kept
     put --> a peer's -+-- control   votes, heartbeats: before all bulk    --> take --> socket
-            lanes     +-- bulk      Data, StateBlock: peers in turn, one at a time on the line
+            lanes     +-- bulk      Data, blocks of state, updates: peers in turn, one at a time on the line
                                     of the `Pacer`
 """
 
@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from gridtrain.errors import TransportError
-from gridtrain.protocol.messages import Data, Message, PeerId, Relay, Relayed, StateBlock
+from gridtrain.protocol.messages import (
+    Data,
+    ImageBlock,
+    ImageTable,
+    Message,
+    PeerId,
+    Relay,
+    Relayed,
+    StateBlock,
+    Update,
+)
 from gridtrain.transport.limits import Pacer
 
 DEFAULT_LIMIT_BYTES = 256 * 2**20
@@ -30,12 +40,15 @@ MAX_SEALED_CONTROL_BYTES = 66 * 1024
 """No control message is longer when it is sealed; so nobody can make a relay send megabytes first."""
 
 
+BULK = Data | StateBlock | ImageTable | ImageBlock | Update
+
+
 def is_bulk(message: Message) -> bool:
     """Bulk waits for the line; everything else is control and goes ahead of it."""
     if isinstance(message, Relay | Relayed):
         payload = message.payload
         return len(payload) > MAX_SEALED_CONTROL_BYTES or payload[:1] == bytes([SEALED_BULK])
-    return isinstance(message, Data | StateBlock)
+    return isinstance(message, BULK)
 
 
 @dataclass(frozen=True, slots=True)

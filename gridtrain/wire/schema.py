@@ -78,6 +78,11 @@ def _block_is_one_of(block: m.StateBlock) -> str | None:
     return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
 
 
+def _block_is_small(block: m.ImageBlock) -> str | None:
+    nbytes = memoryview(block.payload).nbytes
+    return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
+
+
 ROUND = Record(m.RoundId, term=UINT, generation=UINT, step=UINT, attempt=UINT)
 CHANNEL = Record(m.Channel, group=COUNT, kind=COUNT, index=COUNT)
 PLACE = Record(m.Place, phase=PHASE, hop=COUNT, segment=COUNT, slice=COUNT)
@@ -119,6 +124,7 @@ MESSAGES: dict[int, Record] = {
         batch_size=COUNT,
         global_batch_size=Maybe(COUNT),
         held=Maybe(HELD),
+        follows=FLAG,
     ),
     12: Record(m.Links, rtt_s=Many(Group(PEER, SECONDS), 256)),
     13: Record(m.Beat, sequence=UINT, step=APPLIED, progress=UINT, figures=Many(Group(NAME, REAL), 64)),
@@ -142,6 +148,7 @@ MESSAGES: dict[int, Record] = {
     20: Record(m.Accuse, peer=PEER, reason=REASON),
     21: Record(m.NoRoute, term=UINT, generation=UINT, peers=Many(PEER, 1024)),
     22: Record(m.Broken, term=UINT, generation=UINT, peer=PEER),
+    23: Record(m.Caught, applied=APPLIED, history=DIGEST),
     # coordinator -> worker
     30: Record(m.Welcome, term=UINT, run=NAME, software=NAME),
     31: Record(m.Refused, code=NAME, reason=REASON, remedy=REASON),
@@ -177,6 +184,8 @@ MESSAGES: dict[int, Record] = {
     42: Record(m.Done, text=REASON),
     43: Record(m.Reach, address=ADDRESS),
     44: Record(m.Expect, peers=Many(Group(PEER, ADDRESS), 256)),
+    45: Record(m.Fetch, term=UINT, donors=Many(Group(PEER, ADDRESS), 16)),
+    46: Record(m.Donate, term=UINT, step=APPLIED, to=Many(PEER, 64)),
     # worker <-> worker
     50: Record(m.Data, round=ROUND, channel=CHANNEL, place=PLACE, skip=FLAG, payload=FRAME),
     51: Record(m.Vote, round=ROUND, yes=FLAG, digest=DIGEST, reason=REASON),
@@ -184,12 +193,20 @@ MESSAGES: dict[int, Record] = {
     53: Record(m.Progress, round=ROUND, progress=UINT),
     54: Record(m.Ping, nonce=UINT),
     55: Record(m.Pong, nonce=UINT),
-    56: Record(m.StateRequest, term=UINT, generation=UINT),
+    56: Record(m.StateRequest, term=UINT, generation=UINT, whole=FLAG),
     57: Record(
         m.StateBlock, _block_is_one_of, term=UINT, generation=UINT, index=COUNT, total=POSITIVE, payload=FRAME
     ),
     58: Record(m.MeanAsk, term=UINT, generation=UINT, step=UINT, index=COUNT, value=REAL),
     59: Record(m.MeanTell, term=UINT, generation=UINT, step=UINT, index=COUNT, value=REAL),
+    # a member to a follower, and back
+    70: Record(m.ImageAsk),
+    71: Record(m.ImageTable, applied=APPLIED, history=DIGEST, payload=FRAME),
+    72: Record(m.BlocksAsk, applied=APPLIED, blocks=Many(COUNT, 64)),
+    73: Record(m.ImageBlock, _block_is_small, applied=APPLIED, index=COUNT, payload=FRAME),
+    74: Record(m.UpdatesAsk, applied=APPLIED),
+    75: Record(m.Update, step=UINT, latest=UINT, payload=FRAME),
+    76: Record(m.NoImage, reason=REASON),
     # to and from a relay
     60: Record(m.Relay, to=PEER, payload=FRAME),
     61: Record(m.Relayed, origin=PEER, payload=FRAME),

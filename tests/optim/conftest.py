@@ -120,6 +120,9 @@ class _Session(Session):
         self.plans.append(plan)
         return replace(plan)
 
+    def cannot_replay(self, reason):
+        pass
+
     def run(self, plan, workspaces, skip, salt):
         return self.network.exchange(plan.rank, workspaces, skip, salt)
 

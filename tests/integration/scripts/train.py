@@ -137,7 +137,7 @@ class Witness:
         if options.die == "restore":
             self._session._restore = lambda blobs: die()
         elif options.die == "capture":
-            self._session._capture = die
+            self._session._capture = lambda whole: die()
 
     def run(self, plan, workspaces, skip, salt):
         round_id = self._session._turn.open_round

@@ -1,0 +1,94 @@
+"""Newcomers that take over the state while the members train on: who gives it to whom.
+
+Decides who follows, from which members, and after which step these take their images.  Never decides who
+enters a generation: that is `protocol.membership`, which lets a follower in when it has said Caught.
+
+    admitted --Fetch(donors)--> follows --Caught--> enters the next generation
+                                   |
+                                   +-- no progress for `stuck_s`: enters all the same, and the others wait
+    donors <--Donate(step, followers)-- the eldest members that hold the state; told again when it changes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership_io import Effect, Note, Send
+from gridtrain.protocol.roll import Worker
+
+MOST_DONORS = 3
+MOST_FOLLOWERS = 64
+AHEAD_S, AHEAD_STEPS = 1.5, 2
+"""All donors are to take their images after the same step, so it has to be one that none has begun yet."""
+
+
+class Followers:
+    """What was told to whom.
+
+    Args:
+        address: how the first of two workers reaches the second.
+    """
+
+    def __init__(self, address: Callable[[m.PeerId, m.PeerId], str], stuck_s: float) -> None:
+        self._address = address
+        self._stuck_s = stuck_s
+        self._since_s: dict[m.PeerId, float] = {}
+        self._donors: tuple[m.PeerId, ...] = ()
+        self._told: tuple[m.PeerId, ...] = ()
+
+    def turn(
+        self, followers: Sequence[Worker], holders: Sequence[m.PeerId], step: int, term: int, now_s: float
+    ) -> list[Effect]:
+        """Bring everybody up to date.
+
+        Args:
+            followers: admitted, and not caught up.
+            holders: members that hold the state, the eldest first.
+            step: after which images are to be taken.
+        """
+        effects: list[Effect] = []
+        following: list[Worker] = []
+        for worker in followers[:MOST_FOLLOWERS]:
+            since_s = self._since_s.setdefault(worker.peer, now_s)
+            if now_s - max(since_s, worker.moved_s) >= self._stuck_s:
+                worker.caught = True
+                fields = {"name": worker.name, "reason": f"no progress for {self._stuck_s:.0f} s"}
+                effects.append(Note("warning", "not_following", fields))
+            else:
+                following.append(worker)
+        peers = tuple(worker.peer for worker in following)
+        self._since_s = {peer: since for peer, since in self._since_s.items() if peer in peers}
+        donors = tuple(holders[:MOST_DONORS]) if following else ()
+        if (donors, peers) == (self._donors, self._told):
+            return effects
+        gone = [peer for peer in self._donors if peer not in donors]
+        effects += [Send(peer, m.Donate(term, -1, ())) for peer in gone]
+        effects += [Send(peer, m.Donate(term, step, peers)) for peer in donors]
+        for worker in following:
+            if donors != self._donors or worker.peer not in self._told:
+                named = tuple((donor, self._address(worker.peer, donor)) for donor in donors)
+                effects.append(Send(worker.peer, m.Fetch(term, named)))
+        new = [worker.name for worker in following if worker.peer not in self._told]
+        if new:
+            told: dict[str, object] = {"names": ", ".join(new), "donors": len(donors), "after_step": step}
+            effects.append(Note("info", "following", told))
+        self._donors, self._told = donors, peers
+        return effects
+
+    def deadline_s(self, moved_s: Callable[[m.PeerId], float]) -> float:
+        """When somebody may be stuck."""
+        times = (max(since_s, moved_s(peer)) + self._stuck_s for peer, since_s in self._since_s.items())
+        return min(times, default=math.inf)
+
+    def forget(self, peer: m.PeerId) -> None:
+        """Its connection is another one now: it has to be told again."""
+        self._told = tuple(x for x in self._told if x != peer)
+        self._donors = tuple(x for x in self._donors if x != peer)
+
+
+def step_ahead(latest: int, made: int, running_s: float) -> int:
+    """A step that no member has begun when it hears of it; `made` steps in the last `running_s` seconds."""
+    rate_Hz = made / running_s if running_s > 0 else 0.0
+    return latest + max(AHEAD_STEPS, math.ceil(rate_Hz * AHEAD_S))

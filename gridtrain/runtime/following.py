@@ -1,0 +1,251 @@
+"""A newcomer that follows: an image of the state first, then every update, until it may enter.
+
+Decides what is asked of whom, what the trainer has to do next, and when the follower has caught up or cannot
+follow.  Never opens a socket and never touches the model: that is the trainer's thread.
+
+    begin(donors)                                  members train on
+      |  image: blocks from several donors             |
+      |  updates since, from one of them  <------------+---- as they commit
+      v
+    work() -> ImageWork -> trained on by the trainer -> at(S)
+    work() -> UpdatesWork [S+1 S+2 ...] -> replayed  -> at(T)     T close to the latest: caught_up
+    enter(A, history)      the VIEW names it; the updates up to A come as before
+    arrived                position == A, and the chained history is the VIEW's
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.round import extend_history
+from gridtrain.runtime import updates
+from gridtrain.runtime.images import ImageIntake
+from gridtrain.runtime.updates import StepUpdate
+
+log = logging.getLogger("gridtrain")
+
+Asks = list[tuple[m.PeerId, m.Message]]
+
+CLOSE_STEPS = 2
+"""A follower that is no further behind may enter: what is left comes while the generation forms."""
+
+MOST_PENDING_BYTES = 4 << 30
+AT_A_TIME = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ImageWork:
+    """To be loaded: the donor's own part and the common one."""
+
+    own: bytearray
+    common: bytearray
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatesWork:
+    """To be replayed, in this order."""
+
+    steps: tuple[StepUpdate, ...]
+
+
+Work = ImageWork | UpdatesWork
+
+
+class Following:
+    """See the module's text.
+
+    Args:
+        max_bytes: the largest state that this worker's model can have.
+        n: elements of its flat gradient.
+
+    Attributes:
+        failed: why it cannot follow; empty: it can.
+        latest: the donor's last step, as far as it was told.
+    """
+
+    def __init__(self, max_bytes: int, n: int) -> None:
+        self._n = n
+        self._image = ImageIntake(max_bytes)
+        self._donors: list[m.PeerId] = []
+        self._source: m.PeerId | None = None  # of the updates
+        self._received: tuple[int, bytes] | None = None  # the last update (or image) here, its history
+        self._pending: deque[tuple[StepUpdate, bytes]] = deque()
+        self._pending_bytes = 0
+        self._at: tuple[int, bytes] | None = None  # what the trainer's model is
+        self._busy = False
+        self._target: tuple[int, bytes] | None = None
+        self.failed = ""
+        self.latest = -1
+
+    # -- where it stands ---------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> tuple[int, int, int, int]:
+        """Blocks here, all blocks, the step of the trainer's model (-1: none), the latest step."""
+        here, total = self._image.progress
+        return here, total, -1 if self._at is None else self._at[0], self.latest
+
+    @property
+    def at(self) -> tuple[int, bytes] | None:
+        """Step and history of the trainer's model; None: it holds nothing yet."""
+        return self._at
+
+    @property
+    def caught_up(self) -> bool:
+        return self._at is not None and not self.failed and self._at[0] >= self.latest - CLOSE_STEPS
+
+    @property
+    def arrived(self) -> bool:
+        """The trainer's model is what the VIEW names."""
+        return self._target is not None and self._at == self._target
+
+    @property
+    def due_s(self) -> float | None:
+        return self._image.due_s
+
+    # -- from the loop -----------------------------------------------------------------------------
+
+    def donor_up(self, peer: m.PeerId) -> Asks:
+        if peer not in self._donors:
+            self._donors.append(peer)
+        return [] if self.failed else [*self._image.donor_up(peer), *self._subscribe()]
+
+    def donor_down(self, peer: m.PeerId) -> Asks:
+        if peer in self._donors:
+            self._donors.remove(peer)
+        if self._source == peer:
+            self._source = None
+        return [] if self.failed else [*self._image.donor_down(peer), *self._subscribe()]
+
+    def heard(self, peer: m.PeerId, message: m.Message, now_s: float) -> Asks:
+        """Raises `RemoteProtocolError` for what an honest donor cannot have sent."""
+        if self.failed:
+            return []
+        match message:
+            case m.ImageTable():
+                return [*self._image.take_table(peer, message, now_s), *self._subscribe()]
+            case m.ImageBlock():
+                return self._image.take_block(peer, message)
+            case m.Update(step, latest, payload):
+                self.latest = max(self.latest, latest)
+                if self._received is not None and step == self._received[0] + 1:
+                    self._take(updates.read(step, payload, self._n), len(payload))
+                return []
+            case m.NoImage(reason):
+                asks = self.donor_down(peer)
+                if not self._donors:
+                    self.failed = reason
+                return asks
+            case _:
+                raise RemoteProtocolError(f"{type(message).__name__} from a donor")
+
+    def tick(self, now_s: float) -> Asks:
+        return [*self._image.tick(now_s), *self._subscribe()]
+
+    def enter(self, applied: int, history: bytes) -> None:
+        """The VIEW names this worker: this is what it has to hold."""
+        self._target = (applied, history)
+        self._check_target()
+
+    # -- from the trainer --------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        if self._busy or self.failed:
+            return False
+        return self._image.complete if self._at is None else bool(self._pending)
+
+    def work(self) -> Work:
+        """To be called only if `has_work`; `done` is to follow."""
+        self._busy = True
+        if self._at is None:
+            return ImageWork(*self._image.parts())
+        return UpdatesWork(tuple(update for update, _ in list(self._pending)[:AT_A_TIME]))
+
+    def done(self, work: Work) -> None:
+        """The trainer has carried it out."""
+        self._busy = False
+        if isinstance(work, ImageWork):
+            assert self._image.applied is not None
+            self._at = (self._image.applied, self._image.history)
+            self.latest = max(self.latest, self._at[0])
+            self._skip_to(self._at)
+        for _ in work.steps if isinstance(work, UpdatesWork) else ():
+            update, history = self._pending.popleft()
+            self._at = (update.step, history)
+        if not self._pending:
+            self._pending_bytes = 0
+        self._check_target()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _take(self, update: StepUpdate, nbytes: int) -> None:
+        assert self._received is not None
+        history = extend_history(self._received[1], update.digest)
+        self._received = (update.step, history)
+        self._pending.append((update, history))
+        self._pending_bytes += nbytes
+        if self._pending_bytes > MOST_PENDING_BYTES:
+            self.failed = f"{self._pending_bytes} bytes of updates wait to be replayed"
+        self._check_target()
+
+    def _skip_to(self, at: tuple[int, bytes]) -> None:
+        """What came for an earlier image may not lead on from this one: then it is asked for anew."""
+        while self._pending and self._pending[0][0].step <= at[0]:
+            self._pending.popleft()
+        leads_on = self._received == at or (self._pending and self._pending[0][0].step == at[0] + 1)
+        if not leads_on:
+            self._pending.clear()
+            self._received, self._source = at, None
+
+    def _check_target(self) -> None:
+        """Histories chain: one that is another at the VIEW's step was another from some update on."""
+        if self._target is None or self._received is None:
+            return
+        if self._received[0] == self._target[0] and self._received[1] != self._target[1]:
+            self.failed = "the updates that came are not those of the group"
+
+    def _subscribe(self) -> Asks:
+        """Updates come from one donor, from the image's step on; from another one if that one goes."""
+        if self._image.applied is None or self._source is not None or not self._donors:
+            return []
+        if self._received is None or (self._at is None and self._received[0] < self._image.applied):
+            self._received = (self._image.applied, self._image.history)
+            self._pending.clear()
+        self._source = self._donors[0]
+        return [(self._source, m.UpdatesAsk(self._received[0]))]
+
+
+class Bar:
+    """Tells people now and then how far a follower is."""
+
+    def __init__(self, every_s: float = 2.0) -> None:
+        self._every_s = every_s
+        self._next_s = 0.0
+        self._told = ""
+
+    def show(self, progress: Sequence[int], now_s: float, *, over: bool) -> None:
+        """`progress`: see `Following.progress`."""
+        if now_s < self._next_s and not over:
+            return
+        self._next_s = now_s + self._every_s
+        text = "joined with the state of the last step" if over else line(progress)
+        if text != self._told:
+            self._told = text
+            log.warning("joining while the others train: %s", text)
+
+
+def line(progress: Sequence[int], width: int = 24) -> str:
+    """How far a follower is, in words and signs."""
+    here, total, at, latest = progress
+    if total == 0:
+        return "waiting for a copy of the state"
+    if at < 0:
+        filled = width * here // total
+        return f"[{'#' * filled}{'.' * (width - filled)}] {here} of {total} blocks of the state"
+    return f"at step {at}, the others at {latest}"

@@ -1,0 +1,349 @@
+"""Images: the state after one step, given away in blocks by several members while they train on.
+
+Decides which block is asked of whom, and whether a block is what the donors agree on.  Never opens a socket
+and never opens a blob.
+
+    donors   anna   table T1 --+   the table that most donors have (of equal ones the later step's, then the
+             bert   table T1 --+-> first that came) is believed; its donors share the blocks
+             carl   table T2       not asked for blocks; its followers will find another history
+
+    follower  --BlocksAsk [0 1 2 3]--> anna      WINDOW blocks under way from each
+              --BlocksAsk [4 5 6 7]--> bert      a donor that goes: its blocks are asked of the others
+              <--ImageBlock 4--------- bert      checked against the table, put in its place
+
+An image has two parts: the donor's own (buffers and the like, which may differ between members, so the first
+donor's are taken) and the common one, whose blocks' digests have to be the same on all donors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol import messages as m
+
+BLOCK_BYTES = 1 << 20
+WINDOW = 4
+"""Blocks that are under way from one donor."""
+
+SETTLE_S = 2.0
+"""So long after the first table the others are waited for."""
+
+MAX_QUEUED = 64
+_TABLE = struct.Struct("<2Q")
+_DIGEST_BYTES = 16
+_REMEDY = "drop the donor; others have the state, too"
+
+
+def block_digest(block: bytes | memoryview) -> bytes:
+    """16 bytes of blake2b."""
+    return hashlib.blake2b(block, digest_size=_DIGEST_BYTES).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What a donor keeps: the state after step `applied`, in two parts."""
+
+    applied: int
+    history: bytes
+    own: memoryview
+    common: memoryview
+    table: bytes
+
+    @classmethod
+    def of(cls, applied: int, history: bytes, own: bytes, common: bytes) -> Image:
+        """Takes about a second for a gigabyte."""
+        parts = memoryview(common), memoryview(own)
+        digests = [
+            block_digest(part[i : i + BLOCK_BYTES])
+            for part in parts
+            for i in range(0, len(part), BLOCK_BYTES)
+        ]
+        table = _TABLE.pack(len(common), len(own)) + b"".join(digests)
+        return cls(applied, history, parts[1], parts[0], table)
+
+    def block(self, index: int) -> memoryview | None:
+        common_blocks = _blocks(len(self.common))
+        part, at = (self.common, index) if index < common_blocks else (self.own, index - common_blocks)
+        return part[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES] if at < _blocks(len(part)) else None
+
+
+class ImageOutlet:
+    """The donor's side: answers what followers ask, a little at a time."""
+
+    def __init__(self) -> None:
+        self.image: Image | None = None
+        self._waiting: set[m.PeerId] = set()
+        self._queues: dict[m.PeerId, deque[int]] = {}
+
+    def only(self, followers: Sequence[m.PeerId]) -> None:
+        """Nobody else gets anything any more; with nobody left the image goes."""
+        self._waiting &= set(followers)
+        self._queues = {peer: queue for peer, queue in self._queues.items() if peer in followers}
+        if not followers:
+            self.image = None
+
+    def fill(self, image: Image) -> list[tuple[m.PeerId, m.Message]]:
+        """The image is there; what those who wait for it are told."""
+        self.image = image
+        self._queues.clear()
+        waiting, self._waiting = self._waiting, set()
+        return [(peer, self._table()) for peer in sorted(waiting)]
+
+    def asked(self, peer: m.PeerId, ask: m.ImageAsk | m.BlocksAsk) -> list[m.Message]:
+        """What is to be answered at once; blocks wait for `next_block`."""
+        if isinstance(ask, m.ImageAsk):
+            if self.image is not None:
+                return [self._table()]
+            self._waiting.add(peer)
+            return []
+        if self.image is None or ask.applied != self.image.applied:
+            return [m.NoImage(f"there is no image of step {ask.applied} here")]
+        queue = self._queues.setdefault(peer, deque())
+        queue.extend(ask.blocks[: MAX_QUEUED - len(queue)])
+        return []
+
+    def hungry(self) -> list[m.PeerId]:
+        """Who has blocks to come."""
+        return [peer for peer, queue in self._queues.items() if queue]
+
+    def next_block(self, peer: m.PeerId) -> m.Message | None:
+        if self.image is None or not self._queues.get(peer):
+            return None
+        index = self._queues[peer].popleft()
+        block = self.image.block(index)
+        if block is None:
+            return m.NoImage(f"the image has no block {index}")
+        return m.ImageBlock(self.image.applied, index, block)
+
+    def _table(self) -> m.ImageTable:
+        assert self.image is not None
+        return m.ImageTable(self.image.applied, self.image.history, self.image.table)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What a donor says its image is."""
+
+    applied: int
+    history: bytes
+    own_bytes: int
+    common_bytes: int
+    own_digests: bytes
+    common_digests: bytes
+
+    @property
+    def blocks(self) -> int:
+        return _blocks(self.own_bytes) + _blocks(self.common_bytes)
+
+    @property
+    def common(self) -> tuple[int, bytes, int, bytes]:
+        """What donors can agree on."""
+        return self.applied, self.history, self.common_bytes, self.common_digests
+
+
+@dataclass(slots=True)
+class _Donor:
+    table: Table | None = None
+    under_way: set[int] = field(default_factory=set)
+
+
+class ImageIntake:
+    """The follower's side.  Every method returns what is to be asked now.
+
+    Args:
+        max_bytes: the largest state that this worker's model can have.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._donors: dict[m.PeerId, _Donor] = {}
+        self._first_s: float | None = None
+        self._chosen: Table | None = None
+        self._own_donor: m.PeerId = b""
+        self._missing: deque[int] = deque()  # asked of nobody yet
+        self._own = self._common = bytearray()
+        self._digests: list[bytes] = []
+        self._got: set[int] = set()
+        self.bytes_by_donor: dict[m.PeerId, int] = {}
+
+    @property
+    def applied(self) -> int | None:
+        return None if self._chosen is None else self._chosen.applied
+
+    @property
+    def history(self) -> bytes:
+        return b"" if self._chosen is None else self._chosen.history
+
+    @property
+    def complete(self) -> bool:
+        return self._chosen is not None and len(self._got) == self._chosen.blocks
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Blocks that are here, and all of them."""
+        return len(self._got), 0 if self._chosen is None else self._chosen.blocks
+
+    def parts(self) -> tuple[bytearray, bytearray]:
+        """The donor's own part and the common one, of a complete image; they are released here."""
+        parts = self._own, self._common
+        self._own = self._common = bytearray()
+        return parts
+
+    def donor_up(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
+        """A donor is connected."""
+        self._donors.setdefault(peer, _Donor())
+        return [] if self.complete else [(peer, m.ImageAsk())]
+
+    def donor_down(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
+        """It has gone, or cannot give any more: the others are asked for what it owed."""
+        donor = self._donors.pop(peer, None)
+        if donor is None:
+            return []
+        self._missing.extendleft(sorted(donor.under_way, reverse=True))
+        if peer == self._own_donor and not self.complete:
+            self._take_own_part_of_another()
+        if not self.complete and not any(self._serves(other) for other in self._donors.values()):
+            self._chosen, self._first_s = None, None  # what comes next may be of another step
+            for other in self._donors.values():
+                other.table = None
+            return [(other, m.ImageAsk()) for other in sorted(self._donors)]
+        return self._ask()
+
+    def take_table(
+        self, peer: m.PeerId, told: m.ImageTable, now_s: float
+    ) -> list[tuple[m.PeerId, m.Message]]:
+        """Raises `RemoteProtocolError` for what is no table, or one of too large a state."""
+        table = _read_table(told, self._max_bytes)
+        donor = self._donors.get(peer)
+        if donor is None:
+            return []
+        donor.table = table
+        self._first_s = now_s if self._first_s is None else self._first_s
+        if self._chosen is not None:
+            return self._ask()
+        return self._choose() if all(d.table for d in self._donors.values()) else []
+
+    def take_block(self, peer: m.PeerId, block: m.ImageBlock) -> list[tuple[m.PeerId, m.Message]]:
+        """Raises `RemoteProtocolError` for a block that is not what the table says."""
+        donor, chosen = self._donors.get(peer), self._chosen
+        if donor is None or chosen is None or block.applied != chosen.applied:
+            return []
+        if block.index not in donor.under_way:
+            return []  # asked of somebody else meanwhile
+        donor.under_way.discard(block.index)
+        data = memoryview(block.payload).cast("B")
+        first_own = _blocks(chosen.common_bytes)
+        part, at = (
+            (self._common, block.index) if block.index < first_own else (self._own, block.index - first_own)
+        )
+        expected = min(BLOCK_BYTES, len(part) - at * BLOCK_BYTES)
+        if len(data) != expected or block_digest(data) != self._digests[block.index]:
+            self._missing.appendleft(block.index)
+            raise RemoteProtocolError(
+                f"block {block.index} of the image of step {chosen.applied} ({len(data)} bytes) is not what "
+                "its table says",
+                remedy=_REMEDY,
+            )
+        part[at * BLOCK_BYTES : at * BLOCK_BYTES + expected] = data
+        self._got.add(block.index)
+        self.bytes_by_donor[peer] = self.bytes_by_donor.get(peer, 0) + expected
+        return self._ask()
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` chooses among the tables that have come; None: nothing is due."""
+        return None if self._first_s is None or self._chosen is not None else self._first_s + SETTLE_S
+
+    def tick(self, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
+        return self._choose() if self.due_s is not None and now_s >= self.due_s else []
+
+    def _choose(self) -> list[tuple[m.PeerId, m.Message]]:
+        tables = {peer: donor.table for peer, donor in self._donors.items() if donor.table is not None}
+        if not tables:
+            return []
+        agree = [table.common for table in tables.values()]
+        best = max(agree, key=lambda common: (agree.count(common), common[0]))
+        self._own_donor = next(peer for peer, table in tables.items() if table.common == best)
+        chosen = self._chosen = tables[self._own_donor]
+        self._own, self._common = bytearray(chosen.own_bytes), bytearray(chosen.common_bytes)
+        self._digests = _split(chosen.common_digests) + _split(chosen.own_digests)
+        self._got, self._missing = set(), deque(range(chosen.blocks))
+        for donor in self._donors.values():
+            donor.under_way.clear()
+        return self._ask()
+
+    def _take_own_part_of_another(self) -> None:
+        """Who gave its own part has gone; what is here of the common one stays."""
+        chosen = self._chosen
+        other = next((peer for peer, donor in self._donors.items() if self._serves(donor)), None)
+        if chosen is None or other is None:
+            return
+        table = self._donors[other].table
+        assert table is not None
+        self._own_donor, self._chosen = other, table
+        first_own = _blocks(table.common_bytes)
+        self._own = bytearray(table.own_bytes)
+        self._digests = _split(table.common_digests) + _split(table.own_digests)
+        self._got = {index for index in self._got if index < first_own}
+        common = [index for index in self._missing if index < first_own]
+        self._missing = deque([*common, *range(first_own, table.blocks)])
+
+    def _serves(self, donor: _Donor) -> bool:
+        return (
+            self._chosen is not None and donor.table is not None and donor.table.common == self._chosen.common
+        )
+
+    def _ask(self) -> list[tuple[m.PeerId, m.Message]]:
+        asks: list[tuple[m.PeerId, m.Message]] = []
+        if self._chosen is None:
+            return asks
+        first_own = _blocks(self._chosen.common_bytes)
+        for peer, donor in self._donors.items():
+            if not self._serves(donor):
+                continue
+            wanted: list[int] = []
+            passed: list[int] = []
+            while self._missing and len(donor.under_way) < WINDOW:
+                index = self._missing.popleft()
+                if index >= first_own and peer != self._own_donor:
+                    passed.append(index)  # only its own donor has it
+                    continue
+                wanted.append(index)
+                donor.under_way.add(index)
+            self._missing.extendleft(reversed(passed))
+            if wanted:
+                asks.append((peer, m.BlocksAsk(self._chosen.applied, tuple(wanted))))
+        return asks
+
+
+def _read_table(told: m.ImageTable, max_bytes: int) -> Table:
+    payload = bytes(told.payload)
+    if len(payload) < _TABLE.size:
+        raise RemoteProtocolError(f"an image's table of {len(payload)} bytes", remedy=_REMEDY)
+    common_bytes, own_bytes = _TABLE.unpack_from(payload)
+    if own_bytes + common_bytes > max_bytes:
+        raise RemoteProtocolError(
+            f"an image of {own_bytes + common_bytes} bytes; at most {max_bytes} are taken for this model",
+            remedy=_REMEDY,
+        )
+    end = _TABLE.size + _blocks(common_bytes) * _DIGEST_BYTES
+    if len(payload) != end + _blocks(own_bytes) * _DIGEST_BYTES:
+        raise RemoteProtocolError(
+            f"an image's table of {len(payload)} bytes for parts of {own_bytes} and {common_bytes}",
+            remedy=_REMEDY,
+        )
+    common_digests, own_digests = payload[_TABLE.size : end], payload[end:]
+    return Table(told.applied, told.history, own_bytes, common_bytes, own_digests, common_digests)
+
+
+def _split(digests: bytes) -> list[bytes]:
+    return [digests[i : i + _DIGEST_BYTES] for i in range(0, len(digests), _DIGEST_BYTES)]
+
+
+def _blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES)
