@@ -160,6 +160,7 @@ class Grid:
         self._clip_norm: float | None = None
         self._figures = Figures()
         self._done = False
+        self._share = 0  # samples of a step that this worker asks for; 0: its part of the whole
         self._checkpoints: Checkpoints | None = None
         self._facts: Facts = ()
         self._resumed = False  # state and residual are a checkpoint's, and no step was taken since
@@ -374,7 +375,7 @@ class Grid:
             ("clip_norm", str(self._clip_norm)),
             ("data", data_text),
         )
-        share = batch_size * accumulate if batch_size is not None else 0
+        share = self._share = batch_size * accumulate if batch_size is not None else 0
         neighbours = _NEIGHBOURS[type(wrapped.exchange_config)]
         self._session.enter(
             Setup(
@@ -392,7 +393,8 @@ class Grid:
     def _turns(self) -> Iterator[Sequence[Span]]:
         """This worker's spans of one step after the other; a stand-in where it holds none."""
         assert self._spec is not None
-        latest: Sequence[Span] = (Span(0, 1),)
+        # Batch norm, for one, cannot take a batch of one sample.
+        latest: Sequence[Span] = (Span(0, min(self._spec.size, max(2, self._share))),)
         while (picture := self._session.await_turn()) is not None:
             assert picture.open_round is not None
             self._resumed = False
