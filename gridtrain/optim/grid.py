@@ -209,6 +209,7 @@ class Grid:
         exchange: Exchange | None = None,
         clip_norm: float | None = None,
         average_buffers_every: int = 100,
+        compare_every: int = 500,
     ) -> GridOptimizer:
         """Wrap `optimizer`, so that `step()` applies the group's update.  See `GridOptimizer`.
 
@@ -216,6 +217,8 @@ class Grid:
             exchange: `Dense()`, `TopK(...)` or `GTopK(...)`, the same on all workers; `GTopK()` by default.
             clip_norm: largest 2-norm of the exchanged update.
             average_buffers_every: steps between two averages of floating buffers (batch norm).
+            compare_every: steps between two comparisons of the workers' states; one that differs (a flipped
+                bit, another kind of processor) is replaced by that of most workers.  0: never.
         """
         if self._optimizer is not None:
             raise ConfigError("grid.optimizer was called twice", remedy="one run trains one model")
@@ -226,6 +229,7 @@ class Grid:
             self._session,
             clip_norm=clip_norm,
             average_buffers_every=average_buffers_every,
+            compare_every=compare_every,
         )
         self._optimizer, self._clip_norm = wrapped, clip_norm
         largest_bytes = _largest_state_bytes(model)

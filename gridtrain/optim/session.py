@@ -45,6 +45,11 @@ class Session(Protocol):
         """The updates alone do not tell what the steps do: nobody can follow by replaying them."""
         ...
 
+    def compare(self, step: int, digest: bytes) -> None:
+        """32 bytes of the parameters and the optimizer's state after `step`; whose are not those of most is
+        given the state anew before its next step."""
+        ...
+
     def note(self, figures: Mapping[str, float]) -> None:
         """Seconds of the step that was just finished: computing, waiting, selecting, ..."""
         ...

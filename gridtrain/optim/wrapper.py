@@ -58,6 +58,7 @@ class GridOptimizer(torch.optim.Optimizer):
         session: this worker's place in the run.
         clip_norm: largest 2-norm of the exchanged update; None: not clipped.
         average_buffers_every: steps between two averages of the model's buffers; 0: never.
+        compare_every: steps between two comparisons of the whole state with the others'; 0: never.
 
     Attributes:
         skipped_steps: committed steps whose update was empty because somebody's gradient was not finite.
@@ -80,6 +81,7 @@ class GridOptimizer(torch.optim.Optimizer):
         *,
         clip_norm: float | None = None,
         average_buffers_every: int = 0,
+        compare_every: int = 0,
     ) -> None:
         _refuse_misfits(inner, exchange, clip_norm)
         # Not Optimizer.__init__, which would build groups of its own: the door that unpickling uses
@@ -93,6 +95,8 @@ class GridOptimizer(torch.optim.Optimizer):
         self._exchanger = exchanger(exchange, self._flat.n, self._flat.flat_N.device)
         self.averages = BufferAverage(model, average_buffers_every)
         self._trackers: dict[str, state_sync.Stateful] = {}
+        self._compare_every = compare_every
+        self._step = -1
         self._exchanged = False
         self.skipped_steps = 0
         self.last_skipped = False
@@ -193,7 +197,7 @@ class GridOptimizer(torch.optim.Optimizer):
                 break
             if compared is not None:
                 self._refuse_fork(plan, compared)
-        self.last_skipped = outcome.skip
+        self.last_skipped, self._step = outcome.skip, plan.step
         if outcome.skip:
             self.skipped_steps += 1
             return
@@ -215,9 +219,15 @@ class GridOptimizer(torch.optim.Optimizer):
     def _apply(self) -> None:
         if not self.last_skipped:
             self.inner.step()
+        self._compare()
         self._watch.lap("applying_s")
         self.timings = self._watch.reset()
         self._session.note(self.timings)
+
+    def _compare(self) -> None:
+        step, self._step = self._step, -1
+        if step >= 0 and self._compare_every and (step + 1) % self._compare_every == 0:
+            self._session.compare(step, state_sync.digest(self.model, self.inner))
 
     def _unscale(self) -> bool:
         """What GradScaler leaves to an optimizer that declares `_step_supports_amp_scaling`.

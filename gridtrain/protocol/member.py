@@ -24,12 +24,14 @@ from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolErro
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Offended, Seat
+from gridtrain.protocol.drift import Drift
 from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import (
     Arrive,
     AskMean,
     Broke,
     CaughtUp,
+    Compare,
     Depart,
     Dial,
     Donating,
@@ -108,6 +110,7 @@ class MemberCore:
         self._edges: Callable[[int, int], frozenset[int]] = lambda rank, world_size: frozenset()
         self._attempts: Attempts | None = None  # of the generation that this worker is in
         self._means: Means | None = None
+        self._drift: Drift | None = None
         self._pages: dict[int, m.Roster] = {}
         self._early_requests: dict[m.PeerId, m.StateRequest] = {}
         self._up: set[m.PeerId] = set()
@@ -246,6 +249,10 @@ class MemberCore:
                 if self._means is None or self.stage is not Stage.RUNNING:
                     return [MeanKnown(None)]
                 return self._means.ask((step, index), value)
+            case Compare(step, digest):
+                if self._drift is None or self.stage is not Stage.RUNNING or step != self.applied:
+                    return []
+                return self._compared(self._drift.compare(step, digest))
             case CaughtUp(applied, history):
                 self._caught = m.Caught(applied, history)
                 return [Post(self.coordinator, self._caught)] if self.welcomed and self.seat is None else []
@@ -306,6 +313,10 @@ class MemberCore:
             case m.Progress():
                 mine.progressed(peer, message, now_s)
                 return []
+            case m.Fingerprint() | m.Drifted():
+                if self._drift is None or self.stage is not Stage.RUNNING:
+                    return []
+                return self._compared(self._drift.heard(peer, message))
             case m.MeanAsk() | m.MeanTell():
                 return self._means.heard(peer, message) if self._means is not None else []
             case m.StateRequest(term, generation, whole):
@@ -426,6 +437,7 @@ class MemberCore:
         effects = self._execute_verdict(view)
         effects += self._means.give_up() if self._means is not None else []
         self._attempts, self._means = Attempts(seat, view.applied + 1), Means(seat)
+        self._drift = Drift(seat)
         self.term, self.ledger, self.stage = view.term, view.ledger, Stage.FORMING
         self._stall_told = self._ready_sent = False
         self._edges_down_since_s, self._step_began_s = now_s, None
@@ -568,6 +580,17 @@ class MemberCore:
         round_id = open_round.id if open_round is not None else self._attempts.next_round
         stalled = m.Stalled(round_id, tuple(suspects), silent_s, reason)
         return [Note("stalled", {"reason": reason}), Post(self.coordinator, stalled)]
+
+    def _compared(self, outcome: tuple[list[tuple[m.PeerId, m.Message]], bool]) -> list[Effect]:
+        """What has drifted is no state of this run any more; the coordinator makes a generation for it."""
+        messages, drifted = outcome
+        effects: list[Effect] = [Post(peer, message) for peer, message in messages]
+        if drifted and self.synced and self.seat is not None:
+            self.synced = False
+            effects.append(Note("drifted", {"step": self.applied}))
+            astray = m.Astray(self.seat.term, self.seat.generation, max(0, self.applied))
+            effects.append(Post(self.coordinator, astray))
+        return effects
 
     # -- the way into a generation: state and edges ------------------------------------------------
 

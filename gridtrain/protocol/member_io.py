@@ -95,6 +95,14 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
+class Compare:
+    """The trainer's fingerprint of its state after `step`."""
+
+    step: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class CaughtUp:
     """A follower's model is that after step `applied`, and hardly behind."""
 
@@ -151,6 +159,7 @@ Event = (
     | Broke
     | Offence
     | Restored
+    | Compare
     | CaughtUp
     | Strayed
     | Pulse

@@ -108,6 +108,7 @@ class Membership:
         self._workers: dict[m.PeerId, Worker] = {}
         self._whereabouts = Whereabouts(me)
         self._breaks = Breaks()
+        self._drifts = 0  # states that were found to differ, and replaced
         self._followers = Followers(self._whereabouts.address, deadlines.ready_s)
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
@@ -224,6 +225,7 @@ class Membership:
             "finished": self.phase is RunPhase.FINISHED,
             "facts": dict(self._reference.facts) if self._reference else {},
             "plan_reason": self._plan_reason,
+            "drifts": self._drifts,
             "members": [
                 {**w.line(rank_of.get(w.peer), self._roster, now_s), "reach": self._whereabouts.reach(w.peer)}
                 for w in self._workers.values()
@@ -267,6 +269,15 @@ class Membership:
                 return self._stalled(worker, message, now_s)
             case m.NoRoute():
                 return self._no_route(worker, message)
+            case m.Astray(term, generation, step):
+                here = (term, generation) == (self.term, self.generation)
+                if not here or peer not in {member.peer for member in self._roster}:
+                    return []
+                self._drifts += 1
+                self._change = self._change or f"{worker.name} holds another state than most"
+                return [
+                    Note("warning", "drifted", {"name": worker.name, "step": step, "so_far": self._drifts})
+                ]
             case m.Caught(applied):
                 worker.caught = True
                 return [Note("info", "caught_up", {"name": worker.name, "step": applied})]

@@ -324,6 +324,15 @@ class NoRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class Astray:
+    """This member's state is not that of most after step `step`: it has to get it anew."""
+
+    term: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Caught:
     """This worker, which is no member, holds the state after step `applied` and follows the updates."""
 
@@ -642,6 +651,25 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Member to root: digest of parameters and optimizer after step `step`."""
+
+    term: int
+    generation: int
+    step: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Drifted:
+    """Root to a member whose fingerprint of `step` is not that of most."""
+
+    term: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class NoImage:
     """The donor cannot give what was asked for (any more)."""
 
@@ -727,6 +755,9 @@ Message = (
     | UpdatesAsk
     | Update
     | NoImage
+    | Fingerprint
+    | Drifted
+    | Astray
     | Caught
     | Fetch
     | Donate

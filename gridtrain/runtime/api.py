@@ -233,6 +233,10 @@ class GroupSession:
         """The batch of the latest turn went into its step, or came too late for it."""
         return self._turn_taken
 
+    def compare(self, step: int, digest: bytes) -> None:
+        """See `optim.session.Session.compare`."""
+        self._driver.compare(step, digest)
+
     def note(self, figures: Mapping[str, float]) -> None:
         """Figures for `gridtrain status`."""
         self._driver.note(figures)

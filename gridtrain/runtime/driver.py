@@ -49,7 +49,7 @@ DENIED_S = 60.0
 """A member that is denied for that long on end gives up."""
 
 CAUGHT_AGAIN_S = 1.0
-LOUD = ("stalled", "coordinator_away", "offence", "no_route")
+LOUD = ("drifted", "stalled", "coordinator_away", "offence", "no_route")
 UNREACHABLE = (
     "nobody from outside can reach this worker: a router or a firewall is in between; "
     "it dials the others itself, or is relayed, so it can train all the same"
@@ -258,6 +258,10 @@ class Driver:
     def cannot_replay(self, reason: str) -> None:
         """What this script does in a step is not told by its update: nobody can follow."""
         self._donating.cannot(reason)
+
+    def compare(self, step: int, digest: bytes) -> None:
+        """This worker's state after `step`, to be compared with the others'."""
+        self.command(io.Compare(step, digest))
 
     def take_work(self) -> Work | None:
         """What a follower's trainer has to do next; `did_work` is to follow."""

@@ -149,6 +149,7 @@ MESSAGES: dict[int, Record] = {
     21: Record(m.NoRoute, term=UINT, generation=UINT, peers=Many(PEER, 1024)),
     22: Record(m.Broken, term=UINT, generation=UINT, peer=PEER),
     23: Record(m.Caught, applied=APPLIED, history=DIGEST),
+    24: Record(m.Astray, term=UINT, generation=UINT, step=UINT),
     # coordinator -> worker
     30: Record(m.Welcome, term=UINT, run=NAME, software=NAME),
     31: Record(m.Refused, code=NAME, reason=REASON, remedy=REASON),
@@ -207,6 +208,8 @@ MESSAGES: dict[int, Record] = {
     74: Record(m.UpdatesAsk, applied=APPLIED),
     75: Record(m.Update, step=UINT, latest=UINT, payload=FRAME),
     76: Record(m.NoImage, reason=REASON),
+    77: Record(m.Fingerprint, term=UINT, generation=UINT, step=UINT, digest=DIGEST),
+    78: Record(m.Drifted, term=UINT, generation=UINT, step=UINT),
     # to and from a relay
     60: Record(m.Relay, to=PEER, payload=FRAME),
     61: Record(m.Relayed, origin=PEER, payload=FRAME),

@@ -1,0 +1,70 @@
+"""A state that differs is found, replaced and counted, whoever holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.optim import state_sync
+from gridtrain.protocol.drift import drifted
+
+DATA = [(torch.tensor([float(i % 7), 1.0]), torch.tensor([2.0 * (i % 5)])) for i in range(5000)]
+STEPS, FLIP_AT = 60, 13
+
+
+def flip_one_bit(model: nn.Module, bit: int) -> None:
+    with torch.no_grad():
+        next(model.parameters()).view(torch.int32)[0, 0] ^= 1 << bit
+
+
+def train(grid: gridtrain.Grid, number: int, exchange: Any, flips: dict[int, int]) -> list[bytes]:
+    """`flips`: by worker, the bit that its memory flips before step `FLIP_AT`.  Digests after each step."""
+    torch.manual_seed(7)
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    optimizer = grid.optimizer(inner, model, exchange=exchange, compare_every=10)
+    digests = []
+    for x, y in grid.batches(DATA, batch_size=4, steps=STEPS):
+        if grid.step == FLIP_AT and number in flips:
+            flip_one_bit(model, flips.pop(number))
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        digests.append(state_sync.digest(model, inner))
+    return digests
+
+
+@pytest.mark.parametrize("exchange", [gridtrain.Dense(), gridtrain.GTopK(density=0.5, momentum=0.0)])
+@pytest.mark.parametrize(
+    ("workers", "flips"),
+    [(3, {1: 20}), (3, {0: 20}), (2, {1: 19}), (3, {1: 18, 2: 20})],
+    ids=["one of three", "the first", "one of two", "a three-way tie"],
+)
+def test_a_flipped_bit_is_found_repaired_and_counted(
+    new_group: Any, exchange: Any, workers: int, flips: dict[int, int]
+) -> None:
+    expected, flips = len(flips), dict(flips)
+    with new_group(workers=workers) as group:
+        for _ in range(workers):
+            group.start(lambda grid, number: train(grid, number, exchange, flips))
+        results = [group.result(number) for number in range(workers)]
+        snapshot = group.coordinator._core.snapshot(0.0)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    assert len({seen[-1] for seen in results}) == 1, "they end equal"
+    assert len({seen[FLIP_AT] for seen in results}) > 1, "the flip was real"
+    assert snapshot["drifts"] >= 1 and snapshot["drifts"] <= max(expected, workers - 1)
+    assert any(event["event"] == "drifted" for event in snapshot["events"])
+
+
+def test_the_largest_party_is_right_and_of_equal_ones_that_with_the_lowest_rank() -> None:
+    assert drifted({0: b"a", 1: b"a", 2: b"a"}) == []
+    assert drifted({0: b"x", 1: b"a", 2: b"a"}) == [0]
+    assert drifted({0: b"a", 1: b"b"}) == [1]
+    assert drifted({0: b"a", 1: b"b", 2: b"c"}) == [1, 2]
+    assert drifted({0: b"a", 1: b"b", 2: b"b", 3: b"a"}) == [1, 2]
