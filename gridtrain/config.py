@@ -112,7 +112,7 @@ class Deadlines:
     regreet_s: float = 1.0  # a broken connection may come back within this
     report_s: float = 2.0  # answers to a FREEZE
     regather_s: float = 60.0  # so long, at least, members that are all away are waited for
-    ready_s: float = 60.0  # (+) verdict executed, state received, edges up
+    ready_s: float = 20.0  # (+) verdict executed, state received, edges up
     settle_s: float = 0.3  # joins that arrive together start together
     reach_s: float = 3.0  # the coordinator calls back, to learn whether a worker can be reached
     route_s: float = 8.0  # an edge of a coming generation that is not up by then wants another way

@@ -363,10 +363,20 @@ def load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
         if not isinstance(fields, dict) or not fields.keys() <= group.keys() - set(_NAMES):
             raise ValueError("settings that this optimizer does not have")
         for name, value in fields.items():
-            if isinstance(group[name], Tensor):
-                group[name].fill_(value)
-            else:
-                group[name] = tuple(value) if isinstance(group[name], tuple) else value
+            group[name] = _in_place_of(group[name], value, name)
+
+
+def _in_place_of(own: Any, value: Any, name: str) -> Any:
+    """`value` as JSON gave it, in the form that it has here.  Raises `ValueError` if it cannot be it."""
+    if isinstance(own, Tensor) and isinstance(value, int | float):
+        return own.fill_(value)
+    if isinstance(own, tuple | list) and isinstance(value, tuple | list) and len(own) == len(value):
+        return type(own)(_in_place_of(mine, theirs, name) for mine, theirs in zip(own, value, strict=True))
+    numbers = (int, float)
+    alike = isinstance(own, bool) == isinstance(value, bool)
+    if type(own) is type(value) or (alike and isinstance(own, numbers) and isinstance(value, numbers)):
+        return value
+    raise ValueError(f"{name} is {value!r} there, {own!r} here")
 
 
 def hyper_lines(optimizer: torch.optim.Optimizer) -> list[str]:

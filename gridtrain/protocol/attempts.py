@@ -14,6 +14,7 @@ What a member sends is taken, held or dropped where an honest one may have sent 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -46,6 +47,9 @@ MAX_HELD_MESSAGES = 8192
 
 MAX_HELD_BYTES = (32 + 64 + 1) << 20
 """Their frames: an honest sender's window of credit, one largest message beyond it, and what is no bulk."""
+
+MOST_STALE = 20_000
+"""Messages of rounds that are over, from one peer between two commits: what an honest one had under way."""
 
 MAX_STEPS_AHEAD = 1
 """Step s + 1 begins when s is committed, which takes everybody's vote: nobody is further ahead."""
@@ -138,6 +142,7 @@ class Attempts:
         self._last_committed: m.RoundId | None = None
         self._progress_of: dict[m.PeerId, int] = {}
         self._torn = False
+        self._stale_of: Counter[m.PeerId] = Counter()
 
     @property
     def next_round(self) -> m.RoundId:
@@ -199,10 +204,12 @@ class Attempts:
         """
         here, there, rank = self._here, message.round, self._rank_of[peer]
         if _is_foreign(there, here):
+            self._count_stale(peer, rank)
             return []
         _check_role(message, rank, self.rank)
         _check_reach(there, here, rank)
         if _is_over(there, here):
+            self._count_stale(peer, rank)
             return self._late(peer, message)
         if there == here and self.round is not None:
             return self._deliver(peer, message, now_s)
@@ -276,6 +283,15 @@ class Attempts:
                 break
         return effects
 
+    def _count_stale(self, peer: m.PeerId, rank: int) -> None:
+        self._stale_of[peer] += 1
+        if is_too_stale(self._stale_of[peer]):
+            raise RemoteProtocolError(
+                f"rank {rank} has sent {self._stale_of[peer]} messages of rounds that are over, at most "
+                f"{MOST_STALE} can have been under way",
+                remedy=_REMEDY,
+            )
+
     def _late(self, peer: m.PeerId, message: OfRound) -> list[AttemptEffect]:
         """The root repeats its verdict to a voter whose connection broke; the rest is dropped."""
         there, here = message.round, self.next_round
@@ -345,6 +361,7 @@ class Attempts:
     def _commit(self, ended: Round, reason: str) -> Committed:
         self.round, self._collectives = None, {}
         self._last_committed = ended.id
+        self._stale_of.clear()
         self._step, self._attempt, self._aborts = ended.id.step + 1, 0, 0
         return Committed(ended.id, ended.digest, self.skip, reason)
 
@@ -388,6 +405,11 @@ def _check_room(from_rank: int, messages: int, nbytes: int) -> None:
 
 def _is_foreign(there: m.RoundId, here: m.RoundId) -> bool:
     return (there.term, there.generation) != (here.term, here.generation)
+
+
+def is_too_stale(messages: int) -> bool:
+    """The defence: reading what nobody needs costs as much as reading what counts."""
+    return messages > MOST_STALE
 
 
 def _is_over(there: m.RoundId, here: m.RoundId) -> bool:

@@ -54,6 +54,8 @@ ROSTER_PAGE = 128
 STALLS_BEFORE_REMOVAL, STALLS_BEFORE_YOUNGEST = 3, 6
 MAX_WORKERS = 1000  # what the lists of one message hold
 MAX_PROBES = 256
+MOST_FORMING_S = 900.0
+"""So long a generation may take to form, whatever progress its newcomers show."""
 
 
 class _Making(StrEnum):
@@ -743,7 +745,7 @@ class Membership:
         holders = [member.peer for member in self._roster if not member.joining]
         eldest = min((p for p in holders if p in self._workers), key=self._seniority, default=None)
         moved_s = max(self._workers[p].moved_s for p in late)
-        if moved_s + limits.ready_s > now_s:  # a big state is on its way
+        if moved_s + limits.ready_s > now_s < self._made_s + MOST_FORMING_S:  # a big state is on its way
             return moved_s + limits.ready_s, []
         donor = self._workers.get(holders[0]) if holders else None
         computes = donor is not None and donor.moved_s < self._made_s

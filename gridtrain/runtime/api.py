@@ -114,9 +114,12 @@ class GroupSession:
         while True:
             picture = self._driver.wait(self._has_something)
             assert picture is not None
-            if self._do_chores(picture):
-                continue
-            return picture
+            self._driver.busy(True)  # what follows may take long, and others wait for it
+            try:
+                if not self._do_chores(picture):
+                    return picture
+            finally:
+                self._driver.busy(False)
 
     def _do_chores(self, picture: Picture) -> bool:
         """What others wait for, and what this worker lacks; True: the picture is another one now."""
@@ -179,7 +182,11 @@ class GroupSession:
                 remedy="call grid.optimizer(optimizer, model, ...) before grid.batches(...)",
             )
         term, generation, blobs = self._driver.take_state()
-        self._restore(blobs)
+        self._driver.busy(True)
+        try:
+            self._restore(blobs)
+        finally:
+            self._driver.busy(False)
         self._driver.command(io.Restored(term, generation))
         self._driver.wait(lambda p: not p.offered_state)
 

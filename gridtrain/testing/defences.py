@@ -181,6 +181,7 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
     "gridtrain.protocol.attempts": [
         ("commit-proof", "_proves_commit", _yes, "one member makes another apply what nobody else applies"),
         ("generation-fence", "_is_foreign", _no, "messages of a generation that never comes are held"),
+        ("stale-flood", "is_too_stale", _no, "old messages at line rate cost as much as new ones"),
         ("stale", "_is_over", _no, "messages of rounds that are over are held"),
         ("reach", "_check_reach", _nothing, "messages of a step that never comes are held"),
         ("held-room", "_check_room", _nothing, "one member fills another's memory"),

@@ -16,7 +16,7 @@ import pytest
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Attempts, Seat
+from gridtrain.protocol.attempts import MOST_STALE, Attempts, Seat
 from gridtrain.protocol.collective import AddSlice, Arrived, Source
 from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import MeanKnown
@@ -257,6 +257,14 @@ def a_round_that_is_over() -> Any:
     return held_of(m.RoundId(1, 5, 6, 0))
 
 
+def what_is_over_at_line_rate() -> Any:
+    """Nothing is held of it, but reading it costs as much as reading what counts."""
+    mine = attempts_of_rank_1(voted=True)
+    for _ in range(MOST_STALE + 1):
+        mine.receive(C, data(m.RoundId(1, 4, 6, 0)), 100, 0.0)
+    return "all of it was read"
+
+
 def a_step_that_never_comes() -> Any:
     return held_of(m.RoundId(1, 5, 2**62, 0))
 
@@ -306,6 +314,7 @@ ATTACKS: dict[str, Callable[[], Any]] = {
     "one-vote": another_vote_afterwards,
     "commit-proof": a_step_that_others_did_not_commit,
     "generation-fence": a_generation_that_never_comes,
+    "stale-flood": what_is_over_at_line_rate,
     "stale": a_round_that_is_over,
     "reach": a_step_that_never_comes,
     "held-room": more_than_there_is_room_for,

@@ -236,13 +236,24 @@ def as_the_table_of_a_state(bomb: bytes, _: Path) -> None:
 
 
 def as_a_states_json(bomb: bytes, _: Path) -> None:
-    state_sync.restore([struct.pack("<Q", len(bomb)), bomb], *model(), {})
+    state_sync.restore([struct.pack("<2Q", len(bomb), 0), bomb], *model(), {})
 
 
 def as_a_states_tensors(bomb: bytes, _: Path) -> None:
     net, optimizer = model()
-    length, text, _tensors = state_sync.capture(net, optimizer, {})
-    state_sync.restore([length, text, bomb], net, optimizer, {})
+    own, common = state_sync.capture(net, optimizer, {})
+    text, _tensors = opened(common)
+    state_sync.restore([own, part(text, bomb)], net, optimizer, {})
+
+
+def opened(a_part: bytes) -> tuple[bytes, bytes]:
+    """Its JSON and its tensors."""
+    text_bytes, tensors_bytes = struct.unpack_from("<2Q", a_part)
+    return a_part[16 : 16 + text_bytes], a_part[16 + text_bytes : 16 + text_bytes + tensors_bytes]
+
+
+def part(text: bytes, tensors: bytes) -> bytes:
+    return struct.pack("<2Q", len(text), len(tensors)) + text + tensors
 
 
 def as_a_status(bomb: bytes, _: Path) -> None:
@@ -326,14 +337,16 @@ def test_a_part_of_a_state_that_is_something_else_is_refused(key: str, junk: Any
 
     net, optimizer = model()
     before = state_sync.digest(net, optimizer)
-    _, text, tensors = state_sync.capture(net, optimizer, {})
-    document = json.loads(text)
     if (key, junk) in [("buffers", {"dict": []}), ("trackers", {})]:
         return  # that is what they are here
+    state = state_sync.capture(net, optimizer, {})
+    which = 0 if key in ("buffers", "trackers") else 1
+    text, tensors = opened(state[which])
+    document = json.loads(text)
     document[key] = junk
-    changed = json.dumps(document).encode()
+    state[which] = part(json.dumps(document).encode(), tensors)
     with pytest.raises(RemoteProtocolError):
-        state_sync.restore([struct.pack("<Q", len(changed)), changed, tensors], net, optimizer, {})
+        state_sync.restore(state, net, optimizer, {})
     assert state_sync.digest(net, optimizer) == before
 
 
@@ -345,7 +358,8 @@ def test_a_part_of_an_optimizers_state_that_is_something_else_is_refused(at: str
     net, optimizer = model()
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    _, text, tensors = state_sync.capture(net, optimizer, {})
+    own, common = state_sync.capture(net, optimizer, {})
+    text, tensors = opened(common)
     document = json.loads(text)
     for entry in document["optimizer"]["dict"]:
         if entry[0] == at:
@@ -354,4 +368,17 @@ def test_a_part_of_an_optimizers_state_that_is_something_else_is_refused(at: str
     if (at, junk) == ("state", {"dict": []}):
         return  # an optimizer that has not made a step
     with pytest.raises(RemoteProtocolError):
-        state_sync.restore([struct.pack("<Q", len(changed)), changed, tensors], net, optimizer, {})
+        state_sync.restore([own, part(changed, tensors)], net, optimizer, {})
+
+
+@pytest.mark.parametrize("junk", [*JUNK, [{"lr": 1.0}], {"list": [{"dict": [["params", 5]]}]}], ids=repr)
+def test_settings_that_are_something_else_are_refused(junk: Any) -> None:
+    import json
+
+    net, optimizer = model()
+    (own,) = state_sync.capture(net, optimizer, {}, whole=False)
+    text, tensors = opened(own)
+    document = json.loads(text) | {"settings": junk}
+    with pytest.raises(RemoteProtocolError):
+        state_sync.restore([part(json.dumps(document).encode(), tensors)], net, optimizer, {})
+    assert isinstance(optimizer.param_groups[0]["lr"], float)
