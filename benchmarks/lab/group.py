@@ -45,6 +45,7 @@ class Plan:
         line: what each worker's cable (its router's, behind NAT) carries in each direction; empty: no limit.
         relay: who may pass on what others send one another: "members", or "hub": the coordinator alone.
         names: of the workers and their hosts; their machines call themselves "NAMEs-laptop".
+        late: so many of the workers are not waited for at the start: their scripts join later.
         environment: more variables for all processes.
     """
 
@@ -55,6 +56,7 @@ class Plan:
     line: str = ""
     names: tuple[str, ...] = ()
     relay: str = "members"
+    late: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,7 +168,7 @@ def _worker_options(plan: Plan, name: str, folder: Path) -> list[str]:
 
 def _coordinator(hub: Host, plan: Plan, folder: Path, address: str) -> Process:
     place = ("--listen", f"tcp://0.0.0.0:{PORT}", "--advertise", address)
-    ends = ("--min-workers", str(plan.workers), "--exit-when-finished")
+    ends = ("--min-workers", str(plan.workers - plan.late), "--exit-when-finished")
     state = folder / "state-hub"
     state.mkdir(parents=True, mode=0o700)
     clear = () if plan.encrypted else ("--unencrypted", "--benchmark")
