@@ -118,6 +118,7 @@ class Deadlines:
     route_s: float = 8.0  # an edge of a coming generation that is not up by then wants another way
     probe_s: float = 2.0  # round trips to the other workers
     generation_gap_s: float = 1.0  # at most one generation in this time
+    reshare_s: float = 30.0  # at most one in this time for better shares alone
     first_step_s: float = 300.0  # (+) patience with a first step (compilation)
     patience_floor_s: float = 5.0  # (+) least patience with a silent member in a round
     patience_factor: float = 8.0  # patience = floor + factor * a usual step's time

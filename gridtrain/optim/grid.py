@@ -18,7 +18,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,7 @@ class Grid:
         *,
         batch_size: int | None = None,
         global_batch_size: int | None = None,
+        max_batch_size: int | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         accumulate: int = 1,
@@ -252,12 +253,15 @@ class Grid:
         Args:
             dataset: map-style, the same on all workers.
             batch_size: samples of one yielded batch on this worker.
-            global_batch_size: samples of a step over all workers; held constant as workers come and go.
+            global_batch_size: samples of a step over all workers; held constant as workers come and go, and
+                shared out by the speed that each of them shows.
+            max_batch_size: with `global_batch_size`, the most samples of a yielded batch that fit this worker.
             epochs, steps: exactly one of them ends the run, for all workers together.
             accumulate: yielded batches in one step.
             seed: of the order of the samples, the same on all workers.
         """
-        self._enter(dataset, batch_size, global_batch_size, epochs, steps, accumulate, seed)
+        sizes = _Sizes(batch_size, global_batch_size, max_batch_size, accumulate)
+        self._enter(dataset, sizes, epochs, steps, seed)
         assert self._spec is not None
         for spans in self._turns():
             indices = sampler.sample_indices(self._spec, spans)
@@ -270,6 +274,7 @@ class Grid:
         *,
         batch_size: int | None = None,
         global_batch_size: int | None = None,
+        max_batch_size: int | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         seed: int = 0,
@@ -278,7 +283,8 @@ class Grid:
 
         The loader must not run ahead of the steps: use it with `num_workers=0`.
         """
-        self._enter(dataset, batch_size, global_batch_size, epochs, steps, 1, seed)
+        sizes = _Sizes(batch_size, global_batch_size, max_batch_size)
+        self._enter(dataset, sizes, epochs, steps, seed)
         assert self._spec is not None
         return sampler.GridSampler(self._spec, self._turns)
 
@@ -340,26 +346,10 @@ class Grid:
         return self._optimizer
 
     def _enter(
-        self,
-        dataset: Any,
-        batch_size: int | None,
-        global_batch_size: int | None,
-        epochs: int | None,
-        steps: int | None,
-        accumulate: int,
-        seed: int,
+        self, dataset: Any, sizes: _Sizes, epochs: int | None, steps: int | None, seed: int
     ) -> None:
         wrapped = self._wrapped()
-        if (batch_size is None) == (global_batch_size is None):
-            raise ConfigError(
-                f"batch_size={batch_size}, global_batch_size={global_batch_size}; exactly one must be given",
-                remedy="batch_size=32 for 32 samples on each worker",
-            )
-        for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
-        if accumulate < 1:
-            raise ConfigError(f"accumulate is {accumulate}; it must be >= 1", remedy="try accumulate=1")
+        sizes.check()
         self._export_folder()
         data_text, _ = sampler.dataset_digest(dataset)
         self._spec = LedgerSpec(size=len(dataset), seed=seed, epochs=epochs, steps=steps)
@@ -372,10 +362,9 @@ class Grid:
             ("clip_norm", str(self._clip_norm)),
             ("data", data_text),
         )
-        share = batch_size * accumulate if batch_size is not None else 0
         neighbours = _NEIGHBOURS[type(wrapped.exchange_config)]
         self._session.enter(
-            Setup(facts, self._spec, share, global_batch_size, self._resume(facts)),
+            Setup(facts, self._spec, sizes.share, sizes.whole, self._resume(facts)),
             # Averages of buffers and, in retries, settings go round the ring, whatever the exchange is.
             lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size),
         )
@@ -485,6 +474,42 @@ class Grid:
         safetensors.torch.save_file(state, path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
         log.warning("the run is finished; the model is in %s", path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """How many samples a step takes, as `Grid.batches` was told: `each` of this worker, or a `whole` step's."""
+
+    each: int | None
+    whole: int | None
+    most: int | None = None
+    accumulate: int = 1
+
+    @property
+    def share(self) -> int:
+        """For `Setup.batch_size`: of a step on this worker, or the most of it; 0: any number."""
+        return ((self.each if self.whole is None else self.most) or 0) * self.accumulate
+
+    def check(self) -> None:
+        """Raises `ConfigError`."""
+        if (self.each is None) == (self.whole is None):
+            raise ConfigError(
+                f"batch_size={self.each}, global_batch_size={self.whole}; exactly one must be given",
+                remedy="batch_size=32 for 32 samples on each worker",
+            )
+        if self.most is not None and self.whole is None:
+            raise ConfigError(
+                f"max_batch_size={self.most} without global_batch_size: this worker's batch size is fixed",
+                remedy="leave max_batch_size out",
+            )
+        named = {"batch_size": self.each, "global_batch_size": self.whole, "max_batch_size": self.most}
+        for name, value in named.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
+        if self.accumulate < 1:
+            raise ConfigError(
+                f"accumulate is {self.accumulate}; it must be >= 1", remedy="try accumulate=1"
+            )
 
 
 def _largest_state_bytes(model: nn.Module) -> int:

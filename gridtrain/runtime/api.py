@@ -20,6 +20,7 @@ from gridtrain.protocol import messages as m
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.driver import Driver, Picture
+from gridtrain.runtime.pace import Pace
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES
 from gridtrain.transport.credits import CreditTransport
@@ -56,6 +57,7 @@ class GroupSession:
         self._entered = False
         self._ended = False
         self._mean_step = self._mean_index = 0
+        self._pace = Pace()
 
     def start(self) -> None:
         """See `Driver.start`."""
@@ -88,6 +90,7 @@ class GroupSession:
         if picture.finished:
             return None
         self._turn = picture
+        self._pace.begin(time.monotonic(), sum(span.stop - span.start for span in picture.spans))
         return picture
 
     def _wait_for_more(self) -> Picture:
@@ -144,6 +147,8 @@ class GroupSession:
                 remedy="call it once for each batch, or once for every a batches of "
                 "grid.batches(..., accumulate=a)",
             )
+        if self._pace.end(time.monotonic()):
+            self._driver.note(self._pace.figures())
         picture = self._wait_for_more()
         moved_on = picture.open_round is None or picture.open_round.step != step
         other_samples = picture.spans not in ((), self._turn.spans)
@@ -199,6 +204,7 @@ class GroupSession:
         return self._driver.traffic
 
     def busy(self, inside: bool) -> None:
+        self._pace.drop()  # an evaluation is no computing of samples
         self._driver.busy(inside)
 
     def farewell(self) -> bool:
