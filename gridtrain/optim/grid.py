@@ -28,10 +28,11 @@ from torch import nn
 from gridtrain._version import __version__
 from gridtrain.config import Deadlines, Dense, Exchange, GTopK, JoinConfig, TopK
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.optim import sampler, state_sync
+from gridtrain.optim import reading, sampler, state_sync
 from gridtrain.optim.checkpoint import Checkpoints, Snapshot
 from gridtrain.optim.figures import Figures, check_names
 from gridtrain.optim.flat import model_digest
+from gridtrain.optim.prefetch import Prefetcher
 from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.protocol import allgather, gtopk, ledger, ring
@@ -40,9 +41,9 @@ from gridtrain.protocol.messages import Held, LedgerSpec, Setup, Span
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.client import coordinator_address
+from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.entry import enter
 from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
-from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.naming import folder_name, listen_address, random_name, state_directory
 from gridtrain.transport.credits import CreditTransport
 from gridtrain.transport.curve import Identity
@@ -241,6 +242,9 @@ class Grid:
         steps: int | None = None,
         accumulate: int = 1,
         seed: int = 0,
+        length: int | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
     ) -> Iterator[Any]:
         """Yield this worker's batches until the run's ledger ends it; every sample counts once.
@@ -251,22 +255,37 @@ class Grid:
         like take the same number of steps everywhere.
 
         Args:
-            dataset: map-style, the same on all workers.
+            dataset: the same on all workers.  One that can only be iterated over must give the same samples
+                each time.  It is taken in its own order (`set_epoch(pass)` is called if there is one), and
+                every worker reads past the samples of the others.
             batch_size: samples of one yielded batch on this worker.
             global_batch_size: samples of a step over all workers; held constant as workers come and go, and
                 shared out by the speed that each of them shows.
-            max_batch_size: with `global_batch_size`, the most samples of a yielded batch that fit this worker.
+            max_batch_size: with `global_batch_size`, the largest yielded batch that fits this worker.
             epochs, steps: exactly one of them ends the run, for all workers together.
             accumulate: yielded batches in one step.
             seed: of the order of the samples, the same on all workers.
+            length: samples of a pass over an iterable data set without `__len__`.
+            num_workers: processes that read batches ahead; at most 1 for an iterable data set.  What they
+                have read in vain when the group changes is dropped: a sample counts where its step commits.
+            prefetch_factor: steps that each of them reads ahead.
         """
+        _check_readers(dataset, num_workers, prefetch_factor)
         sizes = _Sizes(batch_size, global_batch_size, max_batch_size, accumulate)
-        self._enter(dataset, sizes, epochs, steps, seed)
+        self._enter(dataset, sizes, epochs, steps, seed, length)
         assert self._spec is not None
-        for spans in self._turns():
-            indices = sampler.sample_indices(self._spec, spans)
-            for part in _parts(indices, accumulate):
-                yield sampler.fetch(dataset, part, collate_fn)
+        kind = reading.IterableReader if reading.is_iterable(dataset) else reading.MapReader
+        reader = kind(dataset, self._spec, accumulate, collate_fn)
+        ahead = Prefetcher(reader, num_workers, prefetch_factor) if num_workers else None
+        try:
+            for spans in self._turns():
+                if ahead is not None and self._session.turn_spans:
+                    yield from ahead.read(tuple(spans), self._session.foresee(ahead.depth))
+                else:
+                    yield from reader.read(spans)
+        finally:
+            if ahead is not None:
+                ahead.close()
 
     def sampler(
         self,
@@ -281,9 +300,15 @@ class Grid:
     ) -> sampler.GridSampler:
         """For `DataLoader(dataset, batch_sampler=grid.sampler(dataset, ...))`; arguments as in `batches`.
 
-        The loader must not run ahead of the steps: use it with `num_workers=0`.
+        The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead use
+        `grid.batches(..., num_workers=...)`, which knows what to drop when the group changes.
         """
         sizes = _Sizes(batch_size, global_batch_size, max_batch_size)
+        if reading.is_iterable(dataset):
+            raise ConfigError(
+                f"a {type(dataset).__name__} has no index, so there is nothing to sample from",
+                remedy="use grid.batches(dataset, ...)",
+            )
         self._enter(dataset, sizes, epochs, steps, seed)
         assert self._spec is not None
         return sampler.GridSampler(self._spec, self._turns)
@@ -346,13 +371,19 @@ class Grid:
         return self._optimizer
 
     def _enter(
-        self, dataset: Any, sizes: _Sizes, epochs: int | None, steps: int | None, seed: int
+        self,
+        dataset: Any,
+        sizes: _Sizes,
+        epochs: int | None,
+        steps: int | None,
+        seed: int,
+        length: int | None = None,
     ) -> None:
         wrapped = self._wrapped()
         sizes.check()
         self._export_folder()
-        data_text, _ = sampler.dataset_digest(dataset)
-        self._spec = LedgerSpec(size=len(dataset), seed=seed, epochs=epochs, steps=steps)
+        size, data_text = reading.measure(dataset, length)
+        self._spec = LedgerSpec(size=size, seed=seed, epochs=epochs, steps=steps)
         ledger.validate(self._spec)
         facts = (
             ("model", model_digest(wrapped.model)[0]),
@@ -478,7 +509,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """How many samples a step takes, as `Grid.batches` was told: `each` of this worker, or a `whole` step's."""
+    """How many samples a step takes, as `Grid.batches` was told: `each` worker's, or a `whole` step's."""
 
     each: int | None
     whole: int | None
@@ -507,9 +538,7 @@ class _Sizes:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
         if self.accumulate < 1:
-            raise ConfigError(
-                f"accumulate is {self.accumulate}; it must be >= 1", remedy="try accumulate=1"
-            )
+            raise ConfigError(f"accumulate is {self.accumulate}; it must be >= 1", remedy="try accumulate=1")
 
 
 def _largest_state_bytes(model: nn.Module) -> int:
@@ -518,11 +547,15 @@ def _largest_state_bytes(model: nn.Module) -> int:
     return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _parts(indices: list[int], count: int) -> list[list[int]]:
-    """`count` near-equal micro-batches; where there are fewer samples than that, some come twice."""
-    bounds = [len(indices) * part // count for part in range(count + 1)]
-    cuts = zip(bounds, bounds[1:], strict=False)  # noqa: RUF007
-    return [indices[start:stop] or [indices[start % len(indices)]] for start, stop in cuts]
+def _check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
+    most = 1 if reading.is_iterable(dataset) else None
+    if num_workers < 0 or (most is not None and num_workers > most):
+        bound = "0 or 1 for a data set that is read from the front" if most else ">= 0"
+        raise ConfigError(f"num_workers is {num_workers}; it must be {bound}", remedy="try num_workers=1")
+    if prefetch_factor < 1:
+        raise ConfigError(
+            f"prefetch_factor is {prefetch_factor}; it must be >= 1", remedy="try prefetch_factor=2"
+        )
 
 
 def _optimizer_text(inner: torch.optim.Optimizer) -> str:

@@ -168,8 +168,7 @@ class MemberCore:
         """Who holds which positions of the open step: a pure function of replicated state."""
         if self._setup is None or self.seat is None:
             raise LocalProtocolError("positions are asked for before there is a generation")
-        shares = [(member.peer, member.share) for member in self.seat.roster]
-        return ledger.assign(self._setup.ledger, self.ledger, shares)
+        return ledger.assign(self._setup.ledger, self.ledger, self.seat.shares)
 
     @property
     def patience_s(self) -> float:

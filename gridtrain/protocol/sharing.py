@@ -6,9 +6,9 @@ a new generation.  Never measures, never makes a generation: that is `protocol.m
     speed, samples/s      40   10   10        (20 + 20 + 20)            step's computing: 2.00 s
     shares of 60          40   10   10        the slowest is done last                    1.00 s
 
-A step takes as long as its slowest worker, so the shares are dealt such that the longest n_i / v_i is as short
-as whole samples allow.  A speed is measured in what a worker did of its share, so where a step has a fixed part
-(v grows with n) the shares creep to the point at which all are done at the same time.
+A step takes as long as its slowest worker, so the shares are dealt such that the longest n_i / v_i is as
+short as whole samples allow.  A speed is measured in what a worker did of its share, so where a step has a
+fixed part (v grows with n) the shares creep to the point at which all are done at the same time.
 """
 
 from __future__ import annotations

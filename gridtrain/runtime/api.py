@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.protocol import ledger
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.runtime.acquaintances import Acquaintances
@@ -54,7 +55,7 @@ class GroupSession:
         self._given_for = 0
         self._turn: Picture | None = None
         self._turn_taken = False
-        self._entered = False
+        self._spec: m.LedgerSpec | None = None
         self._ended = False
         self._mean_step = self._mean_index = 0
         self._pace = Pace()
@@ -70,19 +71,19 @@ class GroupSession:
 
     def enter(self, setup: m.Setup, edges: Edges) -> None:
         """Ask for a place in the run.  The coordinator refuses a set-up that differs from the run's."""
-        if self._entered:
+        if self._spec is not None:
             raise ConfigError(
                 "a second data set was given to this run; its ledger has one",
                 remedy="call grid.batches(...) or grid.sampler(...) once",
             )
-        self._entered = True
+        self._spec = setup.ledger
         self._driver.command(io.Enter(setup, edges))
 
     # -- turns -----------------------------------------------------------------------------------
 
     def await_turn(self) -> Picture | None:
         """Block until a step is open; None when the ledger has ended the run.  Does chores meanwhile."""
-        if not self._entered:
+        if self._spec is None:
             raise _no_data_named()
         self._turn, self._turn_taken = None, False
         while (picture := self._wait_for_more()).offered_state:
@@ -92,6 +93,18 @@ class GroupSession:
         self._turn = picture
         self._pace.begin(time.monotonic(), sum(span.stop - span.start for span in picture.spans))
         return picture
+
+    @property
+    def turn_spans(self) -> tuple[m.Span, ...]:
+        """This worker's positions of the latest turn; (): it takes part without samples."""
+        return self._turn.spans if self._turn is not None else ()
+
+    def foresee(self, count: int) -> list[tuple[m.Span, ...]]:
+        """This worker's positions in the steps after the latest turn's, unless the group changes."""
+        turn = self._turn
+        if turn is None or self._spec is None:
+            return []
+        return ledger.foresee(self._spec, turn.ledger, turn.shares, self._driver.me, count)
 
     def _wait_for_more(self) -> Picture:
         """Until a step is open, the run has ended, or a state is offered; hands out its own meanwhile."""
@@ -133,7 +146,7 @@ class GroupSession:
 
     def begin(self) -> StepPlan | None:
         """See `optim.session.Session.begin`."""
-        if not self._entered:
+        if self._spec is None:
             raise _no_data_named()
         if self._turn is None or self._turn.open_round is None:
             raise ConfigError(

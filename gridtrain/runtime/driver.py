@@ -59,6 +59,7 @@ class Picture:
     Attributes:
         open_round: the round that the trainer may submit to now; None: wait.
         spans: this worker's positions in the open step; `total_samples`: everybody's.
+        shares: of the generation's members, in rank order.
         wanted_state: generation for which a joiner waits for our state; 0: none.
         offered_state: the donor's state is complete and waits to be restored.
     """
@@ -71,6 +72,7 @@ class Picture:
     open_round: m.RoundId | None = None
     spans: tuple[m.Span, ...] = ()
     total_samples: int = 0
+    shares: tuple[tuple[m.PeerId, int], ...] = ()
     applied: int = -1
     history: bytes = b""
     ledger: m.LedgerState = m.LedgerState()
@@ -242,6 +244,11 @@ class Driver:
         """The trainer is legitimately busy (an evaluation) and counts as making progress."""
         with self._changed:
             self._busy = inside
+
+    @property
+    def me(self) -> m.PeerId:
+        """This worker's key."""
+        return self._transport.me
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
@@ -528,6 +535,7 @@ class Driver:
             open_round=open_round,
             spans=spans,
             total_samples=total,
+            shares=seat.shares if seat is not None else (),
             applied=here.applied,
             history=here.history,
             ledger=here.ledger,

@@ -329,7 +329,9 @@ class Sharers(Run):
 
 
 def freezes(effects: list[Effect]) -> list[str]:
-    return sorted({e.message.reason for e in effects if isinstance(e, Send) and isinstance(e.message, m.Freeze)})
+    return sorted(
+        {e.message.reason for e in effects if isinstance(e, Send) and isinstance(e.message, m.Freeze)}
+    )
 
 
 def test_shares_follow_the_speed_that_beats_tell() -> None:

@@ -1,6 +1,6 @@
 """Shares that follow what the workers show, and a result that does not depend on them.
 
-worker-0   1 ms a sample    21 of 64 -> 37        worker-1   2 ms    21 -> 18        worker-2   4 ms    22 -> 9
+worker-0   1 ms a sample   22 of 64 -> 37      worker-1   2 ms   21 -> 18      worker-2   4 ms   21 -> 9
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from gridtrain.protocol.sharing import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain.runtime.pace import Pace
 
 WHOLE, STEPS, SIZE = 64, 90, 640
-SOON = Deadlines(
-    beat_s=0.02, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, connect_s=5.0, reshare_s=0.5
-)
+SOON = Deadlines(beat_s=0.02, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, connect_s=5.0, reshare_s=0.5)
 
 
 def data(integers: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -98,7 +96,9 @@ def test_shares_follow_real_speeds_and_the_result_stays_that_of_one_process(new_
     assert sorted(shares[0] for shares in taken) == [21, 21, 22]
     wanted = [WHOLE * 4 / 7, WHOLE * 2 / 7, WHOLE * 1 / 7]
     last = [shares[STEPS - 1] for shares in taken]
-    assert last == pytest.approx(wanted, rel=0.15), "within 15 % of proportional, at the latest after 90 steps"
+    assert last == pytest.approx(wanted, rel=0.15), (
+        "within 15 % of proportional, at the latest after 90 steps"
+    )
 
 
 def test_the_result_is_exact_where_the_shares_are_powers_of_two(
