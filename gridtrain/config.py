@@ -122,6 +122,7 @@ class Deadlines:
     first_step_s: float = 300.0  # (+) patience with a first step (compilation)
     patience_floor_s: float = 5.0  # (+) least patience with a silent member in a round
     patience_factor: float = 8.0  # patience = floor + factor * a usual step's time
+    handover_s: float = 5.0  # a worker that leaves may hand its residual over for so long
     paused_s: float = 1800.0  # without the coordinator, where it is needed, before a worker gives up
     connect_s: float = 15.0  # first contact with the coordinator
 
@@ -139,6 +140,7 @@ class JoinConfig:
         listen: "" is any free port of the interface that leads to the coordinator.
         checkpoint_every: steps between two checkpoints on this worker's disk; "0": none.
         checkpoint_keep: so many of the latest are kept.
+        handover_mib: when this worker leaves, it hands over at most so much of its residual; "0": nothing.
         state_dir: where checkpoints go; "": the state directory, under the coordinator's key.
         relay: "no": do not pass on what other members send one another.
         unencrypted: "yes": talk in the clear, as the coordinator was told to as well.
@@ -157,6 +159,7 @@ class JoinConfig:
     checkpoint_every: str = "500"
     checkpoint_keep: str = "2"
     state_dir: str = ""
+    handover_mib: str = "16"
     relay: str = "yes"
     unencrypted: str = ""
     deadlines: Deadlines = field(default_factory=Deadlines)

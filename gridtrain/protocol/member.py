@@ -24,6 +24,7 @@ from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolErro
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Offended, Seat
+from gridtrain.protocol.handover import Handover
 from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import (
     AskMean,
@@ -36,8 +37,10 @@ from gridtrain.protocol.member_io import (
     Enter,
     Event,
     GiveState,
+    HandOn,
     HangUp,
     Heard,
+    Inherited,
     MeanKnown,
     Note,
     Offence,
@@ -96,6 +99,7 @@ class MemberCore:
         self._edges: Callable[[int, int], frozenset[int]] = lambda rank, world_size: frozenset()
         self._attempts: Attempts | None = None  # of the generation that this worker is in
         self._means: Means | None = None
+        self._handover = Handover()
         self._pages: dict[int, m.Roster] = {}
         self._early_requests: dict[m.PeerId, m.StateRequest] = {}
         self._up: set[m.PeerId] = set()
@@ -139,7 +143,8 @@ class MemberCore:
         mine = self._attempts
         if self.stage is not Stage.RUNNING or mine is None or mine.round is not None:
             return None
-        return None if mine.stuck or self.finished or self._missing_edges() else mine.next_round
+        over = mine.stuck or self.finished or self._handover.leaving
+        return None if over or self._missing_edges() else mine.next_round
 
     @property
     def finished(self) -> bool:
@@ -229,6 +234,12 @@ class MemberCore:
                 if self._means is None or self.stage is not Stage.RUNNING:
                     return [MeanKnown(None)]
                 return self._means.ask((step, index), value)
+            case HandOn(pieces):
+                free = self.stage is Stage.RUNNING and self._attempts is not None and not self._attempts.round
+                seat = self.seat if free else None
+                return self._handover.begin(pieces, seat, self._up, self.applied, self.history)
+            case Inherited(peer):
+                return self._handover.complete(self.seat, peer)
             case Probed(rtt_s):
                 return [Post(self.coordinator, m.Links(rtt_s))]
             case Depart(reason):
@@ -277,6 +288,11 @@ class MemberCore:
                 return []
             case m.MeanAsk() | m.MeanTell():
                 return self._means.heard(peer, message) if self._means is not None else []
+            case m.HandOver():
+                return self._handover.piece(mine.seat, peer, message, self.applied, self.synced)
+            case m.TakenOver():
+                at = self.applied, self.history
+                return self._handover.answered(peer, message, mine.seat, self._up, at)
             case m.StateRequest(term, generation):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
                 return [GiveState(peer, term, generation)] if current and self.synced else []
@@ -382,6 +398,7 @@ class MemberCore:
             # The first generation starts from the state of the member that is not `joining`.
             untouched = self._setup is not None and self._setup.held is None
             self.synced = untouched and view.applied < 0 and not roster[seat.rank].joining
+        effects += self._handover.viewed(seat, view.applied, view.history, self.synced)
         fields = {"generation": view.generation, "rank": seat.rank, "of": len(roster), "reason": view.reason}
         effects.append(Note("view", fields))
         known = {member.peer for member in roster}
@@ -568,6 +585,8 @@ class MemberCore:
         if peer == self.coordinator:
             self.welcomed = False
             return [Note("coordinator_away", {"reason": reason})]
+        if self._handover.leaving:
+            return self._handover.lost(peer)
         rank = self.seat.rank_of(peer) if self.seat is not None else None
         if self.seat is not None and self.stage is Stage.FORMING:
             return self._dials(self.seat)  # it was there when the VIEW came, so nobody had dialled it
@@ -619,7 +638,9 @@ class MemberCore:
             usual_s = self._usual_step_s if self._usual_step_s is not None else took_s
             self._usual_step_s = 0.9 * usual_s + 0.1 * took_s
         self._step_began_s = now_s  # the next step's compute counts as part of it
-        return [Resolve(committed.round, True, committed.skip, committed.reason), *self._maybe_finished()]
+        voided = self._handover.committed(self.applied)
+        resolved = Resolve(committed.round, True, committed.skip, committed.reason)
+        return [resolved, *voided, *self._maybe_finished()]
 
     def _pulse(self, pulse: Pulse, now_s: float) -> list[Effect]:
         """Members tell the root that they live, the root tells all: that extends deadlines."""

@@ -126,6 +126,20 @@ class Probed:
     rtt_s: tuple[tuple[m.PeerId, float], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class HandOn:
+    """The trainer leaves and has no part in a round: hand these pieces of its residual over."""
+
+    pieces: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """All pieces of this peer's residual are there and hold what they may; `Inherit` or `Forget` follows."""
+
+    peer: m.PeerId
+
+
 Event = (
     Heard
     | EdgeUp
@@ -140,6 +154,8 @@ Event = (
     | AskMean
     | Depart
     | Probed
+    | HandOn
+    | Inherited
 )
 
 
@@ -234,6 +250,37 @@ class TakeBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class TakePiece:
+    """A piece of a leaver's residual, in a generation of so many; `Inherited` follows the last one."""
+
+    peer: m.PeerId
+    piece: m.HandOver
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inherit:
+    """What this peer handed over is ours now: the trainer adds it to its residual before the next round."""
+
+    peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """What this peer handed over is void."""
+
+    peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """How the hand-over of our own residual ended; `text` names the heir, or says why there is none."""
+
+    taken: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The worker cannot go on: refused, dismissed."""
 
@@ -258,6 +305,10 @@ Effect = (
     | Probe
     | GiveState
     | TakeBlock
+    | TakePiece
+    | Inherit
+    | Forget
+    | Handed
     | Stop
     | Note
 )

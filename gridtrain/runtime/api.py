@@ -25,9 +25,11 @@ from gridtrain.runtime.pace import Pace
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES
 from gridtrain.transport.credits import CreditTransport
+from gridtrain.wire.sparse import Sparse
 
 Capture = Callable[[], Sequence[bytes | memoryview]]
 Restore = Callable[[Sequence[bytes]], None]
+Inherit = Callable[[m.PeerId, Sparse], None]
 Edges = Callable[[int, int], frozenset[int]]
 
 FAREWELL_S = 15.0  # how long a finished worker stays for the others' sake
@@ -52,6 +54,7 @@ class GroupSession:
         self._driver = Driver(transport, config, acquaintances)
         self._capture: Capture | None = None
         self._restore: Restore | None = None
+        self._inherit: Inherit | None = None
         self._given_for = 0
         self._turn: Picture | None = None
         self._turn_taken = False
@@ -68,6 +71,11 @@ class GroupSession:
         """How to take a copy of this worker's state, and how to load another's, which is no larger."""
         self._capture, self._restore = capture, restore
         self._driver.allow_state(max_state_bytes)
+
+    def attach_residual(self, n: int, inherit: Inherit) -> None:
+        """How to add what another worker has not sent to what this one has not: of n elements each."""
+        self._inherit = inherit
+        self._driver.allow_residual(n)
 
     def enter(self, setup: m.Setup, edges: Edges) -> None:
         """Ask for a place in the run.  The coordinator refuses a set-up that differs from the run's."""
@@ -111,6 +119,11 @@ class GroupSession:
         while True:
             picture = self._driver.wait(self._has_something)
             assert picture is not None
+            if picture.inherited and self._inherit is not None:
+                for peer, entries in self._driver.take_inheritance():  # between two rounds: none is prepared
+                    self._inherit(peer, entries)
+                self._driver.wait(lambda p: not p.inherited)
+                continue
             if picture.offered_state or not self._owes_state(picture):
                 return picture
             self._give_state(picture.wanted_state)
@@ -120,6 +133,7 @@ class GroupSession:
             picture.open_round is not None
             or picture.finished
             or picture.offered_state
+            or picture.inherited
             or self._owes_state(picture)
         )
 
@@ -219,6 +233,18 @@ class GroupSession:
     def busy(self, inside: bool) -> None:
         self._pace.drop()  # an evaluation is no computing of samples
         self._driver.busy(inside)
+
+    def settle(self, timeout_s: float) -> RoundOutcome | None:
+        """See `Driver.settle`."""
+        return self._driver.settle(timeout_s)
+
+    def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> tuple[bool, str]:
+        """Give this worker's residual away before it leaves: whether somebody has it; who, or why not."""
+        until_s = time.monotonic() + timeout_s
+        if self._driver.wait(lambda p: p.open_round is not None, timeout_s) is None:
+            return False, "no generation is running"
+        handed = self._driver.hand_on(pieces, max(0.0, until_s - time.monotonic()))
+        return (False, f"no answer within {timeout_s:g} s") if handed is None else (handed.taken, handed.text)
 
     def farewell(self) -> bool:
         """After the end: stay until all members have finished, so that none misses the last decision.

@@ -34,11 +34,13 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import Workspace
+from gridtrain.runtime.handover import Inheritance
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
 from gridtrain.runtime.statefeed import StateIntake, StateOutlet
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
 from gridtrain.transport.credits import CreditTransport, needs_credit
+from gridtrain.wire.sparse import Sparse
 
 log = logging.getLogger("gridtrain")
 
@@ -62,6 +64,7 @@ class Picture:
         shares: of the generation's members, in rank order.
         wanted_state: generation for which a joiner waits for our state; 0: none.
         offered_state: the donor's state is complete and waits to be restored.
+        inherited: residuals of members that have left wait to be added to this worker's.
     """
 
     welcomed: bool = False
@@ -80,6 +83,7 @@ class Picture:
     run_state: tuple[str, str] = ("", "")
     wanted_state: int = 0
     offered_state: bool = False
+    inherited: bool = False
 
 
 @dataclass(slots=True)
@@ -126,6 +130,9 @@ class Driver:
         self._prober = Prober()
         self._intake = StateIntake()
         self._outlet = StateOutlet()
+        self._inheritance = Inheritance()
+        self._handed: io.Handed | None = None
+        self._latest: _OpenRound | None = None  # that this worker has submitted to
         self._progress = 0
         self._inside = False  # the trainer waits in one of our calls
         self._busy = False  # it is in a long computation that it has announced
@@ -205,11 +212,39 @@ class Driver:
         if not collectives:
             return RoundOutcome(committed=False, skip=False)
         with self._changed:
-            self._open = mine
+            self._open = self._latest = mine
         self.command(io.Submit(round_id, collectives))
         self.wait(lambda _: mine.outcome is not None)
         assert mine.outcome is not None
         return mine.outcome
+
+    def settle(self, timeout_s: float) -> RoundOutcome | None:
+        """How the latest round ended that this worker submitted to; None: it has not, in that time.
+
+        For whoever was interrupted while it waited in `run_round`.
+        """
+        latest = self._latest
+        if latest is not None:
+            self.wait(lambda _: latest.outcome is not None, timeout_s)
+        return latest.outcome if latest is not None else None
+
+    def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> io.Handed | None:
+        """Give this worker's residual to another one; None: nobody answered.  No step can follow."""
+        self.command(io.HandOn(pieces))
+        self.wait(lambda _: self._handed is not None, timeout_s)
+        return self._handed
+
+    def allow_residual(self, n: int) -> None:
+        """The length of this worker's residual, which another one's may be added to."""
+        with self._changed:
+            self._inheritance.allow(n)
+
+    def take_inheritance(self) -> list[tuple[m.PeerId, Sparse]]:
+        """What members that have left have handed over: to be added to this worker's residual now."""
+        with self._changed:
+            counting, self._inheritance.counting = self._inheritance.counting, []
+        self._transport.wake()  # the picture has to change
+        return counting
 
     def mean(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
         """The group's average of `value`; None if the generation ended, or nobody answered in time."""
@@ -425,7 +460,7 @@ class Driver:
             except RemoteProtocolError as error:
                 if self._open is not None:
                     self._open.spoilt = True  # else what was refused would be sent on, or missed in the sum
-                culprit = effect.peer if isinstance(effect, io.Fill | io.TakeBlock) else None
+                culprit = effect.peer if isinstance(effect, io.Fill | io.TakeBlock | io.TakePiece) else None
                 event = io.Broke(str(error)) if culprit is None else io.Offence(culprit, error.reason)
                 queue.extend(self._core.handle(event, time.monotonic()))
                 self._acquaintances.replace(self._core.acquaintances)
@@ -466,6 +501,20 @@ class Driver:
                 with self._changed:
                     self._progress += 1
                     self._intake.take(block)
+            case io.TakePiece(peer, piece, world_size):
+                with self._changed:
+                    self._progress += 1
+                    whole = self._inheritance.take(peer, piece, world_size)
+                return self._core.handle(io.Inherited(peer), time.monotonic()) if whole else []
+            case io.Inherit(peer):
+                with self._changed:
+                    self._inheritance.count(peer)
+            case io.Forget(peer):
+                self._inheritance.forget(peer)
+            case io.Handed():
+                with self._changed:
+                    self._handed = effect
+                    self._changed.notify_all()
             case io.Stop(error):
                 raise error
             case io.Note(event, fields):
@@ -542,6 +591,7 @@ class Driver:
             finished=here.finished and here.stage is io.Stage.RUNNING,
             run_state=here.run_state,
             wanted_state=self._outlet.wanted,
+            inherited=bool(self._inheritance.counting),
             offered_state=self._intake.complete_for(here.generation) and not here.synced,
         )
         with self._changed:

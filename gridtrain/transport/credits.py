@@ -1,6 +1,6 @@
 """How much bulk may be under way to a peer that has not dealt with it yet.
 
-Decides when a bulk message (Data, StateBlock) may leave, and when a peer has sent more than it may.
+Decides when a bulk message (Data, StateBlock, HandOver) may leave, and when a peer has sent more than it may.
 Never touches a socket; control is never held back, so credit always gets through.
 
     sender                                             receiver
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gridtrain.errors import TransportError
-from gridtrain.protocol.messages import Credit, Data, Message, PeerId, StateBlock
+from gridtrain.protocol.messages import Credit, Data, HandOver, Message, PeerId, StateBlock
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Traffic, Transport, TransportEvent, Violation
 from gridtrain.transport.outbox import DEFAULT_LIMIT_BYTES
 from gridtrain.wire import codec
@@ -48,7 +48,7 @@ def credit_bytes(message: Message) -> int:
 
 def needs_credit(message: Message) -> bool:
     """Credit is for what a peer holds in memory until it is dealt with."""
-    return isinstance(message, Data | StateBlock)
+    return isinstance(message, Data | StateBlock | HandOver)
 
 
 def fits(under_way_bytes: int, nbytes: int, window_bytes: int) -> bool:
@@ -207,7 +207,7 @@ class CreditTransport:
     def done(self, peer: PeerId, nbytes: int) -> None:
         """The loop has dealt with bulk of `nbytes` from `peer`: used, passed on or dropped it.
 
-        To be called once for every `Received` with Data or StateBlock; for those of a connection that has
+        To be called once for every `Received` with bulk; for those of a connection that has
         gone down it makes no difference.
         """
         account = self._accounts.get(peer)

@@ -5,7 +5,7 @@ Shared by the memory and the ZeroMQ transport.
 
                       +-- refused   the socket would not take it: first again, order kept
     put --> a peer's -+-- control   votes, heartbeats: before all bulk    --> take --> socket
-            lanes     +-- bulk      Data, StateBlock: peers in turn, one at a time on the line
+            lanes     +-- bulk      Data, StateBlock, HandOver: peers in turn, one at a time on the line
                                     of the `Pacer`
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from gridtrain.errors import TransportError
-from gridtrain.protocol.messages import Data, Message, PeerId, Relay, Relayed, StateBlock
+from gridtrain.protocol.messages import Data, HandOver, Message, PeerId, Relay, Relayed, StateBlock
 from gridtrain.transport.limits import Pacer
 
 DEFAULT_LIMIT_BYTES = 256 * 2**20
@@ -35,7 +35,7 @@ def is_bulk(message: Message) -> bool:
     if isinstance(message, Relay | Relayed):
         payload = message.payload
         return len(payload) > MAX_SEALED_CONTROL_BYTES or payload[:1] == bytes([SEALED_BULK])
-    return isinstance(message, Data | StateBlock)
+    return isinstance(message, Data | StateBlock | HandOver)
 
 
 @dataclass(frozen=True, slots=True)
