@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,12 +33,14 @@ from gridtrain.optim import reading, sampler, state_sync
 from gridtrain.optim.checkpoint import Checkpoints, Snapshot
 from gridtrain.optim.figures import Figures, check_names
 from gridtrain.optim.flat import model_digest
+from gridtrain.optim.leaving import Left, hand_over, pick_up, put_down
 from gridtrain.optim.prefetch import Prefetcher
 from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.protocol import allgather, gtopk, ledger, ring
 from gridtrain.protocol.invitation import parse
 from gridtrain.protocol.messages import Held, LedgerSpec, Setup, Span
+from gridtrain.runtime import handover
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.client import coordinator_address
@@ -50,6 +53,7 @@ from gridtrain.transport.curve import Identity
 from gridtrain.transport.limits import parse_rate
 from gridtrain.transport.stack import over
 from gridtrain.transport.zeromq import ZeroMQTransport
+from gridtrain.wire.sparse import Sparse
 
 log = logging.getLogger("gridtrain")
 
@@ -75,6 +79,7 @@ def join(
     export_dir: str | None = None,
     checkpoint_every: int | None = None,
     checkpoint_keep: int | None = None,
+    handover_mib: int | None = None,
     state_dir: str | None = None,
     relay: bool | None = None,
     unencrypted: bool | None = None,
@@ -92,6 +97,8 @@ def join(
         checkpoint_every: steps between two checkpoints on this worker's disk, 500 by default; 0: none.  A run
             whose workers are all gone goes on from the latest that comes back.
         checkpoint_keep: so many of the latest are kept, 2 by default.
+        handover_mib: when this worker leaves before the end, it hands over at most so much of what it has not
+            sent yet to another one, the largest values first; 16 by default, which is the most.
         state_dir: the folder of the checkpoints.
         relay: pass on what members that cannot reach each other send one another (sealed, so that
             nothing of it can be read here).  True by default.
@@ -111,6 +118,7 @@ def join(
         "export_dir": export_dir,
         "checkpoint_every": None if checkpoint_every is None else str(checkpoint_every),
         "checkpoint_keep": None if checkpoint_keep is None else str(checkpoint_keep),
+        "handover_mib": None if handover_mib is None else str(handover_mib),
         "state_dir": state_dir,
         "relay": None if relay is None else "yes" if relay else "no",
         "unencrypted": "yes" if unencrypted else None,
@@ -160,9 +168,11 @@ class Grid:
         self._spec: LedgerSpec | None = None
         self._clip_norm: float | None = None
         self._figures = Figures()
-        self._done = False
+        self._done = self._closed = False
         self._checkpoints: Checkpoints | None = None
         self._facts: Facts = ()
+        self._inherited_mass = 0.0
+        self._left: Left | None = None  # the residual with which this worker left, not added yet
         self._resumed = False  # state and residual are a checkpoint's, and no step was taken since
         atexit.register(self.close)
         leave_on_sigterm()
@@ -229,6 +239,7 @@ class Grid:
         )
         self._optimizer, self._clip_norm = wrapped, clip_norm
         self._session.attach(wrapped.capture, self._restore, _largest_state_bytes(model))
+        self._session.attach_residual(wrapped.residual_size, self._inherit)
         return wrapped
 
     def batches(
@@ -349,6 +360,14 @@ class Grid:
     def close(self, reason: str = "the training script ended") -> None:
         """Leave the run; idempotent, and done by itself when the script ends."""
         atexit.unregister(self.close)
+        try:
+            if not self._done and not self._closed:
+                self._closed = True
+                self._hand_over()
+        finally:
+            self._release(reason)
+
+    def _release(self, reason: str) -> None:
         self._session.close("its run is finished" if self._done else reason)
         if self._checkpoints is not None:
             self._checkpoints.wait(CHECKPOINT_S)
@@ -407,6 +426,7 @@ class Grid:
         while (picture := self._session.await_turn()) is not None:
             assert picture.open_round is not None
             self._resumed = False
+            self._take_back(picture)
             self._checkpoint(picture)
             latest = picture.spans or latest
             yield latest
@@ -431,10 +451,14 @@ class Grid:
             keep=_whole("checkpoint_keep", self._config.checkpoint_keep),
         )
         found = self._checkpoints.latest(self._facts)
+        self._left = pick_up(self._checkpoint_folder(), self._facts, self._wrapped().residual_size)
         if found is None:
             return None
         self._wrapped().unpack(found.document, found.tensors)
-        self._wrapped().load_residual_state(found.residual)
+        if found.residual:  # none: another worker has it (`leaving.void`)
+            self._wrapped().load_residual_state(found.residual)
+        if self._left is not None and self._left.history == found.held.history:
+            self._wrapped().forget_residual()  # what was left is what remains of it
         self._resumed = True
         log.warning("this worker holds a checkpoint of step %d: %s", found.step, found.path)
         return found.held
@@ -446,6 +470,46 @@ class Grid:
             self._wrapped().forget_residual()
             self._resumed = False
         self._wrapped().restore(blobs)
+
+    def _take_back(self, picture: Picture) -> None:
+        """At the first turn: the residual with which this worker left, if no step was committed since."""
+        left, self._left = self._left, None
+        if left is None:
+            return
+        fits = (left.applied, left.history) == (picture.applied, picture.history)
+        indices_K = np.flatnonzero(left.residual_N)
+        entries = Sparse(indices_K, left.residual_N[indices_K])
+        back = fits and self._wrapped().absorb(entries, picture.world_size)
+        mass = handover.mass_of([entries])
+        self._session.note({"read_back_mass": mass if back else 0.0, "lost_mass": 0.0 if back else mass})
+        where = f"step {left.applied + 1}; the run is at step {picture.applied + 1}"
+        log.warning("the residual of %s: mass %.3g is %s", where, mass, "read back" if back else "lost")
+
+    def _inherit(self, peer: bytes, entries: Sparse) -> None:
+        """What a member that has left had not sent is sent from here."""
+        picture = self._session.picture
+        added, mass = self._wrapped().absorb(entries, picture.world_size), handover.mass_of([entries])
+        self._inherited_mass += mass if added else 0.0
+        self._session.note({"inherited_mass": self._inherited_mass})
+        what = "added to this worker's" if added else "lost: a sum with this worker's is too large to travel"
+        log.warning(
+            "residual of %s, %d entries, mass %.3g: %s", peer.hex()[:8], len(entries.values), mass, what
+        )
+
+    def _hand_over(self) -> None:
+        """The others go on: give them what this worker has not sent.  What stops that costs the residual."""
+        if self._optimizer is None or self._spec is None:
+            return
+        try:
+            keeps = _whole("checkpoint_every", self._config.checkpoint_every) > 0
+            folder = self._checkpoint_folder() if keeps else None
+            if self._left is not None and folder is not None:
+                put_down(folder, self._facts, self._left)  # no turn has come
+                return
+            budget_bytes = _whole("handover_mib", self._config.handover_mib) << 20
+            hand_over(self._session, self._optimizer, budget_bytes, folder, self._facts)
+        except GridtrainError as error:
+            log.debug("nothing handed over: %s", error)  # this worker is no member (any more)
 
     def _checkpoint(self, picture: Picture) -> None:
         """Between two steps: copy what is due to be written."""

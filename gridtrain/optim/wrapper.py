@@ -291,7 +291,7 @@ class GridOptimizer(torch.optim.Optimizer):
         return None if self._committing else feedback.residual_N.cpu().numpy().copy()
 
     def absorb(self, entries: Sparse, world_size: int) -> bool:
-        """Add what another worker had not sent, between two rounds; False: it does not fit, and is dropped."""
+        """Add what another worker had not sent, between two rounds; False: it cannot be, and is dropped."""
         feedback = self._exchanger.feedback
         limit = largest_summable(world_size)
         return feedback is not None and feedback.absorb(entries.indices, entries.values, limit)

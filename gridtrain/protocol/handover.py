@@ -86,7 +86,7 @@ class Handover:
         if peer != self._heir:
             return []
         self._heir = None
-        return [Handed(False, f"{peer.hex()[:8]} was lost before it answered")]
+        return [Handed(None, f"{peer.hex()[:8]} was lost before it answered")]
 
     def _ask(
         self, seat: Seat | None, up: Collection[m.PeerId], applied: int, history: bytes, why: str

@@ -274,9 +274,12 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """How the hand-over of our own residual ended; `text` names the heir, or says why there is none."""
+    """How the hand-over of our own residual ended; `text` names the heir, or says why there is none.
 
-    taken: bool
+    `taken` is None where an heir may have everything, but has not said so.
+    """
+
+    taken: bool | None
     text: str
 
 

@@ -238,13 +238,16 @@ class GroupSession:
         """See `Driver.settle`."""
         return self._driver.settle(timeout_s)
 
-    def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> tuple[bool, str]:
-        """Give this worker's residual away before it leaves: whether somebody has it; who, or why not."""
+    def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> tuple[bool | None, str]:
+        """Give this worker's residual away before it leaves: whether somebody has it (None: perhaps); who, or
+        why not."""
         until_s = time.monotonic() + timeout_s
         if self._driver.wait(lambda p: p.open_round is not None, timeout_s) is None:
             return False, "no generation is running"
         handed = self._driver.hand_on(pieces, max(0.0, until_s - time.monotonic()))
-        return (False, f"no answer within {timeout_s:g} s") if handed is None else (handed.taken, handed.text)
+        return (
+            (None, f"no answer within {timeout_s:.1f} s") if handed is None else (handed.taken, handed.text)
+        )
 
     def farewell(self) -> bool:
         """After the end: stay until all members have finished, so that none misses the last decision.

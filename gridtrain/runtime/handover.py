@@ -141,7 +141,8 @@ def _check_total(total: int, n: int) -> None:
     most = -(-encoded_bytes(n, n, _KIND) // MAX_BLOCK_BYTES) if n else 0
     if total > most:
         raise RemoteProtocolError(
-            f"a residual of {total} pieces; {n} elements, as this model has, make {most} at most", remedy=_REMEDY
+            f"a residual of {total} pieces; {n} elements, as this model has, make {most} at most",
+            remedy=_REMEDY,
         )
 
 

@@ -132,7 +132,7 @@ class ErrorFeedback:
     ) -> bool:
         """Add another worker's residual to the committed one, between two rounds: all of it or nothing.
 
-        Returns False, and changes nothing, if a sum is beyond `limit`: this worker could not send it any more.
+        Returns False, and changes nothing, if a sum is beyond `limit`: this worker could not send it.
         """
         where = torch.from_numpy(indices_K).to(self._residual_N.device, torch.int64)
         summed_K = self._residual_N[where] + _like(values_K, self._residual_N)
