@@ -55,6 +55,7 @@ from gridtrain.protocol.member_io import (
     Stop,
     Submit,
     TakeBlock,
+    Withdraw,
 )
 from gridtrain.protocol.round import HISTORY_START, ROOT, Failed, Moved, Prepared, extend_history
 from gridtrain.protocol.routes import relay_of
@@ -234,9 +235,17 @@ class MemberCore:
                 if self._means is None or self.stage is not Stage.RUNNING:
                     return [MeanKnown(None)]
                 return self._means.ask((step, index), value)
+            case Withdraw():
+                voted = self._running(lambda mine: mine.advance(Failed("this worker leaves"), now_s), now_s)
+                mine = self._attempts
+                if mine is None or mine.round is None or mine.round.voted is not False:
+                    return voted
+                # Without our YES it cannot be committed: there is no need to wait for the root's trainer.
+                return [*voted, Resolve(mine.round.id, False, False, "this worker leaves")]
             case HandOn(pieces):
-                free = self.stage is Stage.RUNNING and self._attempts is not None and not self._attempts.round
-                seat = self.seat if free else None
+                mine = self._attempts
+                free = mine is not None and (mine.round is None or mine.round.voted is False)
+                seat = self.seat if free and self.stage is Stage.RUNNING else None
                 return self._handover.begin(pieces, seat, self._up, self.applied, self.history)
             case Inherited(peer):
                 return self._handover.complete(self.seat, peer)

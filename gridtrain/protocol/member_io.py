@@ -127,6 +127,11 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdraw:
+    """The trainer leaves in the middle of a round: vote NO, unless the vote was YES already."""
+
+
+@dataclass(frozen=True, slots=True)
 class HandOn:
     """The trainer leaves and has no part in a round: hand these pieces of its residual over."""
 
@@ -154,6 +159,7 @@ Event = (
     | AskMean
     | Depart
     | Probed
+    | Withdraw
     | HandOn
     | Inherited
 )

@@ -242,7 +242,7 @@ class GroupSession:
         """Give this worker's residual away before it leaves: whether somebody has it (None: perhaps); who, or
         why not."""
         until_s = time.monotonic() + timeout_s
-        if self._driver.wait(lambda p: p.open_round is not None, timeout_s) is None:
+        if self._driver.wait(lambda p: p.stage is io.Stage.RUNNING, timeout_s) is None:
             return False, "no generation is running"
         handed = self._driver.hand_on(pieces, max(0.0, until_s - time.monotonic()))
         return (

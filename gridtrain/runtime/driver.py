@@ -221,10 +221,12 @@ class Driver:
     def settle(self, timeout_s: float) -> RoundOutcome | None:
         """How the latest round ended that this worker submitted to; None: it has not, in that time.
 
-        For whoever was interrupted while it waited in `run_round`.
+        For whoever was interrupted while it waited in `run_round`, and leaves.  Unless it has voted YES it
+        votes NO now: others may be in the middle of a long computation.
         """
         latest = self._latest
         if latest is not None:
+            self.command(io.Withdraw())
             self.wait(lambda _: latest.outcome is not None, timeout_s)
         return latest.outcome if latest is not None else None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ QUICK = Deadlines(
     probe_s=0.2,
     generation_gap_s=0.02,
     connect_s=5.0,
-    handover_s=2.0,
+    handover_s=15.0,
     regreet_s=0.1,
 )
 EXCHANGES = [
@@ -93,6 +94,8 @@ def training(books: Books, exchange: Any, stop: Any) -> Any:
             model(batch).mean().backward()
             if number == 1 and grid.step == LEAVES and stop(grid, optimizer):
                 break
+            if number == 0 and grid.step == LEAVES and stop is while_the_other_computes:
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 1, 10.0)
             optimizer.step()
         if grid.finished:
             books.residuals[number] = optimizer.residual_state()["residual"].double().numpy()
@@ -105,14 +108,24 @@ def before_the_step(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) ->
     return True
 
 
-def in_the_middle_of_a_round(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-    """Ctrl-C comes when this worker's part is on its way; the round is committed behind its back."""
+def while_the_other_computes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
+    """Ctrl-C comes when this worker has submitted its part, and the other one is in a long computation."""
+    return in_the_middle_of_a_round(grid, optimizer, committed=False)
+
+
+def in_the_middle_of_a_round(
+    grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer, *, committed: bool = True
+) -> bool:
+    """Ctrl-C comes when the round has been committed, and the training thread has not heard of it."""
     driver = grid._session._driver
     wait = driver.wait
 
     def interrupted(*args: Any) -> Any:
-        if driver._latest is not None and driver._latest.id.step == LEAVES:
+        latest = driver._latest
+        if latest is not None and latest.id.step == LEAVES:
             driver.wait = wait
+            if committed:
+                wait(lambda _: latest.outcome is not None, 10.0)
             raise KeyboardInterrupt
         return wait(*args)
 
@@ -122,7 +135,7 @@ def in_the_middle_of_a_round(grid: gridtrain.Grid, optimizer: gridtrain.GridOpti
     return True
 
 
-@pytest.mark.parametrize("stop", [before_the_step, in_the_middle_of_a_round])
+@pytest.mark.parametrize("stop", [before_the_step, in_the_middle_of_a_round, while_the_other_computes])
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
 def test_nothing_is_lost_and_nothing_counts_twice(
     new_group: Any, exchange: Any, stop: Any, caplog: pytest.LogCaptureFixture
@@ -133,7 +146,7 @@ def test_nothing_is_lost_and_nothing_counts_twice(
             group.start(training(books, exchange, stop))
         ended = [group.result(number) for number in range(2)]
     assert ended[0] == STEPS, ended
-    assert ended[1] == LEAVES, ended
+    assert ended[1] == LEAVES + (stop is in_the_middle_of_a_round), ended
     assert books.commits[1] == LEAVES + (stop is in_the_middle_of_a_round), "what it was cut off from, too"
     assert np.abs(books.contributed[1]).sum() > 0 and np.abs(books.residuals[0]).sum() > 0
     if exchange.momentum:  # powers of it have too many bits for float32
@@ -167,7 +180,7 @@ def test_an_heir_that_does_not_answer_costs_the_deadline_and_the_report(
 ) -> None:
     """What was sent may have arrived, so it is not kept either: lost, or added once, never twice."""
     books = Books()
-    with new_group(workers=2, deadlines=QUICK) as group:
+    with new_group(workers=2, deadlines=replace(QUICK, handover_s=1.0)) as group:
         group.hub.plan = FaultPlan(Fault("drop", kind=kind))
         for _ in range(2):
             group.start(training(books, EXCHANGES[0], before_the_step))
