@@ -118,9 +118,11 @@ class Deadlines:
     route_s: float = 8.0  # an edge of a coming generation that is not up by then wants another way
     probe_s: float = 2.0  # round trips to the other workers
     generation_gap_s: float = 1.0  # at most one generation in this time
+    reshare_s: float = 30.0  # at most one in this time for better shares alone
     first_step_s: float = 300.0  # (+) patience with a first step (compilation)
     patience_floor_s: float = 5.0  # (+) least patience with a silent member in a round
     patience_factor: float = 8.0  # patience = floor + factor * a usual step's time
+    handover_s: float = 5.0  # a worker that leaves may hand its residual over for so long
     paused_s: float = 1800.0  # without the coordinator, where it is needed, before a worker gives up
     connect_s: float = 15.0  # first contact with the coordinator
 
@@ -138,6 +140,7 @@ class JoinConfig:
         listen: "" is any free port of the interface that leads to the coordinator.
         checkpoint_every: steps between two checkpoints on this worker's disk; "0": none.
         checkpoint_keep: so many of the latest are kept.
+        handover_mib: when this worker leaves, it hands over at most so much of its residual; "0": nothing.
         state_dir: where checkpoints go; "": the state directory, under the coordinator's key.
         donate_limit: at most so much of the line goes into states for newcomers while this worker trains.
         relay: "no": do not pass on what other members send one another.
@@ -158,6 +161,7 @@ class JoinConfig:
     checkpoint_every: str = "500"
     checkpoint_keep: str = "2"
     state_dir: str = ""
+    handover_mib: str = "16"
     relay: str = "yes"
     unencrypted: str = ""
     deadlines: Deadlines = field(default_factory=Deadlines)

@@ -37,6 +37,7 @@ log = logging.getLogger("gridtrain")
 
 FORMAT = 1
 MAX_JSON_BYTES = 256 << 20
+RESIDUAL_FILE = "residual.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -137,7 +138,7 @@ class Checkpoints:
     def _write(self, snapshot: Snapshot) -> None:
         step = snapshot.held.applied + 1
         try:
-            save(snapshot, self.folder / f"step-{step:08d}")
+            save(snapshot, step_folder(self.folder, step))
             for old in _folders(self.folder)[: -self._keep]:
                 shutil.rmtree(old)
             self._failed = ""
@@ -145,6 +146,11 @@ class Checkpoints:
             if self._failed != str(error):
                 log.error("no checkpoint of step %d: %s; the training goes on", step, error)
             self._failed = str(error)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint after so many steps lies."""
+    return folder / f"step-{step:08d}"
 
 
 def save(snapshot: Snapshot, path: Path) -> None:
@@ -163,7 +169,7 @@ def save(snapshot: Snapshot, path: Path) -> None:
         }
         _write_file(partial / "tensors.safetensors", safetensors.torch.save(dict(snapshot.tensors)))
         if snapshot.residual:
-            _write_file(partial / "residual.safetensors", safetensors.torch.save(dict(snapshot.residual)))
+            _write_file(partial / RESIDUAL_FILE, safetensors.torch.save(dict(snapshot.residual)))
         _write_file(partial / "state.json", json.dumps(body, separators=(",", ":")).encode())
         shutil.rmtree(path, ignore_errors=True)  # of an earlier life of the run, or before a rollback
         os.rename(partial, path)
@@ -183,7 +189,7 @@ def read(path: Path) -> Checkpoint:
         held = Held(int(body["applied"]), bytes.fromhex(body["history"]), ledger_of(body["ledger"]))
         facts = tuple((str(name), str(value)) for name, value in body["facts"])
         tensors = safetensors.torch.load_file(path / "tensors.safetensors")
-        residual_path = path / "residual.safetensors"
+        residual_path = path / RESIDUAL_FILE
         residual = safetensors.torch.load_file(residual_path) if residual_path.exists() else {}
         return Checkpoint(path, held, facts, dict(body["state"]), tensors, residual)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:

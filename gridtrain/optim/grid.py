@@ -18,25 +18,29 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from gridtrain._version import __version__
 from gridtrain.config import Deadlines, Dense, Exchange, GTopK, JoinConfig, TopK
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.optim import sampler, state_sync
+from gridtrain.optim import reading, sampler, state_sync
 from gridtrain.optim.checkpoint import Checkpoints, Snapshot
 from gridtrain.optim.figures import Figures, check_names
 from gridtrain.optim.flat import model_digest
+from gridtrain.optim.leaving import Left, hand_over, pick_up, put_down
+from gridtrain.optim.prefetch import Prefetcher
 from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.protocol import allgather, gtopk, ledger, ring
 from gridtrain.protocol.invitation import parse
 from gridtrain.protocol.messages import Held, LedgerSpec, Setup, Span
+from gridtrain.runtime import handover
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.client import coordinator_address
@@ -49,6 +53,7 @@ from gridtrain.transport.curve import Identity
 from gridtrain.transport.limits import parse_rate
 from gridtrain.transport.stack import over
 from gridtrain.transport.zeromq import ZeroMQTransport
+from gridtrain.wire.sparse import Sparse
 
 log = logging.getLogger("gridtrain")
 
@@ -74,6 +79,7 @@ def join(
     export_dir: str | None = None,
     checkpoint_every: int | None = None,
     checkpoint_keep: int | None = None,
+    handover_mib: int | None = None,
     state_dir: str | None = None,
     relay: bool | None = None,
     unencrypted: bool | None = None,
@@ -91,6 +97,8 @@ def join(
         checkpoint_every: steps between two checkpoints on this worker's disk, 500 by default; 0: none.  A run
             whose workers are all gone goes on from the latest that comes back.
         checkpoint_keep: so many of the latest are kept, 2 by default.
+        handover_mib: when this worker leaves before the end, it hands over at most so much of what it has not
+            sent yet to another one, the largest values first; 16 by default, which is the most.
         state_dir: the folder of the checkpoints.
         relay: pass on what members that cannot reach each other send one another (sealed, so that
             nothing of it can be read here).  True by default.
@@ -110,6 +118,7 @@ def join(
         "export_dir": export_dir,
         "checkpoint_every": None if checkpoint_every is None else str(checkpoint_every),
         "checkpoint_keep": None if checkpoint_keep is None else str(checkpoint_keep),
+        "handover_mib": None if handover_mib is None else str(handover_mib),
         "state_dir": state_dir,
         "relay": None if relay is None else "yes" if relay else "no",
         "unencrypted": "yes" if unencrypted else None,
@@ -159,10 +168,12 @@ class Grid:
         self._spec: LedgerSpec | None = None
         self._clip_norm: float | None = None
         self._figures = Figures()
-        self._done = False
+        self._done = self._closed = False
         self._share = 0  # samples of a step that this worker asks for; 0: its part of the whole
         self._checkpoints: Checkpoints | None = None
         self._facts: Facts = ()
+        self._inherited_mass = 0.0
+        self._left: Left | None = None  # the residual with which this worker left, not added yet
         self._resumed = False  # state and residual are a checkpoint's, and no step was taken since
         atexit.register(self.close)
         leave_on_sigterm()
@@ -234,6 +245,7 @@ class Grid:
         self._optimizer, self._clip_norm = wrapped, clip_norm
         largest_bytes = _largest_state_bytes(model)
         self._session.attach(wrapped.capture, self._restore, largest_bytes)
+        self._session.attach_residual(wrapped.residual_size, self._inherit)
         self._session.attach_following(self._copy_state, wrapped.replay, largest_bytes, wrapped.elements)
         return wrapped
 
@@ -243,10 +255,14 @@ class Grid:
         *,
         batch_size: int | None = None,
         global_batch_size: int | None = None,
+        max_batch_size: int | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         accumulate: int = 1,
         seed: int = 0,
+        length: int | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
     ) -> Iterator[Any]:
         """Yield this worker's batches until the run's ledger ends it; every sample counts once.
@@ -257,19 +273,37 @@ class Grid:
         like take the same number of steps everywhere.
 
         Args:
-            dataset: map-style, the same on all workers.
+            dataset: the same on all workers.  One that can only be iterated over must give the same samples
+                each time.  It is taken in its own order (`set_epoch(pass)` is called if there is one), and
+                every worker reads past the samples of the others.
             batch_size: samples of one yielded batch on this worker.
-            global_batch_size: samples of a step over all workers; held constant as workers come and go.
+            global_batch_size: samples of a step over all workers; held constant as workers come and go, and
+                shared out by the speed that each of them shows.
+            max_batch_size: with `global_batch_size`, the largest yielded batch that fits this worker.
             epochs, steps: exactly one of them ends the run, for all workers together.
             accumulate: yielded batches in one step.
             seed: of the order of the samples, the same on all workers.
+            length: samples of a pass over an iterable data set without `__len__`.
+            num_workers: processes that read batches ahead; at most 1 for an iterable data set.  What they
+                have read in vain when the group changes is dropped: a sample counts where its step commits.
+            prefetch_factor: steps that each of them reads ahead.
         """
-        self._enter(dataset, batch_size, global_batch_size, epochs, steps, accumulate, seed)
+        _check_readers(dataset, num_workers, prefetch_factor)
+        sizes = _Sizes(batch_size, global_batch_size, max_batch_size, accumulate)
+        self._enter(dataset, sizes, epochs, steps, seed, length)
         assert self._spec is not None
-        for spans in self._turns():
-            indices = sampler.sample_indices(self._spec, spans)
-            for part in _parts(indices, accumulate):
-                yield sampler.fetch(dataset, part, collate_fn)
+        kind = reading.IterableReader if reading.is_iterable(dataset) else reading.MapReader
+        reader = kind(dataset, self._spec, accumulate, collate_fn)
+        ahead = Prefetcher(reader, num_workers, prefetch_factor) if num_workers else None
+        try:
+            for spans in self._turns():
+                if ahead is not None and self._session.turn_spans:
+                    yield from ahead.read(tuple(spans), self._session.foresee(ahead.depth))
+                else:
+                    yield from reader.read(spans)
+        finally:
+            if ahead is not None:
+                ahead.close()
 
     def sampler(
         self,
@@ -277,15 +311,23 @@ class Grid:
         *,
         batch_size: int | None = None,
         global_batch_size: int | None = None,
+        max_batch_size: int | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         seed: int = 0,
     ) -> sampler.GridSampler:
         """For `DataLoader(dataset, batch_sampler=grid.sampler(dataset, ...))`; arguments as in `batches`.
 
-        The loader must not run ahead of the steps: use it with `num_workers=0`.
+        The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead use
+        `grid.batches(..., num_workers=...)`, which knows what to drop when the group changes.
         """
-        self._enter(dataset, batch_size, global_batch_size, epochs, steps, 1, seed)
+        sizes = _Sizes(batch_size, global_batch_size, max_batch_size)
+        if reading.is_iterable(dataset):
+            raise ConfigError(
+                f"a {type(dataset).__name__} has no index, so there is nothing to sample from",
+                remedy="use grid.batches(dataset, ...)",
+            )
+        self._enter(dataset, sizes, epochs, steps, seed)
         assert self._spec is not None
         return sampler.GridSampler(self._spec, self._turns)
 
@@ -325,6 +367,14 @@ class Grid:
     def close(self, reason: str = "the training script ended") -> None:
         """Leave the run; idempotent, and done by itself when the script ends."""
         atexit.unregister(self.close)
+        try:
+            if not self._done and not self._closed:
+                self._closed = True
+                self._hand_over()
+        finally:
+            self._release(reason)
+
+    def _release(self, reason: str) -> None:
         self._session.close("its run is finished" if self._done else reason)
         if self._checkpoints is not None:
             self._checkpoints.wait(CHECKPOINT_S)
@@ -349,27 +399,17 @@ class Grid:
     def _enter(
         self,
         dataset: Any,
-        batch_size: int | None,
-        global_batch_size: int | None,
+        sizes: _Sizes,
         epochs: int | None,
         steps: int | None,
-        accumulate: int,
         seed: int,
+        length: int | None = None,
     ) -> None:
         wrapped = self._wrapped()
-        if (batch_size is None) == (global_batch_size is None):
-            raise ConfigError(
-                f"batch_size={batch_size}, global_batch_size={global_batch_size}; exactly one must be given",
-                remedy="batch_size=32 for 32 samples on each worker",
-            )
-        for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
-        if accumulate < 1:
-            raise ConfigError(f"accumulate is {accumulate}; it must be >= 1", remedy="try accumulate=1")
+        sizes.check()
         self._export_folder()
-        data_text, _ = sampler.dataset_digest(dataset)
-        self._spec = LedgerSpec(size=len(dataset), seed=seed, epochs=epochs, steps=steps)
+        size, data_text = reading.measure(dataset, length)
+        self._spec = LedgerSpec(size=size, seed=seed, epochs=epochs, steps=steps)
         ledger.validate(self._spec)
         facts = (
             ("model", model_digest(wrapped.model)[0]),
@@ -379,14 +419,14 @@ class Grid:
             ("clip_norm", str(self._clip_norm)),
             ("data", data_text),
         )
-        share = self._share = batch_size * accumulate if batch_size is not None else 0
+        share = self._share = sizes.share
         neighbours = _NEIGHBOURS[type(wrapped.exchange_config)]
         self._session.enter(
             Setup(
                 facts,
                 self._spec,
                 share,
-                global_batch_size,
+                sizes.whole,
                 self._resume(facts),
                 follows=not isinstance(wrapped.exchange_config, Dense),
             ),
@@ -402,6 +442,7 @@ class Grid:
         while (picture := self._session.await_turn()) is not None:
             assert picture.open_round is not None
             self._resumed = False
+            self._take_back(picture)
             self._checkpoint(picture)
             latest = picture.spans or latest
             yield latest
@@ -426,10 +467,14 @@ class Grid:
             keep=_whole("checkpoint_keep", self._config.checkpoint_keep),
         )
         found = self._checkpoints.latest(self._facts)
+        self._left = pick_up(self._checkpoint_folder(), self._facts, self._wrapped().residual_size)
         if found is None:
             return None
         self._wrapped().unpack(found.document, found.tensors)
-        self._wrapped().load_residual_state(found.residual)
+        if found.residual:  # none: another worker has it (`leaving.void`)
+            self._wrapped().load_residual_state(found.residual)
+        if self._left is not None and self._left.history == found.held.history:
+            self._wrapped().forget_residual()  # what was left is what remains of it
         self._resumed = True
         log.warning("this worker holds a checkpoint of step %d: %s", found.step, found.path)
         return found.held
@@ -446,6 +491,46 @@ class Grid:
         """Between two steps; what is returned makes bytes of the copy."""
         copy = self._wrapped().copy()
         return lambda: (copy.own(), copy.common())
+
+    def _take_back(self, picture: Picture) -> None:
+        """At the first turn: the residual with which this worker left, if no step was committed since."""
+        left, self._left = self._left, None
+        if left is None:
+            return
+        fits = (left.applied, left.history) == (picture.applied, picture.history)
+        indices_K = np.flatnonzero(left.residual_N)
+        entries = Sparse(indices_K, left.residual_N[indices_K])
+        back = fits and self._wrapped().absorb(entries, picture.world_size)
+        mass = handover.mass_of([entries])
+        self._session.note({"read_back_mass": mass if back else 0.0, "lost_mass": 0.0 if back else mass})
+        where = f"step {left.applied + 1}; the run is at step {picture.applied + 1}"
+        log.warning("the residual of %s: mass %.3g is %s", where, mass, "read back" if back else "lost")
+
+    def _inherit(self, peer: bytes, entries: Sparse) -> None:
+        """What a member that has left had not sent is sent from here."""
+        picture = self._session.picture
+        added, mass = self._wrapped().absorb(entries, picture.world_size), handover.mass_of([entries])
+        self._inherited_mass += mass if added else 0.0
+        self._session.note({"inherited_mass": self._inherited_mass})
+        what = "added to this worker's" if added else "lost: a sum with this worker's is too large to travel"
+        log.warning(
+            "residual of %s, %d entries, mass %.3g: %s", peer.hex()[:8], len(entries.values), mass, what
+        )
+
+    def _hand_over(self) -> None:
+        """The others go on: give them what this worker has not sent.  What stops that costs the residual."""
+        if self._optimizer is None or self._spec is None:
+            return
+        try:
+            keeps = _whole("checkpoint_every", self._config.checkpoint_every) > 0
+            folder = self._checkpoint_folder() if keeps else None
+            if self._left is not None and folder is not None:
+                put_down(folder, self._facts, self._left)  # no turn has come
+                return
+            budget_bytes = _whole("handover_mib", self._config.handover_mib) << 20
+            hand_over(self._session, self._optimizer, budget_bytes, folder, self._facts)
+        except GridtrainError as error:
+            log.debug("nothing handed over: %s", error)  # this worker is no member (any more)
 
     def _checkpoint(self, picture: Picture) -> None:
         """Between two steps: copy what is due to be written."""
@@ -507,17 +592,55 @@ class Grid:
         log.warning("the run is finished; the model is in %s", path)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """How many samples a step takes, as `Grid.batches` was told: `each` worker's, or a `whole` step's."""
+
+    each: int | None
+    whole: int | None
+    most: int | None = None
+    accumulate: int = 1
+
+    @property
+    def share(self) -> int:
+        """For `Setup.batch_size`: of a step on this worker, or the most of it; 0: any number."""
+        return ((self.each if self.whole is None else self.most) or 0) * self.accumulate
+
+    def check(self) -> None:
+        """Raises `ConfigError`."""
+        if (self.each is None) == (self.whole is None):
+            raise ConfigError(
+                f"batch_size={self.each}, global_batch_size={self.whole}; exactly one must be given",
+                remedy="batch_size=32 for 32 samples on each worker",
+            )
+        if self.most is not None and self.whole is None:
+            raise ConfigError(
+                f"max_batch_size={self.most} without global_batch_size: this worker's batch size is fixed",
+                remedy="leave max_batch_size out",
+            )
+        named = {"batch_size": self.each, "global_batch_size": self.whole, "max_batch_size": self.most}
+        for name, value in named.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
+        if self.accumulate < 1:
+            raise ConfigError(f"accumulate is {self.accumulate}; it must be >= 1", remedy="try accumulate=1")
+
+
 def _largest_state_bytes(model: nn.Module) -> int:
     """What a donor may send: optimizers keep two or three copies of the model, averages one more each."""
     tensors = (*model.parameters(), *model.buffers())
     return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _parts(indices: list[int], count: int) -> list[list[int]]:
-    """`count` near-equal micro-batches; where there are fewer samples than that, some come twice."""
-    bounds = [len(indices) * part // count for part in range(count + 1)]
-    cuts = zip(bounds, bounds[1:], strict=False)  # noqa: RUF007
-    return [indices[start:stop] or [indices[start % len(indices)]] for start, stop in cuts]
+def _check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
+    most = 1 if reading.is_iterable(dataset) else None
+    if num_workers < 0 or (most is not None and num_workers > most):
+        bound = "0 or 1 for a data set that is read from the front" if most else ">= 0"
+        raise ConfigError(f"num_workers is {num_workers}; it must be {bound}", remedy="try num_workers=1")
+    if prefetch_factor < 1:
+        raise ConfigError(
+            f"prefetch_factor is {prefetch_factor}; it must be >= 1", remedy="try prefetch_factor=2"
+        )
 
 
 def _optimizer_text(inner: torch.optim.Optimizer) -> str:

@@ -113,16 +113,16 @@ def dataset_digest(dataset: Any) -> tuple[str, bytes]:
 def _samples_digest(dataset: Any, size: int) -> bytes | None:
     total = hashlib.blake2b(digest_size=32)
     count = min(size, DIGEST_SAMPLES)
-    with _random_state_kept():
+    with random_state_kept():
         for index in (i * size // count for i in range(count)):
-            first, again = _value_digest(dataset[index]), _value_digest(dataset[index])
+            first, again = value_digest(dataset[index]), value_digest(dataset[index])
             if first is None or first != again:
                 return None
             total.update(first)
     return total.digest()
 
 
-def _value_digest(value: Any) -> bytes | None:
+def value_digest(value: Any) -> bytes | None:
     """None for a type whose bits mean nothing to another process."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         array = np.ascontiguousarray(value)
@@ -134,7 +134,7 @@ def _value_digest(value: Any) -> bytes | None:
     if isinstance(value, dict):
         value = [item for pair in value.items() for item in pair]
     if isinstance(value, list | tuple):
-        parts = [_value_digest(item) for item in value]
+        parts = [value_digest(item) for item in value]
         return None if None in parts else _digest("sequence", b"".join(cast(list[bytes], parts)))
     return None
 
@@ -144,7 +144,7 @@ def _digest(kind: str, content: bytes) -> bytes:
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
     """Reading samples for a digest must not shift a training run's random numbers."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

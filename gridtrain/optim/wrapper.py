@@ -17,7 +17,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,11 @@ from gridtrain.config import Dense, Exchange
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import settings, state_sync
 from gridtrain.optim.averages import BufferAverage
-from gridtrain.optim.exchange import exchanger
+from gridtrain.optim.exchange import Attempt, exchanger
 from gridtrain.optim.flat import FlatGradient
 from gridtrain.optim.session import Session
 from gridtrain.runtime.buffers import DenseWorkspace
-from gridtrain.runtime.plan import StepPlan
+from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.updates import StepUpdate
 from gridtrain.sparsify.merge import largest_summable
 from gridtrain.wire.sparse import Sparse
@@ -98,6 +98,8 @@ class GridOptimizer(torch.optim.Optimizer):
         self._compare_every = compare_every
         self._step = -1
         self._exchanged = False
+        self._in_flight: Attempt | None = None  # in a round whose outcome is not known here
+        self._committing = False
         self.skipped_steps = 0
         self.last_skipped = False
         self.timings: dict[str, float] = {}
@@ -191,19 +193,29 @@ class GridOptimizer(torch.optim.Optimizer):
             extra = [workspace for workspace in (averages, compared) if workspace is not None]
             self._watch.lap("selecting_s")
             settings_text = state_sync.settings(self.inner)
+            self._in_flight = attempt
             outcome = self._session.run(plan, [attempt.workspace, *extra], attempt.skip, settings_text)
             self._watch.lap("communicating_s")
             if outcome.committed:
                 break
+            self._in_flight = None
             if compared is not None:
                 self._refuse_fork(plan, compared)
         self.last_skipped, self._step = outcome.skip, plan.step
         if outcome.skip:
+            self._in_flight = None
             self.skipped_steps += 1
             return
         if averages is not None:
             self.averages.load(averages)
-        self._put(self._exchanger.commit(attempt))
+        self._put(self._commit(attempt))
+
+    def _commit(self, attempt: Attempt) -> npt.NDArray[np.float32] | Sparse:
+        """Not to be begun twice, wherever Ctrl-C comes in between."""
+        self._in_flight, self._committing = None, True
+        update = self._exchanger.commit(attempt)
+        self._committing = False
+        return update
 
     def _refuse_fork(self, plan: StepPlan, compared: DenseWorkspace) -> None:
         try:
@@ -300,6 +312,35 @@ class GridOptimizer(torch.optim.Optimizer):
         """What this worker has not yet sent; empty for `Dense`.  Not part of `state_dict`: not replicated."""
         feedback = self._exchanger.feedback
         return {} if feedback is None else feedback.state()
+
+    @property
+    def residual_size(self) -> int:
+        """Elements of the residual; 0: the exchange keeps nothing back."""
+        return self._flat.n if self._exchanger.feedback is not None else 0
+
+    def surrender(self, settle: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:
+        """The residual of a worker that takes no further step: as its last round, if any, has left it.
+
+        None: there is none, or it cannot be told how that round ended, or it is half applied.  `settle` waits
+        for the end of the round in which the training was interrupted.
+        """
+        feedback = self._exchanger.feedback
+        if feedback is None:
+            return None
+        if self._in_flight is not None:
+            outcome = settle()
+            if outcome is None:
+                return None
+            if outcome.committed and not outcome.skip:
+                self._commit(self._in_flight)
+            self._in_flight = None
+        return None if self._committing else feedback.residual_N.cpu().numpy().copy()
+
+    def absorb(self, entries: Sparse, world_size: int) -> bool:
+        """Add what another worker had not sent, between two rounds; False: it cannot be, and is dropped."""
+        feedback = self._exchanger.feedback
+        limit = largest_summable(world_size)
+        return feedback is not None and feedback.absorb(entries.indices, entries.values, limit)
 
     def forget_residual(self) -> None:
         """What was not sent belongs to another life of this worker."""

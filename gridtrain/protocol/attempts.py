@@ -72,6 +72,11 @@ class Seat:
     def world_size(self) -> int:
         return len(self.roster)
 
+    @property
+    def shares(self) -> tuple[tuple[m.PeerId, int], ...]:
+        """For `ledger.assign`."""
+        return tuple((member.peer, member.share) for member in self.roster)
+
     def rank_of(self, peer: m.PeerId) -> int | None:
         return next((rank for rank, member in enumerate(self.roster) if member.peer == peer), None)
 

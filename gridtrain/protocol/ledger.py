@@ -110,6 +110,19 @@ def assign(
     return {peer: _take(queue, count) for peer, count in zip(peers, counts, strict=True)}
 
 
+def foresee(
+    spec: LedgerSpec, state: LedgerState, shares: Sequence[tuple[PeerId, int]], peer: PeerId, count: int
+) -> list[tuple[Span, ...]]:
+    """What `peer` takes in the `count` steps after `state.step`, if all commit and nobody comes or goes."""
+    ahead: list[tuple[Span, ...]] = []
+    for _ in range(count):
+        state = commit(spec, state, assign(spec, state, shares), skipped=False)
+        if finished(spec, state):
+            break
+        ahead.append(assign(spec, state, shares)[peer])
+    return ahead
+
+
 def commit(spec: LedgerSpec, state: LedgerState, assignment: Assignment, *, skipped: bool) -> LedgerState:
     """The state after step `state.step` committed: what was assigned is consumed, and nothing else.
 

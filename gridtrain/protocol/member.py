@@ -25,6 +25,7 @@ from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Offended, Seat
 from gridtrain.protocol.drift import Drift
+from gridtrain.protocol.handover import Handover
 from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import (
     Arrive,
@@ -45,8 +46,10 @@ from gridtrain.protocol.member_io import (
     Feed,
     Follow,
     GiveState,
+    HandOn,
     HangUp,
     Heard,
+    Inherited,
     MeanKnown,
     Note,
     Offence,
@@ -62,6 +65,7 @@ from gridtrain.protocol.member_io import (
     Strayed,
     Submit,
     TakeBlock,
+    Withdraw,
 )
 from gridtrain.protocol.round import HISTORY_START, ROOT, Failed, Moved, Prepared, extend_history
 from gridtrain.protocol.routes import relay_of
@@ -111,6 +115,7 @@ class MemberCore:
         self._attempts: Attempts | None = None  # of the generation that this worker is in
         self._means: Means | None = None
         self._drift: Drift | None = None
+        self._handover = Handover()
         self._pages: dict[int, m.Roster] = {}
         self._early_requests: dict[m.PeerId, m.StateRequest] = {}
         self._up: set[m.PeerId] = set()
@@ -158,7 +163,8 @@ class MemberCore:
         mine = self._attempts
         if self.stage is not Stage.RUNNING or mine is None or mine.round is not None:
             return None
-        return None if mine.stuck or self.finished or self._missing_edges() else mine.next_round
+        over = mine.stuck or self.finished or self._handover.leaving
+        return None if over or self._missing_edges() else mine.next_round
 
     @property
     def finished(self) -> bool:
@@ -187,8 +193,7 @@ class MemberCore:
         """Who holds which positions of the open step: a pure function of replicated state."""
         if self._setup is None or self.seat is None:
             raise LocalProtocolError("positions are asked for before there is a generation")
-        shares = [(member.peer, member.share) for member in self.seat.roster]
-        return ledger.assign(self._setup.ledger, self.ledger, shares)
+        return ledger.assign(self._setup.ledger, self.ledger, self.seat.shares)
 
     @property
     def patience_s(self) -> float:
@@ -262,6 +267,20 @@ class MemberCore:
                 if self.seat is None:
                     return [note, Post(self.coordinator, self._caught)]
                 return [note, *self._ask_state()]
+            case Withdraw():
+                voted = self._running(lambda mine: mine.advance(Failed("this worker leaves"), now_s), now_s)
+                mine = self._attempts
+                if mine is None or mine.round is None or mine.round.voted is not False:
+                    return voted
+                # Without our YES it cannot be committed: there is no need to wait for the root's trainer.
+                return [*voted, Resolve(mine.round.id, False, False, "this worker leaves")]
+            case HandOn(pieces):
+                mine = self._attempts
+                free = mine is not None and (mine.round is None or mine.round.voted is False)
+                seat = self.seat if free and self.stage is Stage.RUNNING else None
+                return self._handover.begin(pieces, seat, self._up, self.applied, self.history)
+            case Inherited(peer):
+                return self._handover.complete(self.seat, peer)
             case Probed(rtt_s):
                 return [Post(self.coordinator, m.Links(rtt_s))]
             case Depart(reason):
@@ -319,6 +338,11 @@ class MemberCore:
                 return self._compared(self._drift.heard(peer, message))
             case m.MeanAsk() | m.MeanTell():
                 return self._means.heard(peer, message) if self._means is not None else []
+            case m.HandOver():
+                return self._handover.piece(mine.seat, peer, message, self.applied, self.synced)
+            case m.TakenOver():
+                at = self.applied, self.history
+                return self._handover.answered(peer, message, mine.seat, self._up, at)
             case m.StateRequest(term, generation, whole):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
                 return [GiveState(peer, term, generation, whole)] if current and self.synced else []
@@ -446,6 +470,7 @@ class MemberCore:
             # The first generation starts from the state of the member that is not `joining`.
             untouched = self._setup is not None and self._setup.held is None
             self.synced = untouched and view.applied < 0 and not roster[seat.rank].joining
+        effects += self._handover.viewed(seat, view.applied, view.history, self.synced)
         fields = {"generation": view.generation, "rank": seat.rank, "of": len(roster), "reason": view.reason}
         effects.append(Note("view", fields))
         known = {member.peer for member in roster}
@@ -658,6 +683,8 @@ class MemberCore:
         if peer == self.coordinator:
             self.welcomed = False
             return [Note("coordinator_away", {"reason": reason})]
+        if self._handover.leaving:
+            return self._handover.lost(peer)
         rank = self.seat.rank_of(peer) if self.seat is not None else None
         if self.seat is not None and self.stage is Stage.FORMING:
             return self._dials(self.seat)  # it was there when the VIEW came, so nobody had dialled it
@@ -709,7 +736,9 @@ class MemberCore:
             usual_s = self._usual_step_s if self._usual_step_s is not None else took_s
             self._usual_step_s = 0.9 * usual_s + 0.1 * took_s
         self._step_began_s = now_s  # the next step's compute counts as part of it
-        return [Resolve(committed.round, True, committed.skip, committed.reason), *self._maybe_finished()]
+        voided = self._handover.committed(self.applied)
+        resolved = Resolve(committed.round, True, committed.skip, committed.reason)
+        return [resolved, *voided, *self._maybe_finished()]
 
     def _pulse(self, pulse: Pulse, now_s: float) -> list[Effect]:
         """Members tell the root that they live, the root tells all: that extends deadlines."""

@@ -149,6 +149,25 @@ class Probed:
     rtt_s: tuple[tuple[m.PeerId, float], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """The trainer leaves in the middle of a round: vote NO, unless the vote was YES already."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOn:
+    """The trainer leaves and has no part in a round: hand these pieces of its residual over."""
+
+    pieces: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """All pieces of this peer's residual are there and hold what they may; `Inherit` or `Forget` follows."""
+
+    peer: m.PeerId
+
+
 Event = (
     Heard
     | EdgeUp
@@ -166,6 +185,9 @@ Event = (
     | AskMean
     | Depart
     | Probed
+    | Withdraw
+    | HandOn
+    | Inherited
 )
 
 
@@ -300,6 +322,40 @@ class TakeBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class TakePiece:
+    """A piece of a leaver's residual, in a generation of so many; `Inherited` follows the last one."""
+
+    peer: m.PeerId
+    piece: m.HandOver
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inherit:
+    """What this peer handed over is ours now: the trainer adds it to its residual before the next round."""
+
+    peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """What this peer handed over is void."""
+
+    peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """How the hand-over of our own residual ended; `text` names the heir, or says why there is none.
+
+    `taken` is None where an heir may have everything, but has not said so.
+    """
+
+    taken: bool | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The worker cannot go on: refused, dismissed."""
 
@@ -330,6 +386,10 @@ Effect = (
     | Feed
     | Donating
     | TakeBlock
+    | TakePiece
+    | Inherit
+    | Forget
+    | Handed
     | Stop
     | Note
 )

@@ -45,8 +45,9 @@ from gridtrain.protocol.membership_io import (
 )
 from gridtrain.protocol.planner import order_ring
 from gridtrain.protocol.recovery import Recovered, generation_entry
-from gridtrain.protocol.roll import Worker, differences, latencies, shares
+from gridtrain.protocol.roll import Worker, differences, latencies, limits, shares
 from gridtrain.protocol.round import HISTORY_START
+from gridtrain.protocol.sharing import Sharing
 from gridtrain.protocol.verdict import Outcome, judge
 from gridtrain.protocol.whereabouts import Whereabouts
 
@@ -112,6 +113,7 @@ class Membership:
         self._breaks = Breaks()
         self._drifts = 0  # states that were found to differ, and replaced
         self._followers = Followers(self._whereabouts.address, deadlines.ready_s)
+        self._sharing = Sharing()
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
         self._making = _Making.NONE
@@ -261,6 +263,8 @@ class Membership:
                 if progress > worker.progress:
                     worker.progress, worker.moved_s = progress, now_s
                 worker.step, worker.figures = step, dict(figures)
+                self._sharing.observe(peer, worker.figures)
+                self._mind_shares(now_s)
                 return [Send(peer, m.BeatReply(self.term, sequence))]
             case m.Report():
                 return self._report(worker, message)
@@ -503,6 +507,7 @@ class Membership:
     def _miss(self, peer: m.PeerId, why: str, for_good: bool) -> None:
         """A member is gone: the others need another generation."""
         self._breaks.forget(peer)
+        self._sharing.forget(peer)
         if peer in {member.peer for member in self._roster}:
             self._change = why
             if for_good:
@@ -639,6 +644,17 @@ class Membership:
         state = ledger.released(self._reference.ledger, first.ledger)
         return Outcome(m.Verdict.ABORT, None, applied, first.history, state, holders)
 
+    def _mind_shares(self, now_s: float) -> None:
+        """Want a generation with other shares where it gains noticeably, and not too often."""
+        total = self._reference.global_batch_size if self._reference is not None else None
+        training = self._making is _Making.NONE and self.phase is RunPhase.TRAINING
+        if total is None or not training or self._change or now_s < self._made_s + self._deadlines.reshare_s:
+            return
+        peers = [member.peer for member in self._roster]
+        if all(peer in self._workers for peer in peers):
+            most = limits([self._workers[peer] for peer in peers])
+            self._change = self._sharing.worth(peers, [member.share for member in self._roster], most)
+
     def _seniority(self, peer: m.PeerId) -> tuple[float, m.PeerId]:
         worker = self._workers[peer]
         return (worker.joined_s, peer)
@@ -655,9 +671,11 @@ class Membership:
         self.generation += 1
         ordered = [self._workers[peer] for peer in plan.order]
         total = self._reference.global_batch_size if self._reference is not None else None
+        dealt = shares(ordered, total, self._sharing)
+        self._plan_reason += "; " + dealt.reason
         self._roster = tuple(
             m.Member(w.peer, w.name, w.address, share, joining=w.peer not in holding)
-            for w, share in zip(ordered, shares(ordered, total), strict=True)
+            for w, share in zip(ordered, dealt.counts, strict=True)
         )
         reason, self._change = self._change, ""
         self._view = m.View(
@@ -685,7 +703,7 @@ class Membership:
                 "step": outcome.applied + 1,
                 "verdict": outcome.verdict.name,
                 "reason": reason,
-                "plan": plan.reason,
+                "plan": self._plan_reason,
             },
         )
         view = [Send(x.peer, message) for x in self._roster for message in self._view_messages(x.peer)]

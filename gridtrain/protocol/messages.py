@@ -8,6 +8,7 @@ bound on its fields, is `gridtrain.wire.codec`; what it means is PROTOCOL.md.
     coordinator -> worker   Welcome Refused Rejoin Reach Admitted Expect BeatReply Freeze Roster View Start
                             RunState StatusReply
     worker <-> worker       Data Vote Decision Progress MeanAsk MeanTell Ping Pong StateRequest StateBlock
+                            HandOver TakenOver
     guest -> coordinator    Enrol, answered by Enrolled or Refused
     operator -> coordinator Invite Expel Pardon, answered by Done or Refused
     to and from a relay     Relay Relayed RelayLost
@@ -676,6 +677,32 @@ class NoImage:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Piece `index` of `total` of the residual of a member that leaves, as it stood after step `applied`.
+
+    Together they are one sparse payload of fp32 values.  To a neighbour in the ring (`protocol.handover`).
+    """
+
+    term: int
+    generation: int
+    applied: int
+    history: bytes
+    index: int
+    total: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Answer to HandOver, once: all of it is there and fits, or is not wanted."""
+
+    term: int
+    generation: int
+    taken: bool
+    reason: str
+
+
 # -- to and from a relay -----------------------------------------------------------------------
 
 
@@ -761,6 +788,8 @@ Message = (
     | Caught
     | Fetch
     | Donate
+    | HandOver
+    | TakenOver
     | Relay
     | Relayed
     | RelayLost

@@ -13,6 +13,7 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.sharing import Shares, Sharing
 
 
 @dataclass(slots=True)
@@ -89,12 +90,17 @@ def latencies(workers: Iterable[Worker]) -> dict[tuple[m.PeerId, m.PeerId], floa
     return {(worker.peer, other): rtt_s for worker in workers for other, rtt_s in worker.rtt_s.items()}
 
 
-def shares(workers: Sequence[Worker], global_batch_size: int | None) -> list[int]:
-    """Batch sizes in the workers' order: each one's own, or the global one dealt out evenly."""
-    if global_batch_size is not None:
-        each, more = divmod(global_batch_size, len(workers))
-        return [each + (rank < more) for rank in range(len(workers))]
+def limits(workers: Sequence[Worker]) -> list[int]:
+    """With a global batch size: the most samples of a step that each can take; 0: any number."""
     return [worker.setup.batch_size if worker.setup is not None else 0 for worker in workers]
+
+
+def shares(workers: Sequence[Worker], global_batch_size: int | None, sharing: Sharing) -> Shares:
+    """Batch sizes in the workers' order: each one's own, or the global one dealt out by speed."""
+    if global_batch_size is None:
+        return Shares(tuple(limits(workers)), "each worker takes its own batch size")
+    peers, names = [worker.peer for worker in workers], [worker.name for worker in workers]
+    return sharing.plan(peers, names, global_batch_size, limits(workers))
 
 
 def differences(reference: m.Setup, setup: m.Setup) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.protocol import ledger
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.runtime.acquaintances import Acquaintances
@@ -22,15 +23,18 @@ from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.donating import Parts
 from gridtrain.runtime.driver import Driver, Picture
 from gridtrain.runtime.following import ImageWork
+from gridtrain.runtime.pace import Pace
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES
 from gridtrain.runtime.updates import StepUpdate
 from gridtrain.transport.credits import CreditTransport
+from gridtrain.wire.sparse import Sparse
 
 Capture = Callable[[bool], Sequence[bytes | memoryview]]
 Restore = Callable[[Sequence[bytes]], None]
 Replay = Callable[[StepUpdate], None]
 CopyParts = Callable[[], Callable[[], Parts]]
+Inherit = Callable[[m.PeerId, Sparse], None]
 Edges = Callable[[int, int], frozenset[int]]
 
 LOOK_AGAIN_S = 0.05  # the loop's thread may not have noticed yet that there is nothing left to do
@@ -60,11 +64,13 @@ class GroupSession:
         self._copy: CopyParts | None = None
         self._replay: Replay | None = None
         self._image_of = -1
+        self._inherit: Inherit | None = None
         self._turn: Picture | None = None
         self._turn_taken = False
-        self._entered = False
+        self._spec: m.LedgerSpec | None = None
         self._ended = False
         self._mean_step = self._mean_index = 0
+        self._pace = Pace()
 
     def start(self) -> None:
         """See `Driver.start`."""
@@ -85,21 +91,26 @@ class GroupSession:
         """See `optim.session.Session.cannot_replay`."""
         self._driver.cannot_replay(reason)
 
+    def attach_residual(self, n: int, inherit: Inherit) -> None:
+        """How to add what another worker has not sent to what this one has not: of n elements each."""
+        self._inherit = inherit
+        self._driver.allow_residual(n)
+
     def enter(self, setup: m.Setup, edges: Edges) -> None:
         """Ask for a place in the run.  The coordinator refuses a set-up that differs from the run's."""
-        if self._entered:
+        if self._spec is not None:
             raise ConfigError(
                 "a second data set was given to this run; its ledger has one",
                 remedy="call grid.batches(...) or grid.sampler(...) once",
             )
-        self._entered = True
+        self._spec = setup.ledger
         self._driver.command(io.Enter(setup, edges))
 
     # -- turns -----------------------------------------------------------------------------------
 
     def await_turn(self) -> Picture | None:
         """Block until a step is open; None when the ledger has ended the run.  Does chores meanwhile."""
-        if not self._entered:
+        if self._spec is None:
             raise _no_data_named()
         self._turn, self._turn_taken = None, False
         while (picture := self._wait_for_more()).offered_state:
@@ -107,7 +118,20 @@ class GroupSession:
         if picture.finished:
             return None
         self._turn = picture
+        self._pace.begin(time.monotonic(), sum(span.stop - span.start for span in picture.spans))
         return picture
+
+    @property
+    def turn_spans(self) -> tuple[m.Span, ...]:
+        """This worker's positions of the latest turn; (): it takes part without samples."""
+        return self._turn.spans if self._turn is not None else ()
+
+    def foresee(self, count: int) -> list[tuple[m.Span, ...]]:
+        """This worker's positions in the steps after the latest turn's, unless the group changes."""
+        turn = self._turn
+        if turn is None or self._spec is None:
+            return []
+        return ledger.foresee(self._spec, turn.ledger, turn.shares, self._driver.me, count)
 
     def _wait_for_more(self) -> Picture:
         """Until a step is open, the run has ended, or a state is offered; hands out its own meanwhile."""
@@ -125,6 +149,10 @@ class GroupSession:
         """What others wait for, and what this worker lacks; True: the picture is another one now."""
         if picture.offered_work and self._replay is not None:
             self._follow()
+        elif picture.inherited and self._inherit is not None:
+            for peer, entries in self._driver.take_inheritance():  # between two rounds: none is prepared
+                self._inherit(peer, entries)
+            self._driver.wait(lambda p: not p.inherited)
         elif picture.offered_state:
             return False
         elif self._owes_state(picture):
@@ -162,6 +190,7 @@ class GroupSession:
             or picture.finished
             or picture.offered_state
             or picture.offered_work
+            or picture.inherited
             or self._owes_state(picture)
             or self._owes_image(picture)
         )
@@ -194,7 +223,7 @@ class GroupSession:
 
     def begin(self) -> StepPlan | None:
         """See `optim.session.Session.begin`."""
-        if not self._entered:
+        if self._spec is None:
             raise _no_data_named()
         if self._turn is None or self._turn.open_round is None:
             raise ConfigError(
@@ -208,6 +237,8 @@ class GroupSession:
                 remedy="call it once for each batch, or once for every a batches of "
                 "grid.batches(..., accumulate=a)",
             )
+        if self._pace.end(time.monotonic()):
+            self._driver.note(self._pace.figures())
         picture = self._wait_for_more()
         moved_on = picture.open_round is None or picture.open_round.step != step
         other_samples = picture.spans not in ((), self._turn.spans)
@@ -269,7 +300,23 @@ class GroupSession:
         return self._driver.traffic
 
     def busy(self, inside: bool) -> None:
+        self._pace.drop()  # an evaluation is no computing of samples
         self._driver.busy(inside)
+
+    def settle(self, timeout_s: float) -> RoundOutcome | None:
+        """See `Driver.settle`."""
+        return self._driver.settle(timeout_s)
+
+    def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> tuple[bool | None, str]:
+        """Give this worker's residual away before it leaves: whether somebody has it (None: perhaps); who, or
+        why not."""
+        until_s = time.monotonic() + timeout_s
+        if self._driver.wait(lambda p: p.stage is io.Stage.RUNNING, timeout_s) is None:
+            return False, "no generation is running"
+        handed = self._driver.hand_on(pieces, max(0.0, until_s - time.monotonic()))
+        return (
+            (None, f"no answer within {timeout_s:.1f} s") if handed is None else (handed.taken, handed.text)
+        )
 
     def farewell(self) -> bool:
         """After the end: stay until all members have finished, so that none misses the last decision.

@@ -35,6 +35,7 @@ from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import ButterflyWorkspace, GatherWorkspace, Workspace
 from gridtrain.runtime.donating import Donating, Parts
 from gridtrain.runtime.following import Bar, Following, Work
+from gridtrain.runtime.handover import Inheritance
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake, StateOutlet
@@ -42,6 +43,7 @@ from gridtrain.runtime.updates import StepUpdate, vote_digest
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
 from gridtrain.transport.credits import CreditTransport, needs_credit
 from gridtrain.transport.limits import parse_rate
+from gridtrain.wire.sparse import Sparse
 
 log = logging.getLogger("gridtrain")
 
@@ -49,6 +51,9 @@ DENIED_S = 60.0
 """A member that is denied for that long on end gives up."""
 
 CAUGHT_AGAIN_S = 1.0
+FROM_PEERS = io.Fill | io.TakeBlock | io.Feed | io.TakePiece
+"""What a peer has sent: it answers for what is wrong with it."""
+
 LOUD = ("drifted", "stalled", "coordinator_away", "offence", "no_route")
 UNREACHABLE = (
     "nobody from outside can reach this worker: a router or a firewall is in between; "
@@ -69,7 +74,9 @@ class Picture:
         wanted_state: generation for which a joiner waits for our state (0: none), and whether for the whole.
         wanted_image: followers wait for a copy of our state after this step, or a later one.
         offered_work: this follower has an image to load, or updates to replay.
+        shares: of the generation's members, in rank order.
         offered_state: the donor's state is complete and waits to be restored.
+        inherited: residuals of members that have left wait to be added to this worker's.
     """
 
     welcomed: bool = False
@@ -80,6 +87,7 @@ class Picture:
     open_round: m.RoundId | None = None
     spans: tuple[m.Span, ...] = ()
     total_samples: int = 0
+    shares: tuple[tuple[m.PeerId, int], ...] = ()
     applied: int = -1
     history: bytes = b""
     ledger: m.LedgerState = _NO_LEDGER
@@ -89,6 +97,7 @@ class Picture:
     offered_state: bool = False
     wanted_image: int | None = None
     offered_work: bool = False
+    inherited: bool = False
 
 
 @dataclass(slots=True)
@@ -142,6 +151,9 @@ class Driver:
         self._bounds = (MAX_STATE_BYTES, 0)  # of the largest state, and elements of the flat gradient
         self._caught_again_s = -math.inf
         self._bar = Bar()
+        self._inheritance = Inheritance()
+        self._handed: io.Handed | None = None
+        self._latest: _OpenRound | None = None  # that this worker has submitted to
         self._progress = 0
         self._inside = False  # the trainer waits in one of our calls
         self._busy = False  # it is in a long computation that it has announced
@@ -221,11 +233,41 @@ class Driver:
         if not collectives:
             return RoundOutcome(committed=False, skip=False)
         with self._changed:
-            self._open = mine
+            self._open = self._latest = mine
         self.command(io.Submit(round_id, collectives))
         self.wait(lambda _: mine.outcome is not None)
         assert mine.outcome is not None
         return mine.outcome
+
+    def settle(self, timeout_s: float) -> RoundOutcome | None:
+        """How the latest round ended that this worker submitted to; None: it has not, in that time.
+
+        For whoever was interrupted while it waited in `run_round`, and leaves.  Unless it has voted YES it
+        votes NO now: others may be in the middle of a long computation.
+        """
+        latest = self._latest
+        if latest is not None:
+            self.command(io.Withdraw())
+            self.wait(lambda _: latest.outcome is not None, timeout_s)
+        return latest.outcome if latest is not None else None
+
+    def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> io.Handed | None:
+        """Give this worker's residual to another one; None: nobody answered.  No step can follow."""
+        self.command(io.HandOn(pieces))
+        self.wait(lambda _: self._handed is not None, timeout_s)
+        return self._handed
+
+    def allow_residual(self, n: int) -> None:
+        """The length of this worker's residual, which another one's may be added to."""
+        with self._changed:
+            self._inheritance.allow(n)
+
+    def take_inheritance(self) -> list[tuple[m.PeerId, Sparse]]:
+        """What members that have left have handed over: to be added to this worker's residual now."""
+        with self._changed:
+            counting, self._inheritance.counting = self._inheritance.counting, []
+        self._transport.wake()  # the picture has to change
+        return counting
 
     def mean(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
         """The group's average of `value`; None if the generation ended, or nobody answered in time."""
@@ -290,6 +332,11 @@ class Driver:
         """The trainer is legitimately busy (an evaluation) and counts as making progress."""
         with self._changed:
             self._busy = inside
+
+    @property
+    def me(self) -> m.PeerId:
+        """This worker's key."""
+        return self._transport.me
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
@@ -471,7 +518,7 @@ class Driver:
             except RemoteProtocolError as error:
                 if self._open is not None:
                     self._open.spoilt = True  # else what was refused would be sent on, or missed in the sum
-                culprit = effect.peer if isinstance(effect, io.Fill | io.TakeBlock | io.Feed) else None
+                culprit = effect.peer if isinstance(effect, FROM_PEERS) else None
                 event = io.Broke(str(error)) if culprit is None else io.Offence(culprit, error.reason)
                 queue.extend(self._core.handle(event, time.monotonic()))
                 self._acquaintances.replace(self._core.acquaintances)
@@ -523,6 +570,20 @@ class Driver:
                 with self._changed:
                     self._progress += 1
                     self._intake.take(block)
+            case io.TakePiece(peer, piece, world_size):
+                with self._changed:
+                    self._progress += 1
+                    whole = self._inheritance.take(peer, piece, world_size)
+                return self._core.handle(io.Inherited(peer), time.monotonic()) if whole else []
+            case io.Inherit(peer):
+                with self._changed:
+                    self._inheritance.count(peer)
+            case io.Forget(peer):
+                self._inheritance.forget(peer)
+            case io.Handed():
+                with self._changed:
+                    self._handed = effect
+                    self._changed.notify_all()
             case io.Stop(error):
                 raise error
             case io.Note(event, fields):
@@ -656,6 +717,7 @@ class Driver:
             open_round=open_round,
             spans=spans,
             total_samples=total,
+            shares=seat.shares if seat is not None else (),
             applied=here.applied,
             history=here.history,
             ledger=here.ledger,
@@ -665,6 +727,7 @@ class Driver:
             offered_state=self._intake.complete_for(here.generation) and not here.synced and may_load,
             wanted_image=self._donating.wanted,
             offered_work=self._following is not None and self._following.has_work,
+            inherited=bool(self._inheritance.counting),
         )
         with self._changed:
             if picture == self._picture and not self._ended:

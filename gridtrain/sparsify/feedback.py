@@ -127,6 +127,20 @@ class ErrorFeedback:
         if prepared.new_u_N is not None:
             self._u_N, self._spare_u_N = prepared.new_u_N, self._u_N
 
+    def absorb(
+        self, indices_K: npt.NDArray[np.int64], values_K: npt.NDArray[np.float32], limit: float
+    ) -> bool:
+        """Add another worker's residual to the committed one, between two rounds: all of it or nothing.
+
+        Returns False, and changes nothing, if a sum is beyond `limit`: this worker could not send it.
+        """
+        where = torch.from_numpy(indices_K).to(self._residual_N.device, torch.int64)
+        summed_K = self._residual_N[where] + _like(values_K, self._residual_N)
+        if not bool((summed_K.abs() <= limit).all()):
+            return False
+        self._residual_N.index_copy_(0, where, summed_K)
+        return True
+
     def state(self) -> dict[str, Tensor]:
         """Copies of the committed state, kept apart from the optimizer's: every worker has its own."""
         state = {"residual": self._residual_N.cpu().clone()}

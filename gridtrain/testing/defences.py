@@ -170,6 +170,13 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("state-block", "_check_block", _nothing, "a block of another size than the table makes"),
         ("state-asks", "_asks_too_often", _no, "60 bytes, again and again, each answered with the model"),
     ],
+    "gridtrain.runtime.handover": [
+        ("residual-size", "_check_total", _nothing, "a residual of more pieces than the model makes"),
+        ("residual-values", "_check_values", _nothing, "values that keep the heir from ever sending again"),
+    ],
+    "gridtrain.protocol.handover": [
+        ("heir", "_check_heir", _nothing, "any member fills any other with residuals"),
+    ],
     "gridtrain.protocol.collective": [
         ("turn", "_is_due", _yes, "a payload twice, or of a rank whose turn it is not"),
     ],

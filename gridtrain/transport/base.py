@@ -154,7 +154,7 @@ class Transport(Protocol):
         queue is full; the caller treats either as a failed edge.  Buffers in the message must not
         be written to until the round they belong to is over.
 
-        Order: bulk (Data, StateBlock) arrives in the order sent, and so does everything else, but
+        Order: bulk (Data, StateBlock, HandOver) arrives in the order sent, and so does everything else, but
         the latter may overtake bulk.  After a `PeerDown` what was queued or in flight may be lost."""
         ...
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
+import zmq.utils.garbage  # now: its end at exit must come after that of a grid, which still sends then
 
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import PeerId

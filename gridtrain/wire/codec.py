@@ -4,7 +4,7 @@ Decides whether frames from a peer are a message, by `schema`, before anyone els
 Copies no payload, keeps no state, and touches no socket.
 
     frame 0   msgpack array [code, field, field, ...]     at most 64 KiB
-    frame 1   the payload, of Data, StateBlock and StatusReply alone, at most 64 MiB
+    frame 1   the payload, of Data, StateBlock, HandOver and StatusReply alone, at most 64 MiB
 
 What `decode` does, in order: count the frames, measure them, parse the header with every limit of
 msgpack set, look up the code, check each field.  Its only error is `RemoteProtocolError`; the only

@@ -33,6 +33,9 @@ MAX_BLOCK_BYTES = 1 << 20
 MAX_BLOCKS = 1 << 16
 """Of a state: 64 GiB.  What a joiner really takes is bounded by its own model (`runtime.statefeed`)."""
 
+MAX_PIECES = 16
+"""Of a residual that is handed over: 16 MiB, which is within a window of credit."""
+
 # -- leaves ----------------------------------------------------------------------------------------
 
 UINT = Int("uint", 0, 2**63 - 1, "an integer 0 .. 2^63-1 (what SQLite holds)")
@@ -80,6 +83,13 @@ def _block_is_one_of(block: m.StateBlock) -> str | None:
 
 def _block_is_small(block: m.ImageBlock) -> str | None:
     nbytes = memoryview(block.payload).nbytes
+    return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
+
+
+def _piece_is_one_of(piece: m.HandOver) -> str | None:
+    if not piece.index < piece.total <= MAX_PIECES:
+        return f"piece {piece.index} of {piece.total}, must be below that, and that at most {MAX_PIECES}"
+    nbytes = memoryview(piece.payload).nbytes
     return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
 
 
@@ -210,6 +220,19 @@ MESSAGES: dict[int, Record] = {
     76: Record(m.NoImage, reason=REASON),
     77: Record(m.Fingerprint, term=UINT, generation=UINT, step=UINT, digest=DIGEST),
     78: Record(m.Drifted, term=UINT, generation=UINT, step=UINT),
+    # of a member that leaves, to another one
+    63: Record(
+        m.HandOver,
+        _piece_is_one_of,
+        term=UINT,
+        generation=UINT,
+        applied=APPLIED,
+        history=DIGEST,
+        index=COUNT,
+        total=POSITIVE,
+        payload=FRAME,
+    ),
+    64: Record(m.TakenOver, term=UINT, generation=UINT, taken=FLAG, reason=REASON),
     # to and from a relay
     60: Record(m.Relay, to=PEER, payload=FRAME),
     61: Record(m.Relayed, origin=PEER, payload=FRAME),

@@ -111,6 +111,9 @@ def test_sigterm_is_a_departure_and_the_rest_goes_on(new_group) -> None:
         ends = group.finish()
 
         assert clara.code == STOPPED
+        assert "(100.0 %) handed over: " in clara.said(), "what it had not sent"
+        heirs = [program for program in group.workers.values() if "added to this worker's" in program.said()]
+        assert len(heirs) == 1 and clara not in heirs
     leaver, *others = group.events("left")
     assert leaver["name"] == "clara" and len(others) == 2, "these when the run is finished"
     assert not group.events("lost")

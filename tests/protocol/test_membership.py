@@ -291,3 +291,83 @@ def test_who_votes_no_in_three_generations_goes_and_who_does_so_once_stays() -> 
     members = (A, B, C)
     assert [stall(run, members, B), stall(run, members, C), stall(run, members, C)] == [[]] * 3
     assert stall(run, members, C) == [C]
+
+
+# -- shares that follow measured speed ---------------------------------------------------------------
+
+
+class Sharers(Run):
+    """Workers of a run with a global batch, that compute what the roster says, at a speed of their own."""
+
+    def __init__(self, speeds: dict[m.PeerId, float], whole: int, most: dict[m.PeerId, int]) -> None:
+        self.speeds, self.whole, self.most = speeds, whole, most
+        self.told = {peer: (0.0, 0.0) for peer in speeds}
+        super().__init__(*speeds)
+
+    def join(self, peer: m.PeerId, *, reachable: bool = True) -> list[Effect]:
+        address = "memory://" + peer[:1].decode()
+        self.say(peer, m.Join("r", peer[:1].decode(), address))
+        self.hear(CalledBack(peer, address))
+        spec = m.LedgerSpec(100_000, 0, epochs=1)
+        self.say(peer, m.Setup((("model", "tiny"),), spec, self.most.get(peer, 0), self.whole))
+        return self.say(peer, m.Links(()))
+
+    @property
+    def shares(self) -> dict[m.PeerId, int]:
+        return {member.peer: member.share for member in self.core._roster}
+
+    def compute(self, beats: int) -> list[Effect]:
+        """All effects of so many beats of each."""
+        effects = []
+        for number in range(beats):
+            for peer, share in self.shares.items():
+                samples, seconds_s = self.told[peer]
+                self.told[peer] = samples + share, seconds_s + share / self.speeds[peer]
+                figures = (("computed_samples", self.told[peer][0]), ("computed_s", self.told[peer][1]))
+                effects += self.say(peer, m.Beat(number, 0, int(self.now_s), figures))
+        return effects
+
+
+def freezes(effects: list[Effect]) -> list[str]:
+    return sorted(
+        {e.message.reason for e in effects if isinstance(e, Send) and isinstance(e.message, m.Freeze)}
+    )
+
+
+def test_shares_follow_the_speed_that_beats_tell() -> None:
+    run = Sharers({A: 40.0, B: 10.0, C: 10.0}, 60, {})
+    assert run.shares == {A: 20, B: 20, C: 20}
+    began_s = run.now_s
+    effects = run.compute(30)
+    assert freezes(effects) == ["shares by measured speed make the computing of a step 2.00 times as fast"]
+    assert run.now_s - began_s >= 30.0, "not before some tens of seconds have passed"
+    for peer in (A, B, C):
+        run.report(peer)
+    assert run.core.generation == 2 and run.shares == {A: 40, B: 10, C: 10}
+    assert run.core.snapshot(0.0)["plan_reason"].endswith(
+        "60 samples shared by measured speed: a 40 (40/s), b 10 (10/s), c 10 (10/s)"
+    )
+    run.start(A, B, C)
+    assert freezes(run.compute(60)) == [], "there is nothing left to gain"
+
+
+def test_a_small_gain_is_worth_no_generation() -> None:
+    run = Sharers({A: 11.0, B: 10.0, C: 10.0}, 600, {})
+    assert freezes(run.compute(60)) == []
+
+
+def test_what_fits_a_worker_bounds_its_share() -> None:
+    run = Sharers({A: 40.0, B: 10.0, C: 10.0}, 60, {A: 30})
+    assert freezes(run.compute(30))
+    for peer in (A, B, C):
+        run.report(peer)
+    assert run.shares == {A: 30, B: 15, C: 15}
+
+
+def test_whoever_joins_is_dealt_the_median_of_the_others() -> None:
+    run = Sharers({A: 30.0, B: 10.0}, 60, {})
+    run.speeds[C] = 20.0
+    run.compute(10)
+    run.join(C)
+    run.report(A), run.report(B)
+    assert run.shares == {A: 30, B: 10, C: 20}

@@ -147,3 +147,35 @@ def test_a_state_of_another_format_is_refused(tmp_path: Path) -> None:
     (path / "state.json").write_text(json.dumps(body | {"format": 99}))
     with pytest.raises(ConfigError, match="it has format 99, this gridtrain reads 1"):
         checkpoint.read(path)
+
+
+def test_the_ledger_is_in_the_checkpoint_and_every_sample_counts_once_over_a_restart(tmp_path: Path) -> None:
+    """Two workers write down where they are in the data; three go on from there, with other shares."""
+    counted: list[tuple[int, list[int]]] = []
+
+    def work(grid: gridtrain.Grid, until: int) -> dict[str, Any]:
+        model = nn.Linear(2, 1)
+        optimizer = grid.optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.001), model, exchange=gridtrain.Dense()
+        )
+        numbers = [(x, number) for number, (x, _) in enumerate(DATA)]
+        for x, indices in grid.batches(numbers, global_batch_size=6, epochs=3):
+            step = grid.step
+            grid._checkpoints.wait()
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counted.append((step, indices.tolist()))
+            if grid.step == until:
+                break
+        return {}
+
+    run(tmp_path, 2, lambda grid: work(grid, until=7))
+    held = checkpoint.read(tmp_path / "worker-0" / "step-00000006").held
+    assert (held.ledger.step, held.ledger.consumed, held.ledger.cursor) == (6, 36, 36)
+    undone = [entry for entry in counted if entry[0] >= 6]
+    assert sum(len(indices) for _, indices in undone) == 6, "step 6, which nobody had written down"
+    counted[:] = [entry for entry in counted if entry[0] < 6]
+    run(tmp_path, 3, lambda grid: work(grid, until=-1))
+    taken = sorted(index for _, indices in counted for index in indices)
+    assert taken == sorted(list(range(len(DATA))) * 3)

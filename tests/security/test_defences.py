@@ -18,11 +18,13 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import MOST_STALE, Attempts, Seat
 from gridtrain.protocol.collective import AddSlice, Arrived, Source
+from gridtrain.protocol.handover import Handover
 from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import MeanKnown
 from gridtrain.protocol.ring import Ring
 from gridtrain.protocol.round import Decided, DecisionCame, Prepared, Round, VoteCame
 from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.runtime.handover import Inheritance
 from gridtrain.runtime.statefeed import MAX_ASKS, StateIntake, StateOutlet, cut
 from gridtrain.testing.defences import DEFENCES, without
 from gridtrain.wire.codec import MAX_PAYLOAD_BYTES, decode
@@ -286,7 +288,34 @@ def numbers_for_steps_that_never_come() -> Any:
     return len(root._asked) > 1000 or None
 
 
+# -- a residual that is handed over --------------------------------------------------------------------
+
+
+def handed_over(payload: bytes, total: int = 1) -> Any:
+    heir = Inheritance()
+    heir.allow(N)
+    taken = heir.take(C, m.HandOver(1, 5, 6, b"", 0, total, payload), 3)
+    return taken or heir._arriving or None
+
+
+def a_residual_larger_than_the_model() -> Any:
+    return handed_over(bytes(1 << 20), total=16)
+
+
+def a_residual_too_large_to_travel() -> Any:
+    return handed_over(encode(np.array([3]), floats(2.0**127), n=N, kind=ValueKind.FP32))
+
+
+def a_residual_from_afar() -> Any:
+    """Of four, rank 0 gives to rank 2, which is no neighbour."""
+    four = (*ROSTER, m.Member(b"d" * 32, "", "", 1, False))
+    return Handover().piece(Seat(C, 1, 5, four), A, m.HandOver(1, 5, 6, b"", 0, 1, b""), 6, True)
+
+
 ATTACKS: dict[str, Callable[[], Any]] = {
+    "residual-size": a_residual_larger_than_the_model,
+    "residual-values": a_residual_too_large_to_travel,
+    "heir": a_residual_from_afar,
     "frame-count": frames_that_nobody_measures,
     "frame-size": a_payload_of_65_mib,
     "parse-limits": a_map_is_built,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, get_args
 
 import hypothesis
@@ -31,6 +32,7 @@ PUT_RIGHT: dict[type, Callable[[Any], Any]] = {
     m.Span: lambda s: m.Span(min(s.start, s.stop), max(s.start, s.stop)),
     m.LedgerSpec: lambda s: m.LedgerSpec(s.size, s.seed, s.epochs, 7 if s.epochs is None else None),
     m.Roster: lambda r: m.Roster(r.term, r.generation, *_of(r.page, r.pages, 256), r.members),
+    m.HandOver: lambda h: replace(h, **dict(zip(("index", "total"), _of(h.index, h.total, 16), strict=True))),
     m.StateBlock: lambda b: m.StateBlock(b.term, b.generation, *_of(b.index, b.total, 65536), b.payload),
 }
 

@@ -45,7 +45,10 @@ PAYLOADS = tuple(
     for count in range(K + 1)
 )
 EDGES = (ring.neighbours, allgather.neighbours, gtopk.neighbours)
-OF_MEMBERS = (m.Data, m.Vote, m.Decision, m.Progress, m.MeanAsk, m.MeanTell, m.StateRequest, m.StateBlock)
+OF_MEMBERS = (
+    *(m.Data, m.Vote, m.Decision, m.Progress, m.MeanAsk, m.MeanTell, m.StateRequest, m.StateBlock),
+    *(m.HandOver, m.TakenOver),
+)
 OF_COORDINATOR = (
     *(m.Welcome, m.Rejoin, m.Refused, m.Reach, m.Expect, m.Admitted, m.Freeze, m.Roster, m.View, m.Start),
     *(m.RunState, m.BeatReply),

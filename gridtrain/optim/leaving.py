@@ -1,0 +1,138 @@
+"""What becomes of a residual when its worker leaves, and when it comes back.
+
+Decides what is handed over, what is written down, and whether what was written down still fits the run
+(docs/decisions/0016).  Never decides who takes it over: that is `protocol.handover`.
+
+    leave after step s     largest entries --> a neighbour        (it has them: never read back)
+                           the rest --------> <folder>/left       (applied, history, facts)
+    come back              the run is still after step s, with the same history: added, and the file removed
+                           otherwise: removed, and counted as lost
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from gridtrain.optim.checkpoint import RESIDUAL_FILE, step_folder
+from gridtrain.optim.wrapper import GridOptimizer
+from gridtrain.runtime import handover
+from gridtrain.runtime.api import GroupSession
+
+log = logging.getLogger("gridtrain")
+
+Facts = tuple[tuple[str, str], ...]
+FOLDER = "left"
+MAX_NOTE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A residual as it was after step `applied` of a run with this history."""
+
+    applied: int
+    history: bytes
+    residual_N: npt.NDArray[np.float32]
+
+
+def hand_over(
+    session: GroupSession, wrapped: GridOptimizer, budget_bytes: int, folder: Path | None, facts: Facts
+) -> None:
+    """To be called once, when this worker leaves a run that goes on: nobody else could send its residual.
+
+    Args:
+        folder: of the checkpoints; None: nothing is written down.
+    """
+    until_s = time.monotonic() + session.config.deadlines.handover_s
+    residual_N = wrapped.surrender(lambda: session.settle(until_s - time.monotonic()))
+    if residual_N is None:
+        if wrapped.residual_size:
+            log.warning("this worker's residual is lost: its last step was cut off in the middle")
+        return
+    if not residual_N.any():
+        return
+    picture = session.picture
+    chosen = handover.choose(residual_N, budget_bytes, max(1, picture.world_size))
+    taken: bool | None = False
+    text = "nobody else is there"
+    if chosen.entries and picture.world_size > 1 and not picture.finished:
+        taken, text = session.hand_on(handover.cut(chosen.payload), until_s - time.monotonic())
+    share = chosen.mass / chosen.whole_mass if taken else 0.0
+    session.note({"handed_over_mass": chosen.mass if taken else 0.0, "handed_over_share": share})
+    log.warning(
+        "%.3g of the residual's mass %.3g (%.1f %%) handed over: %s",
+        chosen.mass if taken else 0.0,
+        chosen.whole_mass,
+        100 * share,
+        f"{chosen.entries} entries to {text}" if taken else text,
+    )
+    if folder is not None:
+        # An heir that has not answered may have everything all the same: it must not come back from here.
+        rest_N = residual_N if taken is False else chosen.rest_N
+        put_down(
+            folder, facts, Left(picture.applied, picture.history, rest_N) if rest_N is not None else None
+        )
+        if taken is not False:
+            void(folder, picture.applied + 1)
+
+
+def put_down(folder: Path, facts: Facts, left: Left | None) -> None:
+    """Write down what a worker that leaves still holds; None: nothing.  A full disk is logged."""
+    path, partial = folder / FOLDER, folder / f".{FOLDER}.partial"
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        if left is None:
+            return
+        partial.mkdir(parents=True)
+        note = {"applied": left.applied, "history": left.history.hex(), "facts": [list(f) for f in facts]}
+        tensors = {"residual": torch.from_numpy(left.residual_N)}
+        (partial / "residual.safetensors").write_bytes(safetensors.torch.save(tensors))
+        (partial / "note.json").write_text(json.dumps(note))
+        os.rename(partial, path)
+    except OSError as error:
+        log.error("the residual of this worker is not written down: %s", error)
+
+
+def pick_up(folder: Path, facts: Facts, n: int) -> Left | None:
+    """What this worker wrote down when it left; it is removed, so that nothing can be read back twice."""
+    path = folder / FOLDER
+    if not path.is_dir():
+        return None
+    try:
+        with (path / "note.json").open("rb") as file:
+            note = json.loads(file.read(MAX_NOTE_BYTES))
+        residual_N = safetensors.torch.load_file(path / "residual.safetensors")["residual"].numpy()
+        left = Left(int(note["applied"]), bytes.fromhex(note["history"]), residual_N)
+        same = [tuple(fact) for fact in note["facts"]] == list(facts)
+        if not same or residual_N.shape != (n,) or residual_N.dtype != np.float32:
+            raise ValueError("it is of another training")
+        if not np.isfinite(residual_N).all():
+            raise ValueError("it holds values that are not finite")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
+        log.warning("the residual in %s is not read back: %s", path, error)
+        left = None
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path)
+    if path.exists():
+        log.warning("the residual in %s cannot be removed, and is not read back", path)
+        return None
+    return left
+
+
+def void(folder: Path, step: int) -> None:
+    """Somebody else has the residual of this step: the checkpoint of the same step must not bring it back."""
+    with contextlib.suppress(OSError):
+        (step_folder(folder, step) / RESIDUAL_FILE).unlink()

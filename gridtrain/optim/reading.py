@@ -1,0 +1,185 @@
+"""From positions to batches, for data sets with an index and for those that can only be read from the front.
+
+Decides how a sample is found, and whether a data set can be read again with the same outcome.  Never decides
+who takes which position (`protocol.ledger`), nor when: `optim.prefetch` may ask long before.
+
+    spans of a step --MapReader-------> permutation of the pass, dataset[index] -----+
+                    --IterableReader--> read on from where the last one stopped -----+--> `accumulate` batches
+
+An `IterableReader` has to read past all the samples of the others: every worker reads the whole data set.
+What was re-queued, and a run that is resumed within a pass, costs reading from the pass's front again.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+from typing import Any, Protocol, TypeVar
+
+from torch.utils.data import IterableDataset
+
+from gridtrain.errors import ConfigError
+from gridtrain.optim import sampler
+from gridtrain.protocol.messages import LedgerSpec, Span
+
+MAX_OPEN = 2
+"""Passes that are read at a time: one, and one that begins or of which samples are re-queued."""
+
+Collate = Callable[[list[Any]], Any]
+Item = TypeVar("Item")
+
+
+class Reader(Protocol):
+    """Usable in another process, where it is a copy."""
+
+    def read(self, spans: Sequence[Span]) -> list[Any]:
+        """The batches of one step."""
+        ...
+
+
+def is_iterable(dataset: Any) -> bool:
+    """It can only be read from the front."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def measure(dataset: Any, length: int | None) -> tuple[int, str]:
+    """Samples of one pass, and a text that is equal on workers that have the same data.
+
+    Raises `ConfigError` for a data set that cannot be shared out.
+    """
+    if not is_iterable(dataset):
+        if length is not None:
+            raise ConfigError(
+                f"length={length} was given for a {type(dataset).__name__}, which has an index and a length",
+                remedy="leave length out",
+            )
+        return len(dataset) if hasattr(dataset, "__len__") else 0, sampler.dataset_digest(dataset)[0]
+    if length is None:
+        length = _own_length(dataset)
+    if length < 1:
+        raise ConfigError(
+            f"a pass over the {type(dataset).__name__} has {length} samples", remedy="it must have 1 at least"
+        )
+    return length, _iterable_text(dataset, length)
+
+
+def _own_length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except TypeError:
+        raise ConfigError(
+            f"the {type(dataset).__name__} does not say how many samples a pass over it has",
+            remedy="give grid.batches(..., length=...), the same on all workers",
+        ) from None
+
+
+def _iterable_text(dataset: Any, length: int) -> str:
+    with sampler.random_state_kept():
+        first, again = (_front_digest(dataset, length) for _ in range(2))
+    text = f"{length} samples a pass in the data set's own order"
+    if first != again:
+        raise ConfigError(
+            f"the {type(dataset).__name__} is not read twice alike: its first "
+            f"{min(length, sampler.DIGEST_SAMPLES)} samples differ from one reading to the next, so "
+            "positions mean nothing",
+            remedy="seed its shuffling and augmentation (by set_epoch, if passes are to differ), open its "
+            "source anew in __iter__, or use a data set with an index",
+        )
+    return f"{text}, digest {first.hex()[:12]}" if first else f"{text} (contents not compared)"
+
+
+def _front_digest(dataset: Any, length: int) -> bytes:
+    """Of the first samples of pass 0; b"" where their bits mean nothing to another process."""
+    total = hashlib.blake2b(digest_size=32)
+    for value in islice(_opened(dataset, 0), min(length, sampler.DIGEST_SAMPLES)):
+        digest = sampler.value_digest(value)
+        if digest is None:
+            return b""
+        total.update(digest)
+    return total.digest()
+
+
+def _opened(dataset: Any, pass_number: int) -> Iterator[Any]:
+    """Its samples in the pass; the first is read at once, as a generator looks at its pass only then.
+
+    Each reading has a copy with a pass number of its own, which one that goes on may look at later, too.
+    """
+    if hasattr(dataset, "set_epoch"):
+        dataset = copy.copy(dataset)
+        dataset.set_epoch(pass_number)
+    samples = iter(dataset)
+    first = list(islice(samples, 1))
+
+    def all_of_them() -> Iterator[Any]:
+        yield from first
+        yield from samples
+
+    return all_of_them()
+
+
+def parts(items: Sequence[Item], count: int) -> list[list[Item]]:
+    """`count` near-equal micro-batches; where there are fewer samples than that, some come twice."""
+    cuts = pairwise([len(items) * part // count for part in range(count + 1)])
+    return [list(items[start:stop]) or [items[start % len(items)]] for start, stop in cuts]
+
+
+class MapReader:
+    """Of a data set with an index: every pass in an order of its own."""
+
+    def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
+        self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
+
+    def read(self, spans: Sequence[Span]) -> list[Any]:
+        indices = sampler.sample_indices(self._spec, spans)
+        return [
+            sampler.fetch(self._dataset, part, self._collate) for part in parts(indices, self._accumulate)
+        ]
+
+
+class IterableReader:
+    """Of a data set that is read from the front: in its own order."""
+
+    def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
+        self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
+        self._open: list[_Pass] = []  # the latest used last
+        self._latest: tuple[Sequence[Span], list[Any]] = ((), [])
+
+    def read(self, spans: Sequence[Span]) -> list[Any]:
+        if spans != self._latest[0]:  # a stand-in is what was read last
+            samples: list[Any] = []
+            for span in spans:
+                number, offset = divmod(span.start, self._spec.size)
+                samples += self._pass(number, offset).take(offset, span.stop - span.start)
+            self._latest = spans, samples
+        return [self._collate(part) for part in parts(self._latest[1], self._accumulate)]
+
+    def _pass(self, number: int, offset: int) -> _Pass:
+        found = [p for p in self._open if p.number == number and p.offset <= offset]
+        fresh = None if found else _Pass(self._dataset, self._spec.size, number)
+        chosen = fresh or max(found, key=lambda p: p.offset)
+        others = [p for p in self._open if p is not chosen]
+        self._open = [*others[1 - MAX_OPEN :], chosen]
+        return chosen
+
+
+class _Pass:
+    """One reading of the data set; `offset` samples of it are gone."""
+
+    def __init__(self, dataset: Any, size: int, number: int) -> None:
+        self.number, self.offset = number, 0
+        self._size, self._samples = size, _opened(dataset, number)
+
+    def take(self, offset: int, count: int) -> list[Any]:
+        """Samples offset .. offset + count of the pass."""
+        skipped = sum(1 for _ in islice(self._samples, offset - self.offset))
+        taken = list(islice(self._samples, count))
+        got = self.offset + skipped + len(taken)
+        if got < offset + count:
+            raise ConfigError(
+                f"the data set ended after {got} samples of pass {self.number}, but a pass has {self._size}",
+                remedy="give grid.batches the true length=, the same on all workers",
+            )
+        self.offset = offset + count
+        return taken

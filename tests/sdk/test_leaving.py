@@ -1,0 +1,283 @@
+"""Who leaves hands on what it has not sent: nothing of any gradient is lost, and nothing counts twice.
+
+All numbers are whole over a power of two, so that every sum is exact.
+
+worker-0   residual a ........................ a + b, from the next step on .... the end
+worker-1   residual b, leaves --HandOver(b)---^
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.config import Deadlines
+from gridtrain.optim import leaving
+from gridtrain.runtime import handover
+from gridtrain.transport.memory import Fault, FaultPlan
+
+SIZE, WIDE, STEPS, LEAVES = 64, 32, 24, 9
+DATA = [
+    torch.randint(-8, 9, (WIDE,), generator=torch.Generator().manual_seed(i)).float() for i in range(SIZE)
+]
+QUICK = Deadlines(
+    beat_s=0.05,
+    settle_s=0.02,
+    probe_s=0.2,
+    generation_gap_s=0.02,
+    connect_s=5.0,
+    handover_s=15.0,
+    regreet_s=0.1,
+)
+EXCHANGES = [
+    gridtrain.TopK(density=0.1, values="fp32"),
+    gridtrain.GTopK(density=0.1, values="fp32"),
+    gridtrain.GTopK(density=0.1, momentum=0.5, values="fp32"),
+]
+
+
+class Books:
+    """Sums over the run: of what was contributed, by worker, and of what was applied."""
+
+    def __init__(self) -> None:
+        self.contributed: dict[int, np.ndarray] = {}
+        self.applied = np.zeros(WIDE)
+        self.residuals: dict[int, np.ndarray] = {}
+        self.commits: Counter[int] = Counter()
+
+    def keep(self, optimizer: gridtrain.GridOptimizer, number: int) -> None:
+        feedback = optimizer._exchanger.feedback
+        prepare, commit = feedback.prepare, optimizer._exchanger.commit
+        self.contributed[number] = np.zeros(WIDE)
+        latest: dict[str, Any] = {}
+
+        def preparing(contribution_N: torch.Tensor, *rest: Any) -> Any:
+            prepared = prepare(contribution_N, *rest)
+            added_N = contribution_N if prepared.new_u_N is None else feedback.u_N * 0.5 + contribution_N
+            latest["added"] = added_N.double().numpy().copy()
+            return prepared
+
+        def committing(attempt: Any) -> Any:
+            update = commit(attempt)
+            self.contributed[number] += latest["added"]
+            self.commits[number] += 1
+            if number == 0:
+                np.add.at(self.applied, update.indices, update.values)
+            return update
+
+        feedback.prepare, optimizer._exchanger.commit = preparing, committing
+
+    def open_sum(self) -> np.ndarray:
+        """Contributed, and neither applied nor in a residual of those that are still there."""
+        return sum(self.contributed.values()) - self.applied - sum(self.residuals.values())
+
+
+def training(books: Books, exchange: Any, stop: Any) -> Any:
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        model = nn.Linear(WIDE, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=2.0**-10)
+        optimizer = grid.optimizer(inner, model, exchange=exchange)
+        books.keep(optimizer, number)
+        for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            if number == 1 and grid.step == LEAVES and stop(grid, optimizer):
+                break
+            if number == 0 and grid.step == LEAVES and stop is while_the_other_computes:
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 1, 10.0)
+            optimizer.step()
+        if grid.finished:
+            books.residuals[number] = optimizer.residual_state()["residual"].double().numpy()
+        return grid.step
+
+    return train
+
+
+def before_the_step(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
+    return True
+
+
+def while_the_other_computes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
+    """Ctrl-C comes when this worker has submitted its part, and the other one is in a long computation."""
+    return in_the_middle_of_a_round(grid, optimizer, committed=False)
+
+
+def in_the_middle_of_a_round(
+    grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer, *, committed: bool = True
+) -> bool:
+    """Ctrl-C comes when the round has been committed, and the training thread has not heard of it."""
+    driver = grid._session._driver
+    wait = driver.wait
+
+    def interrupted(*args: Any) -> Any:
+        latest = driver._latest
+        if latest is not None and latest.id.step == LEAVES:
+            driver.wait = wait
+            if committed:
+                wait(lambda _: latest.outcome is not None, 10.0)
+            raise KeyboardInterrupt
+        return wait(*args)
+
+    driver.wait = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("stop", [before_the_step, in_the_middle_of_a_round, while_the_other_computes])
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
+def test_nothing_is_lost_and_nothing_counts_twice(
+    new_group: Any, exchange: Any, stop: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    books = Books()
+    with new_group(workers=2, deadlines=QUICK) as group:
+        for _ in range(2):
+            group.start(training(books, exchange, stop))
+        ended = [group.result(number) for number in range(2)]
+    assert ended[0] == STEPS, ended
+    assert ended[1] == LEAVES + (stop is in_the_middle_of_a_round), ended
+    assert books.commits[1] == LEAVES + (stop is in_the_middle_of_a_round), "what it was cut off from, too"
+    assert np.abs(books.contributed[1]).sum() > 0 and np.abs(books.residuals[0]).sum() > 0
+    if exchange.momentum:  # powers of it have too many bits for float32
+        assert np.abs(books.open_sum()).max() < 2.0**-18
+    else:
+        assert not books.open_sum().any(), "to the last bit"
+    handed = [r.message for r in caplog.records if "handed over" in r.message]
+    assert len(handed) == 1 and "(100.0 %) handed over: " in handed[0], caplog.text
+    assert sum("added to this worker's" in record.message for record in caplog.records) == 1
+
+
+def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = []
+    choose = handover.choose
+    monkeypatch.setattr(handover, "choose", lambda r, _, p: chosen.append(choose(r, 60, p)) or chosen[0])
+    books = Books()
+    with new_group(workers=2, deadlines=QUICK) as group:
+        for _ in range(2):
+            group.start(training(books, EXCHANGES[0], before_the_step))
+        assert group.result(0) == STEPS
+    assert np.array_equal(books.open_sum(), chosen[0].rest_N), "what is missing is what was reported"
+    assert 0 < chosen[0].mass < chosen[0].whole_mass
+    assert f"({100 * chosen[0].mass / chosen[0].whole_mass:.1f} %) handed over: " in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["HandOver", "TakenOver"])
+def test_an_heir_that_does_not_answer_costs_the_deadline_and_the_report(
+    new_group: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was sent may have arrived, so it is not kept either: lost, or added once, never twice."""
+    books = Books()
+    with new_group(workers=2, deadlines=replace(QUICK, handover_s=1.0)) as group:
+        group.hub.plan = FaultPlan(Fault("drop", kind=kind))
+        for _ in range(2):
+            group.start(training(books, EXCHANGES[0], before_the_step))
+        assert group.result(0) == STEPS
+    assert bool(books.open_sum().any()) == (kind == "HandOver"), "an answer that was lost changes nothing"
+    assert "handed over: no answer within" in caplog.text
+
+
+def test_all_leave_at_once_and_nobody_waits_long(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:
+    meet = threading.Barrier(2)
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = nn.Linear(WIDE, 1, bias=False)
+        optimizer = grid.optimizer(
+            torch.optim.SGD(model.parameters(), lr=2.0**-10), model, exchange=EXCHANGES[0]
+        )
+        for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            if grid.step == LEAVES:
+                meet.wait(10)
+                return
+            optimizer.step()
+
+    with new_group(workers=2, deadlines=QUICK) as group:
+        for _ in range(2):
+            group.start(train)
+        assert [group.result(number) for number in range(2)] == [None, None]
+
+
+# -- what stays on the disk ----------------------------------------------------------------------------
+
+FACTS = (("model", "tiny"), ("exchange", "TopK"))
+LEFT = leaving.Left(7, b"seven", np.array([0.0, 3.0, -1.5], np.float32))
+
+
+def test_what_was_put_down_is_picked_up_once(tmp_path: Path) -> None:
+    leaving.put_down(tmp_path, FACTS, LEFT)
+    found = leaving.pick_up(tmp_path, FACTS, 3)
+    assert found is not None and (found.applied, found.history) == (7, b"seven")
+    assert np.array_equal(found.residual_N, LEFT.residual_N)
+    assert leaving.pick_up(tmp_path, FACTS, 3) is None
+
+
+@pytest.mark.parametrize("what", ["other facts", "other size", "cut off", "not finite", "no note"])
+def test_what_does_not_fit_is_not_read_back(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = np.array([0.0, np.nan, 1.0], np.float32)
+    leaving.put_down(tmp_path, FACTS, leaving.Left(7, b"", bad) if what == "not finite" else LEFT)
+    path = tmp_path / leaving.FOLDER
+    if what == "cut off":
+        tensors = path / "residual.safetensors"
+        tensors.write_bytes(tensors.read_bytes()[:-1])
+    if what == "no note":
+        (path / "note.json").unlink()
+    facts = FACTS[:1] if what == "other facts" else FACTS
+    assert leaving.pick_up(tmp_path, facts, 4 if what == "other size" else 3) is None
+    assert "is not read back" in caplog.text and not path.exists()
+
+
+def alone(group: Any, folder: Path, until: int) -> tuple[list[np.ndarray], int]:
+    """One worker with checkpoints: its residual at the first turn and when it stops."""
+    seen: list[np.ndarray] = []
+    first = -1
+    with group.join("one", checkpoint_every=3, state_dir=str(folder), export_dir=str(folder)) as grid:
+        model = nn.Linear(WIDE, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = grid.optimizer(
+            torch.optim.SGD(model.parameters(), lr=2.0**-10), model, exchange=EXCHANGES[0]
+        )
+        for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
+            grid._checkpoints.wait()
+            if first < 0:
+                first = grid.step
+                seen.append(optimizer.residual_state()["residual"].numpy())
+            if grid.step == until:
+                break
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            optimizer.step()
+        seen.append(optimizer.residual_state()["residual"].numpy())
+    return seen, first
+
+
+@pytest.mark.parametrize(("until", "back"), [(6, True), (8, False)])
+def test_a_restarted_worker_reads_its_residual_back_if_the_run_is_where_it_left(
+    tmp_path: Path, until: int, back: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes on from the checkpoint of step 6.  What was left after step 8 is of another history."""
+    with gridtrain.runtime.local.LocalGroup(deadlines=QUICK) as group:
+        (_, left), _ = alone(group, tmp_path, until)
+    assert left.any() and (tmp_path / leaving.FOLDER).is_dir()
+    with gridtrain.runtime.local.LocalGroup(deadlines=QUICK) as group, caplog.at_level(logging.WARNING):
+        (found, _), first = alone(group, tmp_path, 7 if back else 6)
+    assert first == 6
+    assert np.array_equal(found, left) == back
+    if not back:
+        assert found.any(), "the checkpoint's own, which fits its step"
+    assert ("is read back" in caplog.text, "is lost" in caplog.text) == (back, not back)

@@ -1,0 +1,136 @@
+"""Every sample counts in exactly one committed step, however the samples are read and whoever comes and goes.
+
+worker-0   step 0 ....................................................... the end
+worker-1   step 0 ............ leaves after step 8
+worker-2   step 0 ......................... is killed in step 20
+worker-3                                comes at step 12 ............... the end
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import gridtrain
+from gridtrain.config import Deadlines
+from gridtrain.protocol.messages import RoundId
+
+SIZE, EPOCHS, LEAVES, COMES, DIES = 240, 3, 8, 12, 20
+QUICK = Deadlines(
+    beat_s=0.05,
+    settle_s=0.02,
+    probe_s=0.2,
+    generation_gap_s=0.02,
+    connect_s=5.0,
+    regreet_s=0.1,
+    silence_s=2.0,
+)
+
+
+class Points:
+    """(x, its own number), by index."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(index % 7), 1.0]), index
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, int]]):
+    """The same points from the front, in another order in each pass."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        points = Points()
+        return (points[(number * 7 + self.epoch) % SIZE] for number in range(SIZE))
+
+
+class Scene:
+    """What was brought into each attempt, and which attempts were committed."""
+
+    def __init__(self, group: Any, options: dict[str, Any]) -> None:
+        self.group, self.options = group, options
+        self.brought: dict[RoundId, list[int]] = defaultdict(list)
+        self.committed: set[RoundId] = set()
+        self.come, self.here, self.lock = threading.Event(), threading.Event(), threading.Lock()
+
+    def watch(self, grid: gridtrain.Grid, in_hand: list[int]) -> None:
+        session = grid._session
+        run = session.run
+
+        def watched(plan: Any, *rest: Any) -> Any:
+            round_id = session._turn.open_round
+            if plan.samples:
+                with self.lock:
+                    self.brought[round_id] += in_hand
+            outcome = run(plan, *rest)
+            if outcome.committed:
+                self.committed.add(round_id)
+            return outcome
+
+        session.run = watched
+
+    def train(self, grid: gridtrain.Grid, number: int) -> int:
+        model = nn.Linear(2, 1)
+        optimizer = grid.optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.001), model, exchange=gridtrain.Dense()
+        )
+        in_hand: list[int] = []
+        self.watch(grid, in_hand)
+        dataset = Stream() if self.options.get("length") else Points()
+        for x, indices in grid.batches(dataset, global_batch_size=12, epochs=EPOCHS, **self.options):
+            in_hand[:] = indices.tolist()
+            if number == 0 and grid.step == COMES and not self.come.is_set():
+                self.come.set()
+                assert self.here.wait(10)
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 3, 10.0)
+            if number == 2 and grid.step >= DIES:
+                self.group.hub.kill(self.group.keys[f"worker-{number}"])
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1 and grid.step > LEAVES:
+                break
+        return grid.step
+
+
+WAYS = {
+    "by index": {},
+    "by index, two processes read ahead": {"num_workers": 2},
+    "from the front": {"length": SIZE},
+    "from the front, a process reads ahead": {"length": SIZE, "num_workers": 1, "prefetch_factor": 3},
+}
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+def test_every_sample_counts_once(new_group: Any, options: dict[str, Any]) -> None:
+    with new_group(workers=3, deadlines=QUICK) as group:
+        scene = Scene(group, options)
+        for _ in range(3):
+            group.start(scene.train)
+        assert scene.come.wait(15), group.results
+        group.start(scene.train)
+        scene.here.set()
+        results = {number: group.result(number) for number in (0, 1, 3)}
+        generations = group.coordinator._core.generation
+        ledger = group.coordinator._core.snapshot(0.0)
+    last = max(round_id.step for round_id in scene.committed)
+    assert ledger["finished"] and results[0] == results[3] == last + 1, results
+    assert generations >= 4, "all, without 1, with 3, without 2"
+    steps = Counter(round_id.step for round_id in scene.committed)
+    assert set(steps.values()) == {1}, "a step is committed in one round"
+    taken = Counter(index for round_id in scene.committed for index in scene.brought[round_id])
+    assert taken == Counter({index: EPOCHS for index in range(SIZE)})

@@ -1,0 +1,119 @@
+"""Shares that follow what the workers show, and a result that does not depend on them.
+
+worker-0   1 ms a sample   22 of 64 -> 37      worker-1   2 ms   21 -> 18      worker-2   4 ms   21 -> 9
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.config import Deadlines
+from gridtrain.optim import sampler
+from gridtrain.protocol.messages import LedgerSpec, Span
+from gridtrain.protocol.sharing import SAMPLES_FIGURE, SECONDS_FIGURE
+from gridtrain.runtime.pace import Pace
+
+WHOLE, STEPS, SIZE = 64, 90, 640
+SOON = Deadlines(beat_s=0.02, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, connect_s=5.0, reshare_s=0.5)
+
+
+def data(integers: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    source = torch.Generator().manual_seed(3)
+    if integers:
+        values = torch.randint(-2, 3, (SIZE, 3), generator=source).float()
+        return [(row[:2], row[2:]) for row in values]
+    values = torch.randn(SIZE, 3, generator=source)
+    return [(row[:2], row[2:]) for row in values]
+
+
+def net() -> nn.Linear:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 0.25)
+    return model
+
+
+def loss_of(model: nn.Module, batch: Any, linear: bool) -> torch.Tensor:
+    """Linear: its gradients are means of the data, whole numbers over a power of two."""
+    inputs, targets = batch
+    error = model(inputs) - targets
+    return (error * targets).mean() if linear else error.square().mean()
+
+
+def alone(linear: bool) -> list[float]:
+    samples, model = data(linear), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
+    spec = LedgerSpec(SIZE, 0, steps=STEPS)
+    for step in range(STEPS):
+        indices = sampler.sample_indices(spec, [Span(step * WHOLE, (step + 1) * WHOLE)])
+        optimizer.zero_grad()
+        loss_of(model, sampler.fetch(samples, indices), linear).backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+
+def in_a_group(
+    new_group: Any, linear: bool, delay_s: Any, *, workers: int = 3
+) -> tuple[list[list[float]], list[dict[int, int]]]:
+    """Parameters at the end and share by step of each worker; prints the coordinator's reasons."""
+
+    def train(grid: gridtrain.Grid, number: int) -> tuple[list[float], dict[int, int]]:
+        model, taken = net(), {}
+        inner = torch.optim.SGD(model.parameters(), lr=2.0**-6)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        for batch in grid.batches(data(linear), global_batch_size=WHOLE, steps=STEPS):
+            taken[grid.step] = len(batch[0])
+            time.sleep(delay_s(number, len(batch[0])))  # the emulated computing itself
+            optimizer.zero_grad()
+            loss_of(model, batch, linear).backward()
+            optimizer.step()
+        return nn.utils.parameters_to_vector(model.parameters()).tolist(), taken
+
+    with new_group(workers=workers, deadlines=SOON) as group:
+        numbers = [group.start(train) for _ in range(workers)]
+        results = [group.result(number) for number in numbers]
+        plans = [e["plan"] for e in group.coordinator._core._events if e["event"] == "generation"]
+    assert all(isinstance(result, tuple) for result in results), results
+    print(*plans, sep="\n")
+    assert "even shares: no speed is measured yet" in plans[0]
+    assert f"{WHOLE} samples shared by measured speed: " in plans[1]
+    return [result[0] for result in results], [result[1] for result in results]
+
+
+def test_shares_follow_real_speeds_and_the_result_stays_that_of_one_process(new_group: Any) -> None:
+    slowness_s = (0.001, 0.002, 0.004)
+    parameters, taken = in_a_group(new_group, False, lambda number, count: slowness_s[number] * count)
+    assert parameters[0] == parameters[1] == parameters[2]
+    assert parameters[0] == pytest.approx(alone(False), abs=1e-5)
+    assert {sum(shares[step] for shares in taken) for step in range(STEPS)} == {WHOLE}
+    assert sorted(shares[0] for shares in taken) == [21, 21, 22]
+    wanted = [WHOLE * 4 / 7, WHOLE * 2 / 7, WHOLE * 1 / 7]
+    last = [shares[STEPS - 1] for shares in taken]
+    assert last == pytest.approx(wanted, rel=0.15), (
+        "within 15 % of proportional, at the latest after 90 steps"
+    )
+
+
+def test_the_result_is_exact_where_the_shares_are_powers_of_two(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 each, then 32, 16, 8 and 8, as the speeds are told to be; means over them do not round."""
+    speeds = {"worker-0": 4.0, "worker-1": 2.0, "worker-2": 1.0, "worker-3": 1.0}
+
+    def figures(pace: Pace) -> dict[str, float]:
+        samples = float(pace._samples)
+        return {SAMPLES_FIGURE: samples, SECONDS_FIGURE: samples / speeds[threading.current_thread().name]}
+
+    monkeypatch.setattr(Pace, "figures", figures)
+    parameters, taken = in_a_group(new_group, True, lambda number, count: 0.02, workers=4)
+    shares_of = [tuple(shares[step] for shares in taken) for step in range(STEPS)]
+    assert set(shares_of) == {(16, 16, 16, 16), (32, 16, 8, 8)}
+    assert shares_of == sorted(shares_of), "dealt anew once"
+    assert all(held == alone(True) for held in parameters), "to the last bit"
