@@ -37,7 +37,9 @@ MEMORY = ":memory:"
 APPLICATION_ID = 0x67726964  # "grid", so that another program's database is not taken for a journal
 BUSY_S = 1.0
 CHAIN_BYTES = 16
-DAMAGED_REMEDY = "start from a backup: --from-backup FOLDER with a new --state; or name a new folder with --state"
+DAMAGED_REMEDY = (
+    "start from a backup: --from-backup FOLDER with a new --state; or name a new folder with --state"
+)
 
 
 class JournalFull(JournalError):
@@ -171,8 +173,8 @@ class Store:
         self._chain = chain
         return [Entry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body, _ in rows]
 
-    def copy_to(self, path: Path) -> int:
-        """An exact copy at a moment, into the new 0600 file `path`, durable; the number of its last entry.
+    def copy_to(self, path: Path) -> tuple[int, int]:
+        """An exact copy at a moment, into the new 0600 file `path`; its term, and its last entry's number.
 
         SQLite's own online copy: what is in the journal's WAL is in it too.
 
@@ -182,13 +184,14 @@ class Store:
         with _explained(str(path)), contextlib.closing(_new_file(path)) as copy:
             self._connection.backup(copy)
             (last,) = copy.execute("SELECT max(id) FROM journal").fetchone()
+            (term,) = copy.execute("SELECT max(term) FROM terms").fetchone()
             copy.execute("PRAGMA journal_mode = DELETE")  # one file, that needs no other
-        return last or 0
+        return term or 0, last or 0
 
     # -- inside --------------------------------------------------------------------------------
 
     def _check(self, created: bool) -> None:
-        """Is this a journal that we may write to?  Changes nothing, so that a refused file stays as it was."""
+        """May we write to it?  Changes nothing, so that a file that is refused stays as it was."""
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
@@ -241,7 +244,9 @@ class Store:
         row_id = (last or 0) + 1
         self._chain = _link(self._chain, row_id, at, kind, text)
         line = (row_id, at, kind, text, self._chain)
-        self._connection.execute("INSERT INTO journal (id, at, kind, body, chain) VALUES (?, ?, ?, ?, ?)", line)
+        self._connection.execute(
+            "INSERT INTO journal (id, at, kind, body, chain) VALUES (?, ?, ?, ?, ?)", line
+        )
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

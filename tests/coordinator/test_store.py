@@ -202,7 +202,9 @@ def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytes
 
 def test_a_migration_that_fails_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store.open(path).close()
-    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, DOOR, CHAIN, MORE + "CREATE TABLE links (again);"])
+    monkeypatch.setattr(
+        module, "_migrations", lambda: [FIRST, DOOR, CHAIN, MORE + "CREATE TABLE links (again);"]
+    )
     with pytest.raises(JournalError):
         Store.open(path)
     monkeypatch.undo()
