@@ -49,8 +49,8 @@ class Standstill:
     def reason(self) -> str:
         """For `RunState` and `gridtrain status`."""
         return (
-            f"the coordinator decides nothing more, because {self.why}; whoever trains goes on until a member "
-            "is missing, and all goes on when there is room"
+            f"the coordinator decides nothing more, because {self.why}; whoever trains goes on until a "
+            "member is missing, and all goes on when there is room"
         )
 
     @property

@@ -132,7 +132,9 @@ class Store:
         """The coordinator's public key, as the journal holds it; None: it was not asked for yet."""
         with _explained(self._path):
             row = self._connection.execute("SELECT key FROM coordinator").fetchone()
-        return bytes(row[0]) if row is not None else None
+        if row is not None and not isinstance(row[0], bytes):
+            raise self._damaged("its key is none")
+        return row[0] if row is not None else None
 
     def _adopt(self, key: PeerId) -> None:
         with self._transaction():
@@ -171,7 +173,10 @@ class Store:
             if chained and written != chain:  # gridtrain once wrote none
                 raise self._damaged(f"entry {row_id} is not what was written")
         self._chain = chain
-        return [Entry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body, _ in rows]
+        try:
+            return [Entry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body, _ in rows]
+        except (ValueError, TypeError) as error:  # of a version without digests
+            raise self._damaged(f"an entry is no JSON: {error}") from None
 
     def copy_to(self, path: Path) -> tuple[int, int]:
         """An exact copy at a moment, into the new 0600 file `path`; its term, and its last entry's number.
@@ -265,7 +270,7 @@ class Store:
 
 def _link(before: bytes, row_id: int, at: str, kind: str, body: str) -> bytes:
     """The digest that goes with an entry: over the one before it and all of itself."""
-    text = "\0".join((str(row_id), at, kind, body)).encode()
+    text = f"{row_id}\0{at}\0{kind}\0{body}".encode(errors="surrogatepass")
     return hashlib.blake2b(before + text, digest_size=CHAIN_BYTES).digest()
 
 
@@ -302,6 +307,8 @@ def _explained(path: str) -> Iterator[None]:
     """SQLite's errors in words, with the next thing to do."""
     try:
         yield
+    except UnicodeDecodeError as error:  # of a name in a damaged schema
+        raise JournalError(f"the journal {path} is damaged ({error})", remedy=DAMAGED_REMEDY) from error
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
         known = next((text for prefix, text in _REMEDIES.items() if code.startswith(prefix)), None)

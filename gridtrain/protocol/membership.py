@@ -131,6 +131,7 @@ class Membership:
 
     def _take_up(self, recovered: Recovered) -> None:
         self.generation, self._reference = recovered.generation, recovered.reference
+        self._recall = Recall(frozenset(x.peer for x in recovered.roster), recovered.generation)
         self._reached = recovered.view.applied + 1 if recovered.view is not None else 0
         if recovered.finished:
             self.phase, self.reason = (
@@ -139,7 +140,6 @@ class Membership:
             )
         elif recovered.view is not None:
             self._roster, self._regathering, self._started = recovered.roster, True, recovered.started
-            self._recall = Recall(frozenset(x.peer for x in recovered.roster), recovered.generation)
             self._view = replace(recovered.view, term=self.term)
             self._making = _Making.FREEZING
             self._change = "the coordinator restarted"

@@ -25,7 +25,7 @@ Tale = tuple[int, tuple[tuple[m.PeerId, int], ...]]
 
 
 class Recall:
-    """See the module's text.  `known`, `generation`: the members that the journal names last, and in which."""
+    """See the module's text.  `known`: the members of the journal's last generation, `generation`."""
 
     def __init__(self, known: frozenset[m.PeerId] = frozenset(), generation: int = 0) -> None:
         self.known = known
