@@ -21,8 +21,8 @@ def export(checkpoint: Path, out: Path, step: int | None) -> None:
       gridtrain export ~/.local/state/gridtrain/default model.safetensors
       gridtrain export checkpoints/step-00000500 model.pt
 
-    CHECKPOINT_OR_STATE_DIR is one checkpoint, or a folder above some: a worker's --state-dir, or the run's state
-    directory.  A .pt file loads with torch.load(path, weights_only=True).
+    CHECKPOINT_OR_STATE_DIR is one checkpoint, or a folder above some: a worker's --state-dir, or the run's
+    state directory.  A .pt file loads with torch.load(path, weights_only=True).
     """
     try:
         from gridtrain.optim.export import export as export_model

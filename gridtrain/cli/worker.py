@@ -50,7 +50,7 @@ MAX_READ = 4096
     envvar="GRIDTRAIN_STATE_DIR",
     default="",
     metavar="FOLDER",
-    help="Where this worker's checkpoints go; one worker, one folder.  [default: under ~/.local/state/gridtrain]",
+    help="Where this worker's own checkpoints go.  [default: under ~/.local/state/gridtrain]",
 )
 @click.option(
     "--checkpoint-every",

@@ -103,12 +103,17 @@ Writer = Callable[[Mapping[str, Tensor], Path], None]
 def _writer(out: Path) -> Writer:
     match out.suffix:
         case ".safetensors":
-            return lambda tensors, path: safetensors.torch.save_file(dict(tensors), path)
+            return _write_safetensors
         case ".pt" | ".pth":
             return lambda tensors, path: torch.save(dict(tensors), path)
     raise ConfigError(
         f"{out.name} does not say which format it is to have", remedy="end its name in .safetensors or .pt"
     )
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """It refuses memory that two names share: a tied tensor is written under each of its names."""
+    safetensors.torch.save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
 
 
 def _put(tensors: Mapping[str, Tensor], out: Path, write: Writer) -> None:
