@@ -132,7 +132,7 @@ class Membership:
     def _take_up(self, recovered: Recovered) -> None:
         self.generation, self._reference = recovered.generation, recovered.reference
         self._recall = Recall(frozenset(x.peer for x in recovered.roster), recovered.generation)
-        self._reached = recovered.view.applied + 1 if recovered.view is not None else 0
+        self._reached = recovered.view.applied + 1 if recovered.view is not None else recovered.reached
         if recovered.finished:
             self.phase, self.reason = (
                 RunPhase.FINISHED,
@@ -525,6 +525,8 @@ class Membership:
         worker = self._workers.pop(peer, None)
         if worker is None:
             return [Dismiss(peer)] if dismiss else []
+        if peer in {member.peer for member in self._roster}:
+            self._reached = max(self._reached, worker.step)  # what a rollback is counted from
         left = reason.startswith("left") or self.phase is RunPhase.FINISHED
         level, event = ("info", "left") if left else ("warning", "lost")
         effects: list[Effect] = [Note(level, event, {"name": worker.name, "reason": reason})]
@@ -804,7 +806,7 @@ class Membership:
             "all workers that held the model are gone; the next ones begin from a checkpoint, or at step 0"
         )
         return [
-            Journal("state", {"state": str(self.phase), "reason": self.reason}),
+            Journal("state", {"state": str(self.phase), "reason": self.reason, "reached": self._reached}),
             Note("error", "waiting", {"reason": self.reason}),
             *(Send(peer, m.RunState(str(self.phase), self.reason)) for peer in self._workers),
         ]

@@ -6,6 +6,7 @@ Several arguments are several runs, one after the other: importing torch takes l
 Each line of stdout is one JSON object; `mark` names it, `exchange` the run:
 
     loaded    torch is imported; the gate, if there is one, is waited for, then the group is joined
+    begin     before the first batch: the global step, a digest of the parameters
     holding   the loop stands still before step `step`, until the gate opens
     round     an attempt at a step begins: `round` = [generation, step, attempt], `samples` in this batch
     outcome   of that attempt; `at_s` is the machine's monotonic clock
@@ -204,6 +205,8 @@ def train(options: Options) -> None:
     for x_BF, y_B, indices_B in grid.batches(
         Points(options.samples), **sizes, epochs=options.epochs, steps=options.steps
     ):
+        if not witness.batch:
+            say("begin", step=grid.step, parameters=digest_of(model.parameters()))
         if grid.step == options.held_step:
             with grid.evaluation():
                 say("holding", step=grid.step)
