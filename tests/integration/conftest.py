@@ -149,7 +149,7 @@ class Group:
     """See the module's text.
 
     `codes`: exit codes that workers may end with; `flags`: further ones of the coordinator; `state`: its
-    state folder, if it is another than the group's.
+    state folder, if it is another than the group's; `more_s`: for tests that wait long by design.
     """
 
     def __init__(
@@ -160,12 +160,13 @@ class Group:
         codes: frozenset[int] = frozenset({0}),
         flags: tuple[str, ...] = (),
         state: Path | None = None,
+        more_s: float = 0.0,
     ) -> None:
         self.folder = folder
         self.workers: dict[str, Program] = {}
         self._codes = codes
         self._changed = threading.Condition()
-        self._until_s = time.monotonic() + DEADLINE_S
+        self._until_s = time.monotonic() + DEADLINE_S + more_s
         self._gates: list[Gate] = []
         self._invitation = ""
         self._ends = ("--min-workers", str(min_workers), "--exit-when-finished")
@@ -204,9 +205,9 @@ class Group:
         address = self.address()
         self.former.append(self.coordinator)
         self.state = state or self.state
-        place = ("--listen", address, "--state", str(self.state), *flags)
+        place = ("--listen", address, "--state", str(self.state), *self._ends, *flags)
         self.coordinator = Program(
-            "coordinator", (*program, "coordinator", *place, *self._ends), self._changed, state=self.folder
+            "coordinator", (*program, "coordinator", *place), self._changed, state=self.folder
         )
         self._away = False
 
