@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -232,6 +233,9 @@ def test_stopped_and_resumed_with_another_number_of_workers(new_group) -> None:
             for name in ("anna", "bert")
         ]
         group.wait("step 24", lambda: all(worker.marked("holding") for worker in stopped))
+        for _ in range(20):  # until both have told of their steps; each question takes a process's start
+            if json.loads(group.operator("status", "--json"))["step"] == 24:
+                break
         for worker in stopped:
             worker.process.terminate()
         group.wait("the end of both", lambda: all(worker.code == STOPPED for worker in stopped))
