@@ -26,6 +26,7 @@ COMMANDS = {
     "kick": "Remove a member; it needs a new invitation.",
     "ban": "Remove a member and refuse its key.",
     "unban": "Lift a ban.",
+    "export": "Write a checkpoint's model as a plain file.",
     "demo": "Train a small model with four workers on this machine.",
 }
 

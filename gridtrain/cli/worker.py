@@ -46,6 +46,26 @@ MAX_READ = 4096
     help="Where the final model goes.",
 )
 @click.option(
+    "--state-dir",
+    envvar="GRIDTRAIN_STATE_DIR",
+    default="",
+    metavar="FOLDER",
+    help="Where this worker's own checkpoints go.  [default: under ~/.local/state/gridtrain]",
+)
+@click.option(
+    "--checkpoint-every",
+    envvar="GRIDTRAIN_CHECKPOINT_EVERY",
+    type=click.IntRange(min=0),
+    metavar="STEPS",
+    help="Steps between two checkpoints; 0: none.  [default: 500]",
+)
+@click.option(
+    "--checkpoint-keep",
+    envvar="GRIDTRAIN_CHECKPOINT_KEEP",
+    type=click.IntRange(min=1),
+    help="So many checkpoints stay.  [default: 2]",
+)
+@click.option(
     "--relay/--no-relay",
     default=True,
     show_default=True,
@@ -69,6 +89,9 @@ def worker(
     listen: str,
     advertise: str,
     export_dir: str,
+    state_dir: str,
+    checkpoint_every: int | None,
+    checkpoint_keep: int | None,
     relay: bool,
     unencrypted: bool,
     restarts: int,
@@ -96,6 +119,9 @@ def worker(
         upload_limit=upload_limit,
         download_limit=download_limit,
         export_dir=export_dir,
+        state_dir=state_dir,
+        checkpoint_every=checkpoint_every,
+        checkpoint_keep=checkpoint_keep,
         relay=relay,
         unencrypted=unencrypted,
         restarts=restarts,

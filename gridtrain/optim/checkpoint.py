@@ -121,7 +121,12 @@ class Checkpoints:
 
         A damaged one is skipped with a warning, and so is one of another model or other data.
         """
-        for path in reversed(_folders(self.folder)):
+        try:
+            folders = _folders(self.folder)
+        except OSError as error:
+            log.warning("checkpoints in %s cannot be looked at: %s", self.folder, error)
+            folders = []
+        for path in reversed(folders):
             try:
                 checkpoint = read(path)
             except ConfigError as error:

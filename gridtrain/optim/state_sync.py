@@ -118,14 +118,24 @@ def pack(
         "buffers": packer.pack(dict(_buffers(model)), "model"),
         "optimizer": packer.pack(optimizer.state_dict(), "optimizer"),
         "trackers": {name: packer.pack(item.state_dict(), name) for name, item in trackers.items()},
+        "aliases": _aliases(model),
     }
     return document, packer.tensors
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of tied tensors, as a state_dict has them -> the name under which they are packed."""
+    packed = {id(tensor): name for name, tensor in (*canonical_parameters(model), *_buffers(model))}
+    state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+    named = zip(canonical_names(list(state)), state.values(), strict=True)
+    return {name: packed[id(x)] for name, x in named if packed.get(id(x), name) != name}
 
 
 def model_tensors(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters and buffers by name, as a plain state_dict.  Raises `RemoteProtocolError`."""
     try:
         named = _unpack(document["parameters"], tensors) | _unpack(document["buffers"], tensors)
+        named |= {alias: named[name] for alias, name in document.get("aliases", {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _not_a_state(f"{type(error).__name__}: {error}") from error
     return {str(name): tensor for name, tensor in named.items()}

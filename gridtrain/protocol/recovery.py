@@ -23,6 +23,7 @@ class Recovered:
         generation: the latest; 0: none was made.
         view, roster: what its members were to be told, which binds; None, (): nobody held the model.
         started: a generation has trained, so that somebody holds a model worth waiting for.
+        reached: where nobody held the model any more: steps that had been committed.
     """
 
     reference: m.Setup | None
@@ -31,13 +32,14 @@ class Recovered:
     roster: tuple[m.Member, ...]
     started: bool
     finished: bool
+    reached: int = 0
 
 
 def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
     """Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote."""
     reference: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
-    state, started = "", False
+    state, started, reached = "", False, 0
     for kind, body in entries:
         match kind:
             case "run":
@@ -47,13 +49,13 @@ def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
             case "generation":
                 latest, state = body, ""
             case "state":
-                state = body["state"]
+                state, reached = body["state"], int(body.get("reached", 0))
                 started = state != RunPhase.WAITING and (started or state == RunPhase.TRAINING)
     if latest is None:
         return Recovered(reference, 0, None, (), False, False)
     view, roster = _view(latest)
     if state == RunPhase.WAITING:
-        return Recovered(reference, view.generation, None, (), False, False)
+        return Recovered(reference, view.generation, None, (), False, False, reached)
     return Recovered(reference, view.generation, view, roster, started, state == RunPhase.FINISHED)
 
 

@@ -158,6 +158,7 @@ MESSAGES: dict[int, Record] = {
     20: Record(m.Accuse, peer=PEER, reason=REASON),
     21: Record(m.NoRoute, term=UINT, generation=UINT, peers=Many(PEER, 1024)),
     22: Record(m.Broken, term=UINT, generation=UINT, peer=PEER),
+    23: Record(m.Seated, term=UINT, generation=UINT, members=Many(Group(PEER, COUNT), 1024)),
     24: Record(m.Astray, term=UINT, generation=UINT, step=UINT),
     25: Record(m.Caught, applied=APPLIED, history=DIGEST),
     # coordinator -> worker

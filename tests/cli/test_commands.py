@@ -39,9 +39,11 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 def test_worker_options_become_a_job(jobs: list[Job]) -> None:
     options = "--upload-limit 20Mbit --download-limit 100Mbit --restarts 2 --export-dir out --prefix"
-    options += " --no-relay --unencrypted"
+    options += " --no-relay --unencrypted --state-dir mine --checkpoint-every 50"
     line = f"worker {INVITATION.text()} {options} -- python train.py --name theirs -v"
-    result = CliRunner().invoke(cli, line.split(), env={"GRIDTRAIN_NAME": "anna"})
+    result = CliRunner().invoke(
+        cli, line.split(), env={"GRIDTRAIN_NAME": "anna", "GRIDTRAIN_CHECKPOINT_KEEP": "9"}
+    )
     assert result.exit_code == 7, result.output
     assert jobs == [
         Job(
@@ -51,6 +53,9 @@ def test_worker_options_become_a_job(jobs: list[Job]) -> None:
             upload_limit="20Mbit",
             download_limit="100Mbit",
             export_dir="out",
+            state_dir="mine",
+            checkpoint_every=50,
+            checkpoint_keep=9,
             relay=False,
             unencrypted=True,
             restarts=2,

@@ -271,6 +271,50 @@ def test_the_journal_is_in_use(start_coordinator: StartCoordinator) -> None:
     assert "is in use" in line and "stop the other coordinator" in line
 
 
+@pytest.mark.parametrize(
+    ("spoil", "code", "text"),
+    [
+        (lambda journal: journal.write_bytes(journal.read_bytes()[:5000]), 1, "is damaged"),
+        (lambda journal: journal.write_bytes(b"notes" * 999), 1, "is not a journal"),
+        (lambda journal: journal.write_bytes(b""), 1, "it is empty, and"),
+        (lambda journal: (journal.parent / "coordinator.key").unlink(), 1, "belongs to the key"),
+    ],
+    ids=["cut", "other bytes", "empty", "no key"],
+)
+def test_a_journal_that_cannot_be_used_is_left_as_it_is(
+    start_coordinator: StartCoordinator, spoil: Callable[[Path], object], code: int, text: str
+) -> None:
+    running = start_coordinator()
+    running.process.terminate()
+    running.process.communicate(timeout=WITHIN_S)
+    spoil(running.state / "journal.sqlite")
+    before = {path.name: path.read_bytes() for path in running.state.iterdir()}
+    line = one_sentence(gridtrain("coordinator", "--state", str(running.state)), code)
+    assert text in line
+    assert {path.name: path.read_bytes() for path in running.state.iterdir()} == before
+
+
+def test_a_standby_is_the_same_coordinator(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
+    """Its invitations, its members, its keys; and what cannot be is said."""
+    backups, standby = str(tmp_path / "backups"), tmp_path / "standby"
+    running = start_coordinator("--backup-to", backups, "--backup-every", "0.1")
+    invitation = running.invitation()
+    assert gridtrain("worker", invitation, "--", "true").returncode == 0
+    running.process.terminate()
+    running.process.communicate(timeout=WITHIN_S)
+
+    place = ("--listen", running.address, "--state", str(standby))
+    line = one_sentence(gridtrain("coordinator", *place, "--from-backup", str(tmp_path / "none")), 2)
+    assert "there is no backup in" in line
+    line = one_sentence(gridtrain("coordinator", "--state", str(running.state), "--from-backup", backups), 2)
+    assert "which a backup must not replace -> leave --from-backup out" in line
+    taken_over = start_coordinator(*place[2:], "--listen", running.address, "--from-backup", backups)
+    assert taken_over.address == running.address
+    picture = json.loads(gridtrain("status", "--state", str(standby), "--json").stdout)
+    assert (picture["term"], picture["door"]["enrolled_total"]) == (2, 1)
+    assert gridtrain("worker", invitation, "--", "true").returncode == 0, "its key is known"
+
+
 def test_the_state_cannot_be_kept_there(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "state"

@@ -146,39 +146,86 @@ class Gate:
 
 
 class Group:
-    """See the module's text.  `codes`: exit codes that workers may end with."""
+    """See the module's text.
 
-    def __init__(self, folder: Path, *, min_workers: int, codes: frozenset[int] = frozenset({0})) -> None:
+    `codes`: exit codes that workers may end with; `flags`: further ones of the coordinator; `state`: its
+    state folder, if it is another than the group's; `more_s`: for tests that wait long by design.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        min_workers: int,
+        codes: frozenset[int] = frozenset({0}),
+        flags: tuple[str, ...] = (),
+        state: Path | None = None,
+        more_s: float = 0.0,
+    ) -> None:
         self.folder = folder
         self.workers: dict[str, Program] = {}
         self._codes = codes
         self._changed = threading.Condition()
-        self._until_s = time.monotonic() + DEADLINE_S
+        self._until_s = time.monotonic() + DEADLINE_S + more_s
         self._gates: list[Gate] = []
         self._invitation = ""
-        place = ("--listen", "tcp://127.0.0.1:0", "--state", str(folder))
-        ends = ("--min-workers", str(min_workers), "--exit-when-finished")
+        self._ends = ("--min-workers", str(min_workers), "--exit-when-finished")
+        self._away = False  # the coordinator was killed by the test
+        self.former: list[Program] = []  # coordinators that were killed
+        place = ("--listen", "tcp://127.0.0.1:0", "--state", str(state or folder), *flags)
+        self.state = state or folder
         self.coordinator = Program(
-            "coordinator", (*CLI, "coordinator", *place, *ends), self._changed, state=folder
+            "coordinator", (*CLI, "coordinator", *place, *self._ends), self._changed, state=folder
         )
 
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for program in (*self.workers.values(), self.coordinator):
+        for program in (*self.workers.values(), self.coordinator, *self.former):
             program.end()
         for gate in self._gates:
             gate.close()
 
-    def add(self, name: str, *more_runs: dict[str, Any], shows: str = "", **options: Any) -> Program:
+    def kill_coordinator(self) -> None:
+        """SIGKILL, or wait for the one that it was to send itself; its address stays free for the next."""
+        self.address()
+        self._away = True
+        self.coordinator.process.kill()
+        self.await_death()
+
+    def await_death(self) -> None:
+        self._away = True
+        self.wait("the coordinator's death", lambda: self.coordinator.code is not None)
+
+    def start_coordinator(
+        self, *flags: str, program: tuple[str, ...] = CLI, state: Path | None = None
+    ) -> None:
+        """At the address of the one before."""
+        address = self.address()
+        self.former.append(self.coordinator)
+        self.state = state or self.state
+        place = ("--listen", address, "--state", str(self.state), *self._ends, *flags)
+        self.coordinator = Program(
+            "coordinator", (*program, "coordinator", *place), self._changed, state=self.folder
+        )
+        self._away = False
+
+    def add(
+        self,
+        name: str,
+        *more_runs: dict[str, Any],
+        shows: str = "",
+        flags: tuple[str, ...] = (),
+        **options: Any,
+    ) -> Program:
         """Start one more worker; `options` are those of `scripts/train.py`, `more_runs` of further runs.
 
-        `shows`: another invitation than the group's.
+        `shows`: another invitation than the group's; `flags`: further ones of `gridtrain worker`.
         """
         runs = [json.dumps(run) for run in (options, *more_runs)]
         agent = (*CLI, "worker", shows or self.invitation(), "--name", name, "--export-dir", str(self.folder))
-        argv = (*agent, "--", sys.executable, str(SCRIPT), *runs)
+        argv = (*agent, *flags, "--", sys.executable, str(SCRIPT), *runs)
         self.workers[name] = Program(name, argv, self._changed, state=self.folder)
         return self.workers[name]
 
@@ -191,15 +238,16 @@ class Group:
 
     def operator(self, *command: str) -> str:
         """What a command of the run's owner prints."""
-        argv = (*CLI, *command, "--state", str(self.folder))
+        argv = (*CLI, *command, "--state", str(self.state))
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60.0, env=environment())
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def address(self) -> str:
         """Where the coordinator's greeting says that it is."""
-        self.wait("the coordinator's greeting", lambda: _ADDRESS.search(self.coordinator.said()) is not None)
-        found = _ADDRESS.search(self.coordinator.said())
+        first = self.former[0] if self.former else self.coordinator
+        self.wait("the coordinator's greeting", lambda: _ADDRESS.search(first.said()) is not None)
+        found = _ADDRESS.search(first.said())
         assert found is not None
         return found[1]
 
@@ -209,15 +257,16 @@ class Group:
         return gate
 
     def events(self, event: str) -> list[Line]:
-        """The fields of the coordinator's log lines of one kind."""
-        return [line["fields"] for line in self.coordinator.lines if line.get("event") == event]
+        """The fields of the log lines of one kind, of all coordinators."""
+        lines = [line for program in (*self.former, self.coordinator) for line in program.lines]
+        return [line["fields"] for line in lines if line.get("event") == event]
 
     def wait(self, what: str, true: Callable[[], bool]) -> None:
         """Until `true()`; fails at the deadline, or when that cannot come any more."""
         with self._changed:
             while not true():
                 failed = [p.name for p in self.workers.values() if p.code not in {None, *self._codes}]
-                if self.coordinator.code not in (None, 0):
+                if self.coordinator.code not in (None, 0) and not self._away:
                     failed.append("coordinator")
                 if failed:
                     self.fail(f"waiting for {what}: {', '.join(failed)} failed")

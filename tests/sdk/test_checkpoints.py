@@ -19,13 +19,15 @@ from gridtrain.runtime.local import LocalGroup
 
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([2.0 * i])) for i in range(24)]
 STEPS = 12
+SEEDED = threading.Lock()
 EXCHANGES = [gridtrain.Dense(), gridtrain.GTopK(density=0.5, momentum=0.9), gridtrain.TopK(density=0.5)]
 
 
 def train(grid: gridtrain.Grid, exchange: Any, until: int, steps: int = STEPS) -> dict[str, Any]:
     """Up to `until` steps; what the worker held at its first batch and at the end, and its samples."""
-    torch.manual_seed(7)
-    model = nn.Linear(2, 1)
+    with SEEDED:  # the generator is the process's, and the workers are its threads
+        torch.manual_seed(7)
+        model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0 if exchange.sparse else 0.9)
     optimizer = grid.optimizer(inner, model, exchange=exchange)
     seen: dict[str, Any] = {"steps": [], "first": None, "samples": []}

@@ -87,6 +87,8 @@ def test_the_script_finds_its_run_in_the_environment(
         advertise="tcp://10.0.0.5:7001",
         upload_limit="20Mbit",
         export_dir=str(tmp_path),
+        state_dir=str(tmp_path / "mine"),
+        checkpoint_every=0,
     )
     assert supervise(job) == 0
     assert json.loads(capfd.readouterr().out) == {
@@ -99,6 +101,8 @@ def test_the_script_finds_its_run_in_the_environment(
         "GRIDTRAIN_ADVERTISE": "tcp://10.0.0.5:7001",
         "GRIDTRAIN_UPLOAD_LIMIT": "20Mbit",
         "GRIDTRAIN_EXPORT_DIR": str(tmp_path),
+        "GRIDTRAIN_STATE_DIR": str(tmp_path / "mine"),
+        "GRIDTRAIN_CHECKPOINT_EVERY": "0",
         "GRIDTRAIN_RELAY": "yes",
     }
 

@@ -62,6 +62,7 @@ class Job:
         invitation: as the run's owner made it.
         relay: pass on what members that cannot reach each other send one another.
         unencrypted: join a run that talks in the clear.
+        state_dir, checkpoint_every, checkpoint_keep: of this worker's checkpoints; as `gridtrain.join`.
         restarts: how often a script that failed is started again.
         prefix: begin each line of the script's output with the worker's name.
         grace_s: time for a graceful leave.
@@ -79,6 +80,9 @@ class Job:
     upload_limit: str = ""
     download_limit: str = ""
     export_dir: str = ""
+    state_dir: str = ""
+    checkpoint_every: int | None = None
+    checkpoint_keep: int | None = None
     relay: bool = True
     unencrypted: bool = False
     restarts: int = 0
@@ -107,6 +111,9 @@ class Job:
             "UPLOAD_LIMIT": self.upload_limit,
             "DOWNLOAD_LIMIT": self.download_limit,
             "EXPORT_DIR": self.export_dir,
+            "STATE_DIR": self.state_dir,
+            "CHECKPOINT_EVERY": "" if self.checkpoint_every is None else str(self.checkpoint_every),
+            "CHECKPOINT_KEEP": "" if self.checkpoint_keep is None else str(self.checkpoint_keep),
             "RELAY": "yes" if self.relay else "no",
         }
         return {ENV_PREFIX + name: value for name, value in variables.items() if value}

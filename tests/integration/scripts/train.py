@@ -6,6 +6,7 @@ Several arguments are several runs, one after the other: importing torch takes l
 Each line of stdout is one JSON object; `mark` names it, `exchange` the run:
 
     loaded    torch is imported; the gate, if there is one, is waited for, then the group is joined
+    begin     before the first batch: the global step, a digest of the parameters
     holding   the loop stands still before step `step`, until the gate opens
     round     an attempt at a step begins: `round` = [generation, step, attempt], `samples` in this batch
     outcome   of that attempt; `at_s` is the machine's monotonic clock
@@ -45,7 +46,8 @@ class Options:
         invitation: to the run; None: the one that the agent has shown already.
         seed: of the initial parameters; None: another one in each process.
         rates: a learning rate schedule, tracked by the grid.
-        join_gate, step_gate: FIFOs; a byte in one lets the worker join, or begin step `held_step`.
+        join_gate, step_gate: FIFOs; a byte in one lets the worker join, or begin step `held_step`, or each
+            step from `held_from` on.
         die: "apply": at the first payload that arrives in step `die_step`; "votes": as the root, when all
             others have voted YES on it; "restore", "capture": when the group's state is to be loaded, given.
         die_rank, die_of: whom it hits, in the first group of `die_of` workers.
@@ -64,6 +66,7 @@ class Options:
     join_gate: str = ""
     step_gate: str = ""
     held_step: int = -1
+    held_from: int = -1
     die: str = ""
     die_step: int = -1
     die_rank: int = -1
@@ -204,7 +207,9 @@ def train(options: Options) -> None:
     for x_BF, y_B, indices_B in grid.batches(
         Points(options.samples), **sizes, epochs=options.epochs, steps=options.steps
     ):
-        if grid.step == options.held_step:
+        if not witness.batch:
+            say("begin", step=grid.step, parameters=digest_of(model.parameters()))
+        if grid.step == options.held_step or 0 <= options.held_from <= grid.step:
             with grid.evaluation():
                 say("holding", step=grid.step)
                 wait_for_gate(options.step_gate)

@@ -42,6 +42,7 @@ OF_WORKERS = (
         m.Finished,
         m.Accuse,
         m.NoRoute,
+        m.Seated,
     ),
     *(m.Report, m.Report, m.Stalled, m.Setup),
 )
@@ -249,6 +250,8 @@ class Office:
     def write(self, entries: list[tuple[str, dict[str, Any]]]) -> None:
         if not entries:
             return
+        must(self.core.term >= self.term, "the term goes back")
+        self.term = self.core.term  # members may have told of a later one
         before = recover(self.journal)
         self.journal += [(kind, json.loads(json.dumps(body, allow_nan=False))) for kind, body in entries]
         after = recover(self.journal)

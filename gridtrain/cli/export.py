@@ -1,0 +1,37 @@
+"""`gridtrain export`: options only; the work is `gridtrain.optim.export.export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gridtrain.cli.main import EXIT_CODES
+from gridtrain.errors import ConfigError
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CHECKPOINT_OR_STATE_DIR")
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT.pt|OUT.safetensors")
+@click.option("--step", type=click.IntRange(min=0), help="Of this step.  [default: the latest]")
+def export(checkpoint: Path, out: Path, step: int | None) -> None:
+    """Write a checkpoint's model as a plain state_dict file.
+
+    \b
+      gridtrain export ~/.local/state/gridtrain/default model.safetensors
+      gridtrain export checkpoints/step-00000500 model.pt
+
+    CHECKPOINT_OR_STATE_DIR is one checkpoint, or a folder above some: a worker's --state-dir, or the run's
+    state directory.  A .pt file loads with torch.load(path, weights_only=True).
+    """
+    try:
+        from gridtrain.optim.export import export as export_model
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed, which reads checkpoints", remedy="pip install 'gridtrain[torch]'"
+        ) from None
+    done = export_model(checkpoint, out, step)
+    click.echo(
+        f"{out}: the model after step {done.step}, {done.tensors} tensors with {done.elements} elements, "
+        f"from {done.source}"
+    )

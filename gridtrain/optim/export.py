@@ -1,0 +1,130 @@
+"""A checkpoint as a plain file that any PyTorch program loads: no gridtrain needed.
+
+Decides which checkpoint is meant and in which format it goes out.  Never changes a checkpoint, never talks to
+anybody.
+
+    gridtrain export FOLDER OUT        FOLDER: one checkpoint, or any folder above some of them
+                                       OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.optim import checkpoint
+from gridtrain.optim.state_sync import model_tensors
+
+_NAME = re.compile(r"step-(\d{8,})")
+MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    source: Path
+    step: int
+    tensors: int
+    elements: int
+
+
+def export(folder: Path, out: Path, step: int | None = None) -> Exported:
+    """Write the model of the latest checkpoint, or of that of `step`, in or below `folder`.
+
+    Written aside and renamed.  A damaged checkpoint is passed over where another worker has one of the step,
+    and no step was asked for.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or `out` cannot be written.
+    """
+    write = _writer(out)
+    found = _found(folder, step)
+    complaint: ConfigError | None = None
+    for path in found:
+        try:
+            read = checkpoint.read(path)
+            tensors = model_tensors(read.document, read.tensors)
+        except RemoteProtocolError as error:
+            complaint = ConfigError(f"the checkpoint {path} cannot be read: {error.reason}")
+            continue
+        except ConfigError as error:
+            complaint = complaint or error
+            continue
+        _put(tensors, out, write)
+        return Exported(path, read.step, len(tensors), sum(t.numel() for t in tensors.values()))
+    assert complaint is not None
+    raise complaint
+
+
+def _found(folder: Path, step: int | None) -> list[Path]:
+    """The latest first."""
+    if _NAME.fullmatch(folder.name) and (folder / "state.json").exists():
+        candidates = [folder]
+    else:
+        candidates = _below(folder, MAX_DEPTH)
+    steps = {path: int(match[1]) for path in candidates if (match := _NAME.fullmatch(path.name))}
+    if not steps:
+        raise ConfigError(
+            f"there is no checkpoint in {folder}",
+            remedy="name a worker's --state-dir; workers write one every --checkpoint-every steps",
+        )
+    if step is not None and step not in steps.values():
+        known = ", ".join(map(str, sorted(set(steps.values()))))
+        raise ConfigError(f"there is no checkpoint of step {step} in {folder}", remedy=f"there are: {known}")
+    chosen = [path for path in steps if step is None or steps[path] == step]
+    return sorted(chosen, key=lambda path: (-steps[path], str(path)))
+
+
+def _below(folder: Path, depth: int) -> list[Path]:
+    try:
+        inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be looked into: {error.strerror}", remedy="name a folder with checkpoints"
+        ) from None
+    whole = [path for path in inside if _NAME.fullmatch(path.name)]
+    deeper = [path for path in inside if path not in whole] if depth > 1 else []
+    return whole + [path for below in deeper for path in _below(below, depth - 1)]
+
+
+Writer = Callable[[Mapping[str, Tensor], Path], None]
+
+
+def _writer(out: Path) -> Writer:
+    match out.suffix:
+        case ".safetensors":
+            return _write_safetensors
+        case ".pt" | ".pth":
+            return lambda tensors, path: torch.save(dict(tensors), path)
+    raise ConfigError(
+        f"{out.name} does not say which format it is to have", remedy="end its name in .safetensors or .pt"
+    )
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """It refuses memory that two names share: a tied tensor is written under each of its names."""
+    safetensors.torch.save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+
+
+def _put(tensors: Mapping[str, Tensor], out: Path, write: Writer) -> None:
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    try:
+        write(tensors, partial)
+        os.replace(partial, out)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:  # torch raises RuntimeError
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"{out} cannot be written: {text}", remedy="make room there, or name another folder"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)

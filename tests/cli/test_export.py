@@ -1,0 +1,101 @@
+"""`gridtrain export`: a file that plain PyTorch loads, or one sentence that says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+from gridtrain.cli.main import cli, exit_code
+from gridtrain.errors import ConfigError
+from gridtrain.optim import checkpoint, state_sync
+from gridtrain.optim.checkpoint import Snapshot
+from gridtrain.protocol.messages import Held, LedgerState
+
+
+class Tied(nn.Module):
+    """A head that shares the embedding's weight, a buffer, batch statistics: what exports get wrong."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.norm = nn.Embedding(5, 3), nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+
+def write(folder: Path, step: int, seed: int) -> dict[str, Any]:
+    """A checkpoint after `step` steps; the model's own state_dict."""
+    model = Tied(seed)
+    optimizer = torch.optim.Adam(model.parameters())
+    document, tensors = state_sync.pack(model, optimizer, {})
+    held = Held(step - 1, bytes(32), LedgerState(step=step))
+    checkpoint.save(Snapshot(held, (("model", "m"),), document, tensors, {}), folder / f"step-{step:08d}")
+    return model.state_dict()
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["export", *map(str, arguments)])
+
+
+def complaint(*arguments: object) -> ConfigError:
+    error = export(*arguments).exception
+    assert isinstance(error, ConfigError) and exit_code(error) == 2
+    return error
+
+
+def load(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True) if path.suffix == ".pt" else safetensors.torch.load_file(path)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_a_plain_program_loads_it(tmp_path: Path, name: str) -> None:
+    expected = write(tmp_path / "worker", 7, seed=1)
+    done = export(tmp_path / "worker" / "step-00000007", tmp_path / name)
+    assert done.exit_code == 0, done.output
+    assert "the model after step 7" in done.output
+    fresh = Tied(seed=2)
+    fresh.load_state_dict(load(tmp_path / name), strict=True)
+    assert all(torch.equal(value, expected[key]) for key, value in fresh.state_dict().items())
+    assert fresh.head.weight is fresh.embed.weight
+    assert [path.name for path in tmp_path.iterdir() if name in path.name] == [name], "nothing left aside"
+
+
+def test_the_latest_of_all_workers_or_the_step_that_is_asked_for(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoints" / "ab" / "worker-0", 5, seed=5)
+    older = write(tmp_path / "checkpoints" / "ab" / "worker-0", 10, seed=10)
+    later = write(tmp_path / "checkpoints" / "ab" / "worker-1", 15, seed=15)
+    out = tmp_path / "m.safetensors"
+    assert export(tmp_path, out).exit_code == 0
+    assert torch.equal(load(out)["embed.weight"], later["embed.weight"])
+    assert export(tmp_path, out, "--step", 10).exit_code == 0
+    assert torch.equal(load(out)["embed.weight"], older["embed.weight"])
+    assert complaint(tmp_path, out, "--step", 11).remedy == "there are: 5, 10, 15"
+    assert torch.equal(load(out)["embed.weight"], older["embed.weight"]), "still what it was"
+
+
+def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+    older = write(tmp_path, 5, seed=5)
+    write(tmp_path, 10, seed=10)
+    damaged = tmp_path / "step-00000010" / "tensors.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    out = tmp_path / "m.pt"
+    assert "the model after step 5" in export(tmp_path, out).output
+    assert torch.equal(load(out)["embed.weight"], older["embed.weight"])
+    assert "step-00000010 cannot be read" in complaint(tmp_path, out, "--step", 10).reason
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    assert "there is no checkpoint in" in complaint(tmp_path, tmp_path / "m.pt").reason
+    assert "cannot be looked into" in complaint(tmp_path / "none", tmp_path / "m.pt").reason
+    write(tmp_path / "w", 5, seed=5)
+    assert "does not say which format" in complaint(tmp_path / "w", tmp_path / "m.bin").reason
+    for name in ("m.pt", "m.safetensors"):
+        error = complaint(tmp_path / "w", tmp_path / "missing" / name)
+        assert "cannot be written" in error.reason and error.remedy
