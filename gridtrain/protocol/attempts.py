@@ -227,6 +227,11 @@ class Attempts:
         """The root's patience with the open round."""
         return self._carry_out(self.round, self.round.tick(now_s)) if self.round is not None else []
 
+    def second_chance(self, until_s: float) -> None:
+        """We slept: nobody's patience with the open round, our own with the others, ends before `until_s`."""
+        if self.round is not None:
+            self.round.second_chance(until_s)
+
     def edge_up(self, peer: m.PeerId) -> list[AttemptEffect]:
         """The vote may have been lost with the connection, or the decision that answered it."""
         mine = self.round

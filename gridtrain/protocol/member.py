@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolError
@@ -55,6 +56,7 @@ from gridtrain.protocol.member_io import (
 )
 from gridtrain.protocol.round import HISTORY_START, ROOT, Failed, Moved, Prepared, extend_history
 from gridtrain.protocol.routes import relay_of
+from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 
 MAX_EXPECTED = 512
 MAX_REASON = 200
@@ -92,6 +94,7 @@ class MemberCore:
         self.reach: str | None = None
         self._join = join
         self._deadlines = deadlines
+        self._wakefulness = Wakefulness()
         self._setup: m.Setup | None = None
         self._edges: Callable[[int, int], frozenset[int]] = lambda rank, world_size: frozenset()
         self._attempts: Attempts | None = None  # of the generation that this worker is in
@@ -160,6 +163,16 @@ class MemberCore:
             "a step cannot be committed, and only the coordinator can freeze it" if self._stall_told else ""
         )
 
+    @property
+    def open_round(self) -> m.RoundId | None:
+        """The round that the trainer has submitted to and that is not decided here."""
+        return self._attempts.round.id if self._attempts and self._attempts.round else None
+
+    @property
+    def due_round(self) -> m.RoundId | None:
+        """The round that comes next in this generation, whether or not it can begin now."""
+        return self._attempts.next_round if self._attempts is not None else None
+
     def held_bytes(self, peer: m.PeerId) -> int:
         """What of the peer's messages is held for a round to come."""
         return self._attempts.held_bytes(peer) if self._attempts is not None else 0
@@ -197,6 +210,7 @@ class MemberCore:
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Raises `RemoteProtocolError` when a peer's message breaks the protocol."""
+        self._second_chance(now_s)
         match event:
             case Heard(peer, message, nbytes):
                 return self._heard(peer, message, nbytes, now_s)
@@ -237,6 +251,7 @@ class MemberCore:
 
     def tick(self, now_s: float) -> list[Effect]:
         """To be called when `deadline_s` has passed: tell the coordinator what does not move."""
+        self._second_chance(now_s)
         mine = self._attempts
         if mine is None or now_s < self.deadline_s:
             return []
@@ -255,6 +270,20 @@ class MemberCore:
             reason = f"no decision on step {self.step} for {self.patience_s:.1f} s"
             return self._stalled((mine.seat.roster[ROOT].peer,), self.patience_s, reason)
         return self._settled(mine.tick(now_s), now_s)
+
+    def _second_chance(self, now_s: float) -> None:
+        """If this worker itself stood still, nobody is to blame for a silence that it slept through."""
+        if not self._wakefulness.is_late(now_s):
+            self._wakefulness.called(now_s)
+            return
+        limits = self._deadlines
+        if not self._wakefulness.overslept(self.deadline_s, now_s):
+            return
+        until_s = now_s + 2 * limits.beat_s
+        if self._attempts is not None:
+            self._attempts.second_chance(until_s)
+        self._formed_s = no_earlier(self._formed_s, limits.route_s, until_s)
+        self._edges_down_since_s = no_earlier(self._edges_down_since_s, 2 * limits.regreet_s, until_s)
 
     def _heard(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[Effect]:
         if peer == self.coordinator:
@@ -334,10 +363,18 @@ class MemberCore:
 
     def _repeat(self) -> list[Effect]:
         """What the coordinator may have missed while the connection was broken."""
-        effects: list[Effect] = [] if self._setup is None else [Post(self.coordinator, self._setup)]
+        effects: list[Effect] = [] if self._setup is None else [Post(self.coordinator, self._told_setup())]
         if self.stage is Stage.FORMING and self._ready_sent:
             effects.append(self._ready())
         return effects + (self._maybe_finished() if self.stage is Stage.RUNNING else [])
+
+    def _told_setup(self) -> m.Setup:
+        """With the state held now: a coordinator from a backup may not know this member (rule 11)."""
+        assert self._setup is not None
+        if self.seat is None:
+            return self._setup
+        held = m.Held(self.applied, self.history, self.ledger) if self.synced and self.applied >= 0 else None
+        return replace(self._setup, held=held)
 
     def _freeze(self, freeze: m.Freeze) -> list[Effect]:
         term, generation, reason = freeze.term, freeze.generation, freeze.reason
@@ -352,7 +389,7 @@ class MemberCore:
         prepared = mine.prepared if mine is not None else None
         report = m.Report(
             term=term,
-            generation=generation,
+            generation=max(generation, self.generation),  # a coordinator from a backup is behind (rule 11)
             synced=self.synced,
             applied=self.applied,
             history=self.history,
@@ -364,8 +401,13 @@ class MemberCore:
         return [Note("frozen", {"reason": reason}), Post(self.coordinator, report), *gone, *given_up]
 
     def _view(self, view: m.View, now_s: float) -> list[Effect]:
-        if view.term < self.term or view.generation <= self.generation:
+        if view.term < self.term:
             return []
+        if view.generation <= self.generation:
+            # Told in a new term, by a coordinator whose journal may be behind us: it must hear where we are.
+            restated = self.seat is not None and view.term > self.seat.term
+            freeze = m.Freeze(view.term, view.generation, "the coordinator started again")
+            return self._freeze(freeze) if restated else []
         pages = [page for _, page in sorted(self._pages.items()) if page.generation == view.generation]
         roster = tuple(member for page in pages for member in page.members)
         self._pages.clear()

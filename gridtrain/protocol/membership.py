@@ -47,12 +47,15 @@ from gridtrain.protocol.recovery import Recovered, generation_entry
 from gridtrain.protocol.roll import Worker, differences, latencies, shares
 from gridtrain.protocol.round import HISTORY_START
 from gridtrain.protocol.verdict import Outcome, judge
+from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 from gridtrain.protocol.whereabouts import Whereabouts
 
 ROSTER_PAGE = 128
 STALLS_BEFORE_REMOVAL, STALLS_BEFORE_YOUNGEST = 3, 6
 MAX_WORKERS = 1000  # what the lists of one message hold
 MAX_PROBES = 256
+MAX_AHEAD = 1_000_000
+"""Generations that members may be ahead of a backup's journal: more than eleven days of one a second."""
 
 
 class _Making(StrEnum):
@@ -106,6 +109,7 @@ class Membership:
         self._min_workers = min_workers
         self._workers: dict[m.PeerId, Worker] = {}
         self._whereabouts = Whereabouts(me)
+        self._wakefulness = Wakefulness()
         self._breaks = Breaks()
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
@@ -113,6 +117,7 @@ class Membership:
         self._making_until_s = math.inf
         self._made_s = -math.inf
         self._reports: dict[m.PeerId, m.Report] = {}
+        self._told_generation = 0  # the highest that a member reported: a backup's journal is behind it
         self._ready: dict[m.PeerId, bytes] = {}
         self._finished: set[m.PeerId] = set()
         self._view: m.View | None = None
@@ -121,6 +126,7 @@ class Membership:
         self._reached = 0  # the step that generations and finished workers have told of
         self._stalls = _Stalls()
         self._events: deque[dict[str, Any]] = deque(maxlen=50)
+        self._begun = False  # a generation has trained in this term
         self._started = False  # somebody holds, or held, a model worth waiting for
         self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
         self._regathering = False  # all members are away, and waited for
@@ -154,6 +160,7 @@ class Membership:
         return self._noted([Journal("term", body), Note("info", "started", dict(body))], now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
+        woken = self._woken(now_s)
         match event:
             case Up(peer, host):
                 self._whereabouts.came(peer, host)
@@ -177,11 +184,11 @@ class Membership:
                 if peer in self._workers:
                     self._workers[peer].heard_s = now_s
                 effects = self._heard(peer, message, now_s)
-        return self._noted(effects + self._go_on(now_s), now_s)
+        return self._noted(woken + effects + self._go_on(now_s), now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
         """To be called when `deadline_s` has passed."""
-        effects: list[Effect] = []
+        effects = self._woken(now_s)
         limits = self._deadlines
         for worker in list(self._workers.values()):
             gone = worker.gone(limits, now_s)
@@ -190,6 +197,25 @@ class Membership:
             elif not worker.admitted and now_s >= worker.probe_until_s:
                 worker.admitted = True
         return self._noted(effects + self._go_on(now_s), now_s)
+
+    def _woken(self, now_s: float) -> list[Effect]:
+        """If this coordinator itself stood still, nobody is to blame for a silence that it slept through."""
+        if not self._wakefulness.is_late(now_s):
+            self._wakefulness.called(now_s)
+            return []
+        slept_s = self._wakefulness.overslept(self.deadline_s, now_s)
+        if not slept_s:
+            return []
+        limits = self._deadlines
+        until_s = now_s + 2 * limits.beat_s  # what was said meanwhile is read by then, and more comes
+        for worker in self._workers.values():
+            worker.heard_s = no_earlier(worker.heard_s, limits.silence_s, until_s)
+            worker.probe_until_s = max(worker.probe_until_s, until_s)
+            worker.moved_s += slept_s
+            if worker.lost_s is not None:
+                worker.lost_s = no_earlier(worker.lost_s, limits.regreet_s, until_s)
+        self._making_until_s = max(self._making_until_s, until_s)
+        return [Note("warning", "overslept", {"late_s": round(slept_s, 3)})]
 
     @property
     def deadline_s(self) -> float:
@@ -249,6 +275,8 @@ class Membership:
                 if progress > worker.progress:
                     worker.progress, worker.moved_s = progress, now_s
                 worker.step, worker.figures = step, dict(figures)
+                if any(member.peer == peer for member in self._roster):
+                    self._reached = max(self._reached, step)  # so that a rollback is seen to be one
                 return [Send(peer, m.BeatReply(self.term, sequence))]
             case m.Report():
                 return self._report(worker, message)
@@ -278,17 +306,34 @@ class Membership:
     def _report(self, worker: Worker, report: m.Report) -> list[Effect]:
         """Where a member of the frozen generation stands; what cannot be so must not reach the ledger."""
         members = {member.peer for member in self._roster}
-        if self._making is not _Making.FREEZING or report.generation != self.generation:
+        ahead = report.generation - self.generation
+        from_backup = self.term > 1 and not self._begun  # possibly: what members know may be news
+        if ahead < 0 or (ahead and not from_backup):
+            return []
+        if ahead > MAX_AHEAD:
+            return [Strike(worker.peer, f"reported on a generation {ahead} ahead of the journal")]
+        if self._making is _Making.FORMING and from_backup and worker.peer in members:
+            return self._behind(worker, report)
+        if self._making is not _Making.FREEZING:
             return []
         if worker.peer not in members or self._view is None:
             return [Strike(worker.peer, "reported on a generation that it is no member of")]
-        sound = ledger.is_sound(report.ledger, members) and report.ledger.step == report.applied + 1
-        if report.synced and (not sound or report.applied < self._view.applied):
+        holders = {peer for peer, _ in report.ledger.holders or ()} if ahead else set()
+        sound = ledger.is_sound(report.ledger, members | holders) and report.ledger.step == report.applied + 1
+        if report.synced and (not sound or (report.applied < self._view.applied and not from_backup)):
             return [Strike(worker.peer, "reported a step and a ledger that cannot be")]
         if report.synced and worker.setup is None:
             return [Strike(worker.peer, "reported a state before it said what it trains")]
         self._reports[worker.peer] = report
+        self._told_generation = max(self._told_generation, report.generation)
         return []
+
+    def _behind(self, worker: Worker, report: m.Report) -> list[Effect]:
+        """A member knows a later generation than this coordinator's backup: all are asked where they are."""
+        self._told_generation = max(self._told_generation, report.generation)
+        self._change = f"{worker.name} knows generation {report.generation}, and this journal does not"
+        self._making, self._making_until_s = _Making.NONE, math.inf
+        return [Note("warning", "behind", {"name": worker.name, "generation": report.generation})]
 
     def _join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
         if join.run != self.run:
@@ -556,10 +601,16 @@ class Membership:
 
     def _next_generation(self, reports: dict[m.PeerId, m.Report], now_s: float) -> list[Effect]:
         assert self._reference is not None
-        held = [(member.peer, member.share) for member in self._roster]
-        eldest_first = {peer: reports[peer] for peer in sorted(reports, key=self._seniority)}
-        outcome = judge(eldest_first, self._reference.ledger, held)
-        return self._make(outcome, now_s)
+        shares = [(member.peer, member.share) for member in self._roster]
+        middle = sorted(report.generation for report in reports.values())[len(reports) // 2]
+        eldest_first = {
+            peer: reports[peer]
+            for peer in sorted(reports, key=self._seniority)
+            if reports[peer].generation >= middle - 1  # who was put out long ago reports, too
+        }
+        # From a backup: the roster that these members had is not in the journal (rule 11).
+        known = middle <= self.generation
+        return self._make(judge(eldest_first, self._reference.ledger, shares if known else None), now_s)
 
     def _first_generation(self, now_s: float) -> list[Effect]:
         admitted = [w.peer for w in self._workers.values() if w.admitted]
@@ -610,7 +661,7 @@ class Membership:
         plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
         self._whereabouts.plan(plan.order)
-        self.generation += 1
+        self.generation = max(self.generation, self._told_generation) + 1
         ordered = [self._workers[peer] for peer in plan.order]
         total = self._reference.global_batch_size if self._reference is not None else None
         self._roster = tuple(
@@ -681,7 +732,8 @@ class Membership:
             return effects + self._go_on(now_s)
         if late:
             return []
-        self._making, self._making_until_s, self._started = _Making.NONE, math.inf, True
+        self._making, self._making_until_s = _Making.NONE, math.inf
+        self._started = self._begun = True
         self.phase, self.reason = (
             RunPhase.TRAINING,
             f"{_workers(len(members))} since step {self._view.applied + 1}",
