@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolError
@@ -363,18 +362,10 @@ class MemberCore:
 
     def _repeat(self) -> list[Effect]:
         """What the coordinator may have missed while the connection was broken."""
-        effects: list[Effect] = [] if self._setup is None else [Post(self.coordinator, self._told_setup())]
+        effects: list[Effect] = [] if self._setup is None else [Post(self.coordinator, self._setup)]
         if self.stage is Stage.FORMING and self._ready_sent:
             effects.append(self._ready())
         return effects + (self._maybe_finished() if self.stage is Stage.RUNNING else [])
-
-    def _told_setup(self) -> m.Setup:
-        """With the state held now: a coordinator from a backup may not know this member (rule 11)."""
-        assert self._setup is not None
-        if self.seat is None:
-            return self._setup
-        held = m.Held(self.applied, self.history, self.ledger) if self.synced and self.applied >= 0 else None
-        return replace(self._setup, held=held)
 
     def _freeze(self, freeze: m.Freeze) -> list[Effect]:
         term, generation, reason = freeze.term, freeze.generation, freeze.reason
@@ -389,7 +380,7 @@ class MemberCore:
         prepared = mine.prepared if mine is not None else None
         report = m.Report(
             term=term,
-            generation=max(generation, self.generation),  # a coordinator from a backup is behind (rule 11)
+            generation=generation,
             synced=self.synced,
             applied=self.applied,
             history=self.history,
@@ -401,13 +392,8 @@ class MemberCore:
         return [Note("frozen", {"reason": reason}), Post(self.coordinator, report), *gone, *given_up]
 
     def _view(self, view: m.View, now_s: float) -> list[Effect]:
-        if view.term < self.term:
+        if view.term < self.term or view.generation <= self.generation:
             return []
-        if view.generation <= self.generation:
-            # Told in a new term, by a coordinator whose journal may be behind us: it must hear where we are.
-            restated = self.seat is not None and view.term > self.seat.term
-            freeze = m.Freeze(view.term, view.generation, "the coordinator started again")
-            return self._freeze(freeze) if restated else []
         pages = [page for _, page in sorted(self._pages.items()) if page.generation == view.generation]
         roster = tuple(member for page in pages for member in page.members)
         self._pages.clear()

@@ -54,8 +54,6 @@ ROSTER_PAGE = 128
 STALLS_BEFORE_REMOVAL, STALLS_BEFORE_YOUNGEST = 3, 6
 MAX_WORKERS = 1000  # what the lists of one message hold
 MAX_PROBES = 256
-MAX_AHEAD = 1_000_000
-"""Generations that members may be ahead of a backup's journal: more than eleven days of one a second."""
 
 
 class _Making(StrEnum):
@@ -117,7 +115,6 @@ class Membership:
         self._making_until_s = math.inf
         self._made_s = -math.inf
         self._reports: dict[m.PeerId, m.Report] = {}
-        self._told_generation = 0  # the highest that a member reported: a backup's journal is behind it
         self._ready: dict[m.PeerId, bytes] = {}
         self._finished: set[m.PeerId] = set()
         self._view: m.View | None = None
@@ -126,7 +123,6 @@ class Membership:
         self._reached = 0  # the step that generations and finished workers have told of
         self._stalls = _Stalls()
         self._events: deque[dict[str, Any]] = deque(maxlen=50)
-        self._begun = False  # a generation has trained in this term
         self._started = False  # somebody holds, or held, a model worth waiting for
         self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
         self._regathering = False  # all members are away, and waited for
@@ -306,34 +302,17 @@ class Membership:
     def _report(self, worker: Worker, report: m.Report) -> list[Effect]:
         """Where a member of the frozen generation stands; what cannot be so must not reach the ledger."""
         members = {member.peer for member in self._roster}
-        ahead = report.generation - self.generation
-        from_backup = self.term > 1 and not self._begun  # possibly: what members know may be news
-        if ahead < 0 or (ahead and not from_backup):
-            return []
-        if ahead > MAX_AHEAD:
-            return [Strike(worker.peer, f"reported on a generation {ahead} ahead of the journal")]
-        if self._making is _Making.FORMING and from_backup and worker.peer in members:
-            return self._behind(worker, report)
-        if self._making is not _Making.FREEZING:
+        if self._making is not _Making.FREEZING or report.generation != self.generation:
             return []
         if worker.peer not in members or self._view is None:
             return [Strike(worker.peer, "reported on a generation that it is no member of")]
-        holders = {peer for peer, _ in report.ledger.holders or ()} if ahead else set()
-        sound = ledger.is_sound(report.ledger, members | holders) and report.ledger.step == report.applied + 1
-        if report.synced and (not sound or (report.applied < self._view.applied and not from_backup)):
+        sound = ledger.is_sound(report.ledger, members) and report.ledger.step == report.applied + 1
+        if report.synced and (not sound or report.applied < self._view.applied):
             return [Strike(worker.peer, "reported a step and a ledger that cannot be")]
         if report.synced and worker.setup is None:
             return [Strike(worker.peer, "reported a state before it said what it trains")]
         self._reports[worker.peer] = report
-        self._told_generation = max(self._told_generation, report.generation)
         return []
-
-    def _behind(self, worker: Worker, report: m.Report) -> list[Effect]:
-        """A member knows a later generation than this coordinator's backup: all are asked where they are."""
-        self._told_generation = max(self._told_generation, report.generation)
-        self._change = f"{worker.name} knows generation {report.generation}, and this journal does not"
-        self._making, self._making_until_s = _Making.NONE, math.inf
-        return [Note("warning", "behind", {"name": worker.name, "generation": report.generation})]
 
     def _join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
         if join.run != self.run:
@@ -601,16 +580,10 @@ class Membership:
 
     def _next_generation(self, reports: dict[m.PeerId, m.Report], now_s: float) -> list[Effect]:
         assert self._reference is not None
-        shares = [(member.peer, member.share) for member in self._roster]
-        middle = sorted(report.generation for report in reports.values())[len(reports) // 2]
-        eldest_first = {
-            peer: reports[peer]
-            for peer in sorted(reports, key=self._seniority)
-            if reports[peer].generation >= middle - 1  # who was put out long ago reports, too
-        }
-        # From a backup: the roster that these members had is not in the journal (rule 11).
-        known = middle <= self.generation
-        return self._make(judge(eldest_first, self._reference.ledger, shares if known else None), now_s)
+        held = [(member.peer, member.share) for member in self._roster]
+        eldest_first = {peer: reports[peer] for peer in sorted(reports, key=self._seniority)}
+        outcome = judge(eldest_first, self._reference.ledger, held)
+        return self._make(outcome, now_s)
 
     def _first_generation(self, now_s: float) -> list[Effect]:
         admitted = [w.peer for w in self._workers.values() if w.admitted]
@@ -661,7 +634,7 @@ class Membership:
         plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
         self._whereabouts.plan(plan.order)
-        self.generation = max(self.generation, self._told_generation) + 1
+        self.generation += 1
         ordered = [self._workers[peer] for peer in plan.order]
         total = self._reference.global_batch_size if self._reference is not None else None
         self._roster = tuple(
@@ -732,8 +705,7 @@ class Membership:
             return effects + self._go_on(now_s)
         if late:
             return []
-        self._making, self._making_until_s = _Making.NONE, math.inf
-        self._started = self._begun = True
+        self._making, self._making_until_s, self._started = _Making.NONE, math.inf, True
         self.phase, self.reason = (
             RunPhase.TRAINING,
             f"{_workers(len(members))} since step {self._view.applied + 1}",

@@ -39,15 +39,14 @@ class Outcome:
 
 
 def judge(
-    reports: Mapping[m.PeerId, m.Report], spec: m.LedgerSpec, shares: Sequence[tuple[m.PeerId, int]] | None
+    reports: Mapping[m.PeerId, m.Report], spec: m.LedgerSpec, shares: Sequence[tuple[m.PeerId, int]]
 ) -> Outcome:
     """The verdict, and what every member must hold after it.
 
     Args:
         reports: of the members that hold a state, at least one; the longest-serving first: where
             histories differ, the one of most members is the run's, and the others are sent the state.
-        shares: of the frozen generation, in rank order.  None: a backup's journal does not know it, so who
-            holds which samples is not known either: the open step is given up, and all are handed out anew.
+        shares: of the frozen generation, in rank order.
     """
     applied = _highest_believed([report.applied for report in reports.values()])
     reports = {peer: report for peer, report in reports.items() if report.applied <= applied}
@@ -55,9 +54,7 @@ def judge(
     history, state = first.history, first.ledger
     verdict, decided = m.Verdict.ABORT, None
     prepared = {(report.prepared, report.digest) for report in reports.values()}
-    if shares is None:
-        state = ledger.released(spec, state)
-    elif len(prepared) == 1 and first.prepared is not None and first.prepared.step == applied + 1:
+    if len(prepared) == 1 and first.prepared is not None and first.prepared.step == applied + 1:
         verdict, decided, applied = m.Verdict.COMMIT, first.prepared, applied + 1
         history = extend_history(history, first.digest)
         state = ledger.commit(spec, state, ledger.assign(spec, state, shares), skipped=first.skip)

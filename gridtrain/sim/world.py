@@ -82,6 +82,8 @@ class Log:
     voided: int = 0
     state_transfers: int = 0
     rollbacks: int = 0
+    blackouts: int = 0  # moments in which no worker was alive any more
+    lost_disks: int = 0  # of the coordinator, with a generation that no backup knew
     skipped: set[m.RoundId] = field(default_factory=set)
     refused: list[str] = field(default_factory=list)
 
@@ -392,6 +394,7 @@ class World:
             return
         worker.alive = False
         self.log.crashes += 1
+        self.log.blackouts += not self.alive
         # Sorted: the order of a set differs from process to process, and a seed is to be a history.
         for pair in sorted((p for p in self._connections if peer in p), key=sorted):
             self._disconnect(pair)
@@ -432,6 +435,7 @@ class World:
         if lose_disk:
             # The standby's owner sees to it that its term is a new one: a backup may have missed the last.
             self._from_backup = any(kind == "generation" for kind, _ in self._journal[self._backup :])
+            self.log.lost_disks += self._from_backup
             del self._journal[self._backup :]
         self._coordinator_frozen = False
         self._coordinator_missed.clear()
