@@ -1,6 +1,7 @@
 """`python -m gridtrain_coordinator`: the coordinator without a command line, for containers.
 
     GRIDTRAIN_RUN  GRIDTRAIN_LISTEN  GRIDTRAIN_ADVERTISE  GRIDTRAIN_STATE  GRIDTRAIN_MIN_WORKERS
+    GRIDTRAIN_BACKUP_TO
 
 The same choices as options: `gridtrain coordinator --help`.
 """
@@ -29,6 +30,7 @@ def _settings() -> Settings:
         return os.environ.get(ENV_PREFIX + name) or default
 
     defaults, state, min_workers = Settings(), chosen("STATE", ""), chosen("MIN_WORKERS", "1")
+    backup_to = chosen("BACKUP_TO", "")
     if not min_workers.isdigit():
         raise ConfigError(f"GRIDTRAIN_MIN_WORKERS is {min_workers!r}", remedy="write a number >= 1")
     return Settings(
@@ -37,6 +39,7 @@ def _settings() -> Settings:
         advertise=chosen("ADVERTISE", defaults.advertise),
         state=Path(state) if state else None,
         min_workers=int(min_workers),
+        backup_to=Path(backup_to) if backup_to else None,
     )
 
 

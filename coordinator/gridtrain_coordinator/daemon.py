@@ -10,6 +10,8 @@ torch.  What the core wants journalled is on the disk before anything that follo
         |            strikes     +----------------------> Reception (the door) ---------+
         |                                                                               v
         +------- Send, Dismiss, CallBack -------------------- Store <-- Journal, all of a turn at once
+                                                                |
+                                no room: Standstill, then the same effects; from time to time: Backups
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from gridtrain.protocol.door import Door, Standing
 from gridtrain.protocol.door import recover as recover_the_door
 from gridtrain.protocol.invitation import RUN_NAME
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.messages import PeerId, StatusReply, StatusRequest
+from gridtrain.protocol.messages import PeerId, RunState, StatusReply, StatusRequest
 from gridtrain.protocol.recovery import recover
 from gridtrain.transport.base import (
     Denied,
@@ -48,17 +50,18 @@ from gridtrain.transport.base import (
 from gridtrain.transport.contact import ContactFile
 from gridtrain.transport.curve import private_folder
 from gridtrain.transport.stack import over
+from gridtrain_coordinator.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
 from gridtrain_coordinator.keys import operator_identity
 from gridtrain_coordinator.log import Log, log_to, silent
 from gridtrain_coordinator.reception import Reception, gate_of
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.standstill import RETRY_S, Standstill
+from gridtrain_coordinator.store import JournalFull, Store
 from gridtrain_coordinator.views import Speedometer, status_payload, withhold_places
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_WAIT_S = 0.25
 """The longest single wait, so that a stop is noticed within it."""
 
-JOURNAL = "journal.sqlite"
 FAREWELL_S = 5.0
 """After the end of the run, workers get so long to hear of it and to leave."""
 
@@ -94,6 +97,7 @@ class Coordinator:
         exit_when_finished: `run` returns when the run is finished and its workers have left.
         address: where workers find it, for `gridtrain status`.
         clock: seconds, monotonic.
+        backups: None: none are made.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Coordinator:
         exit_when_finished: bool = False,
         address: str = "",
         clock: Callable[[], float] = time.monotonic,
+        backups: Backups | None = None,
     ) -> None:
         self._transport = transport
         self._store = store
@@ -116,10 +121,14 @@ class Coordinator:
         self._reach_s = reach_s
         self._log = log
         self._exit_when_finished = exit_when_finished
-        self._clock = clock
+        self._real_clock = clock
+        self._behind_s = 0.0  # the core's clock stood still for so long
+        self._standstill: Standstill | None = None
+        self._present: set[PeerId] = set()  # workers that are connected
+        self._backups = backups
         self._speed = Speedometer()
         self._address = address
-        self._started_s = clock()
+        self._started_s = self._clock()
         self._farewell_until_s: float | None = None
 
     @classmethod
@@ -136,6 +145,7 @@ class Coordinator:
         log: Log = silent,
         exit_when_finished: bool = False,
         address: str = "",
+        backups: Backups | None = None,
     ) -> Coordinator:
         """A coordinator with the real core, in the journal's next term; `door` is the transport's gate.
 
@@ -179,12 +189,14 @@ class Coordinator:
             log=log,
             exit_when_finished=exit_when_finished,
             address=address,
+            backups=backups,
         )
 
     def run(self, stop: Stop) -> None:
         """Serve until `stop` is set, or the run is over (`exit_when_finished`).
 
-        Raises `JournalError` if something cannot be made durable: it is then not sent either.
+        Raises `JournalError` if something cannot be made durable: it is then not sent either.  Where there
+        is only no room it is kept, and tried again; see `standstill`.
         """
         try:
             now_s = self._clock()
@@ -197,7 +209,15 @@ class Coordinator:
 
     # -- one turn ------------------------------------------------------------------------------
 
+    def _clock(self) -> float:
+        """The core's: it stands still while nothing can be decided."""
+        standing = self._standstill
+        return standing.core_s if standing is not None else self._real_clock() - self._behind_s
+
     def _turn(self) -> None:
+        if self._standstill is not None:
+            self._stand_still(self._standstill)
+            return
         wait_s = self._core.deadline_s - self._clock()
         events = self._transport.poll(min(max(wait_s, 0.0), MAX_WAIT_S))
         now_s = self._clock()
@@ -207,8 +227,11 @@ class Coordinator:
         self._perform(effects, now_s)
         if now_s >= self._speed.due_s():
             self._look_around(now_s)
+        if self._backups is not None and now_s >= self._backups.due_s:
+            self._back_up(self._backups)
 
     def _take(self, event: TransportEvent, now_s: float) -> Sequence[io.Effect]:
+        self._see(event)
         match event:
             case Received(peer) if not self._reception.may_speak(peer):
                 return []  # it was put out by an earlier message of this turn
@@ -246,29 +269,121 @@ class Coordinator:
         failed: set[PeerId] = set()
         while effects:
             effects = [further for effect in effects for further in self._judged(effect, now_s)]
-            entries = [(effect.kind, effect.body) for effect in effects if isinstance(effect, io.Journal)]
-            if entries:
-                self._store.append_all(entries)
-            losses: list[io.Lost] = []
-            for effect in effects:
-                match effect:
-                    case io.Send(peer, message) if peer not in failed:
-                        try:
-                            self._transport.send(peer, message)
-                        except TransportError as error:
-                            failed.add(peer)
-                            losses.append(io.Lost(peer, error.reason))
-                    case io.Dismiss(peer):
-                        self._transport.hang_up(peer)
-                    case io.CallBack(peer, addresses):
-                        self._transport.reach(peer, addresses, self._reach_s)
-                    case io.Note(level, event, fields):
-                        self._log(level, event, fields)
+            try:
+                self._make_durable(effects)
+            except JournalFull as full:
+                self._begin_standstill(full, effects, now_s)
+                return
+            losses = self._carry_out(effects, failed)
             effects = [effect for loss in losses for effect in self._core.handle(loss, now_s)]
+
+    def _make_durable(self, effects: Sequence[io.Effect]) -> None:
+        entries = [(effect.kind, effect.body) for effect in effects if isinstance(effect, io.Journal)]
+        if entries:
+            self._store.append_all(entries)
+            if self._backups is not None:
+                self._backups.want()
+
+    def _carry_out(self, effects: Sequence[io.Effect], failed: set[PeerId]) -> list[io.Lost]:
+        """What follows the journal; who could not be sent to."""
+        losses: list[io.Lost] = []
+        for effect in effects:
+            match effect:
+                case io.Send(peer, message) if peer not in failed:
+                    try:
+                        self._transport.send(peer, message)
+                    except TransportError as error:
+                        failed.add(peer)
+                        losses.append(io.Lost(peer, error.reason))
+                case io.Dismiss(peer):
+                    self._transport.hang_up(peer)
+                case io.CallBack(peer, addresses):
+                    self._transport.reach(peer, addresses, self._reach_s)
+                case io.Note(level, event, fields):
+                    self._log(level, event, fields)
+        return losses
 
     def _judged(self, effect: io.Effect, now_s: float) -> Sequence[io.Effect]:
         """A strike becomes what the door makes of it; a member that it removes gives no further ones."""
         return self._reception.strike(effect, now_s) if isinstance(effect, io.Strike) else [effect]
+
+    # -- no room, and backups ------------------------------------------------------------------
+
+    def _see(self, event: TransportEvent) -> None:
+        if (
+            isinstance(event, PeerUp)
+            and event.guest_of is None
+            and not self._reception.is_operator(event.peer)
+        ):
+            self._present.add(event.peer)
+        elif isinstance(event, PeerDown):
+            self._present.discard(event.peer)
+
+    def _begin_standstill(self, full: JournalFull, effects: Sequence[io.Effect], now_s: float) -> None:
+        standing = Standstill(full.reason, effects, began_s=self._real_clock(), core_s=now_s)
+        self._standstill = standing
+        self._log(
+            "error", "no_room", {"reason": full.reason, "remedy": "make room: it is tried every second"}
+        )
+        self._carry_out([io.Send(peer, standing.state()) for peer in sorted(self._present)], set())
+
+    def _stand_still(self, standing: Standstill) -> None:
+        """A turn without decisions."""
+        for event in self._transport.poll(MAX_WAIT_S):
+            self._see(event)
+            self._carry_out(self._meanwhile(standing, event), set())
+        if self._real_clock() < standing.retry_at_s:
+            return
+        standing.retry_at_s = self._real_clock() + RETRY_S
+        try:
+            self._make_durable(standing.effects)
+        except JournalFull:
+            return
+        self._go_on(standing)
+
+    def _meanwhile(self, standing: Standstill, event: TransportEvent) -> Sequence[io.Effect]:
+        match event:
+            case Received(peer) if not self._reception.may_speak(peer):
+                return []
+            case Received(peer, StatusRequest()) if not self._reception.is_guest(peer):
+                return [io.Send(peer, StatusReply(self._status(peer, standing.core_s)))]
+            case Received(peer) if self._reception.is_guest(peer) or self._reception.is_operator(peer):
+                return [io.Send(peer, standing.refusal())]
+            case PeerUp(peer):
+                if self._reception.came(event):
+                    return []
+                return [io.Send(peer, standing.state()), *standing.keep(event)]
+            case PeerDown(peer) if self._reception.went(peer):
+                return []
+            case Denied():
+                return self._take(event, standing.core_s)
+            case _:
+                return standing.keep(event)
+
+    def _go_on(self, standing: Standstill) -> None:
+        """There is room: what was decided is durable, and now told; then comes what was kept."""
+        self._standstill = None
+        self._behind_s += self._real_clock() - standing.began_s
+        now_s = self._clock()
+        self._log("info", "room_again", {"after_s": round(self._real_clock() - standing.began_s, 1)})
+        losses = self._carry_out(standing.effects, set())
+        effects = [effect for loss in losses for effect in self._core.handle(loss, now_s)]
+        effects += [effect for event in standing.events for effect in self._take(event, now_s)]
+        snapshot = self._core.snapshot(now_s)
+        state = RunState(snapshot["phase"], snapshot["reason"])
+        self._perform([*effects, *(io.Send(peer, state) for peer in sorted(self._present))], now_s)
+
+    def _back_up(self, backups: Backups) -> None:
+        failed_before, began_s = backups.failed, self._clock()
+        try:
+            path = backups.make(self._store, began_s)
+        except JournalError as error:
+            if error.reason != failed_before:
+                self._log("error", "backup_failed", {"reason": error.reason, "remedy": error.remedy})
+            return
+        backups.done(self._clock(), self._clock() - began_s)
+        if failed_before:
+            self._log("info", "backup", {"path": str(path), "reason": "there is room again"})
 
     # -- what is seen from outside -------------------------------------------------------------
 
@@ -278,8 +393,12 @@ class Coordinator:
             member["strikes"] = self._reception.strikes(bytes.fromhex(member["peer"]))
         if self._reception.is_operator(asker):
             snapshot["door"] = self._reception.picture()
+            if self._backups is not None:
+                snapshot["backup"] = self._backups.picture(now_s)
         else:
             withhold_places(snapshot)
+        if self._standstill is not None:
+            snapshot |= {"phase": self._standstill.phase, "reason": self._standstill.reason}
         return status_payload(
             snapshot,
             self._speed,
@@ -318,6 +437,8 @@ class Settings:
         advertise: the address that workers are told to use; empty: the one listened at.
         state: the folder of the journal and the keys; None: `default_state(run)`.
         unencrypted: talk in the clear: on this machine only, or anywhere if `benchmark` says so.
+        backup_to: a folder for backups of the state; None: none are made.
+        from_backup: begin from this backup, in a state folder without a journal.
     """
 
     run: str = "default"
@@ -328,6 +449,10 @@ class Settings:
     benchmark: bool = False
     min_workers: int = 1
     exit_when_finished: bool = False
+    backup_to: Path | None = None
+    backup_every_s: float = EVERY_S
+    backup_keep: int = KEEP
+    from_backup: Path | None = None
 
     def __post_init__(self) -> None:
         if not RUN_NAME.fullmatch(self.run):
@@ -373,6 +498,10 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     stop = StopOnSignal()
     folder = settings.state or default_state(settings.run)
     _make(folder)
+    backups = _backups(settings, folder)
+    if settings.from_backup is not None:
+        source = restore(settings.from_backup, folder)
+        log_to(err)("info", "restored", {"from": str(source), "to": str(folder)})
     store = Store.open(folder / JOURNAL)
     transport: Transport | None = None
     try:
@@ -404,6 +533,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
             log=log_to(err),
             exit_when_finished=settings.exit_when_finished,
             address=contact.address,
+            backups=backups,
         )
     except BaseException:
         if transport is not None:
@@ -440,6 +570,12 @@ def door_lets_relay(door: Door, operator: PeerId) -> Callable[[PeerId, PeerId], 
         return operator not in (origin, to) and all(members)
 
     return may_relay
+
+
+def _backups(settings: Settings, state: Path) -> Backups | None:
+    if settings.backup_to is None:
+        return None
+    return Backups(settings.backup_to, state, every_s=settings.backup_every_s, keep=settings.backup_keep)
 
 
 def _make(folder: Path) -> None:

@@ -9,6 +9,7 @@ control characters are escaped: a worker's name cannot move the cursor of whoeve
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -30,8 +31,9 @@ def log_to(stream: TextIO) -> Log:
     line = _for_people if stream.isatty() else _for_machines
 
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
-        stream.write(line(level, event, fields) + "\n")
-        stream.flush()
+        with contextlib.suppress(OSError):  # a log on a full disk costs its lines, not the run
+            stream.write(line(level, event, fields) + "\n")
+            stream.flush()
 
     return log
 

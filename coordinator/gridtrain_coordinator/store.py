@@ -7,11 +7,15 @@ touches a socket or the protocol.
 
 One connection holds the file alone (two coordinators on one journal would give two verdicts), in WAL
 mode with synchronous=FULL: when `append` returns, the entry survives SIGKILL and power loss.
+
+Each entry carries a digest over itself and the digest before it, checked when the journal is opened, so that
+no flipped bit becomes a verdict.  A file that is refused is left as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import sqlite3
@@ -25,16 +29,26 @@ from typing import Any
 
 from gridtrain.errors import JournalError
 from gridtrain.protocol.messages import PeerId
+from gridtrain.transport.contact import COORDINATOR_KEY
 from gridtrain.transport.curve import Identity
 from gridtrain_coordinator.keys import coordinator_identity
 
 MEMORY = ":memory:"
 APPLICATION_ID = 0x67726964  # "grid", so that another program's database is not taken for a journal
 BUSY_S = 1.0
+CHAIN_BYTES = 16
+DAMAGED_REMEDY = (
+    "start from a backup: --from-backup FOLDER with a new --state; or name a new folder with --state"
+)
+
+
+class JournalFull(JournalError):
+    """There is no room for an entry: nothing of it was written, and it can be tried again."""
+
 
 _REMEDIES = {  # SQLite's result code -> (what happened, the next thing to do)
     "SQLITE_NOTADB": ("is not a journal: not an SQLite database", "name another folder with --state"),
-    "SQLITE_CORRUPT": ("is damaged", "restore it from a backup, or name a new folder with --state"),
+    "SQLITE_CORRUPT": ("is damaged", DAMAGED_REMEDY),
     "SQLITE_BUSY": ("is in use", "stop the other coordinator, or name another folder with --state"),
     "SQLITE_LOCKED": ("is in use", "stop the other coordinator, or name another folder with --state"),
     "SQLITE_FULL": ("cannot grow: the disk is full", "make room, then start the coordinator again"),
@@ -65,6 +79,7 @@ class Store:
         self._connection = connection
         self._path = path
         self._generated: Identity | None = None
+        self._chain = b""  # of the latest entry
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Store:
@@ -80,17 +95,19 @@ class Store:
             raise JournalError(
                 f"the journal's directory {folder} does not exist", remedy=f"mkdir -p {folder}"
             )
-        if name != MEMORY:
-            with contextlib.suppress(OSError):  # it is there already; or SQLite says what is wrong
-                os.close(os.open(name, os.O_CREAT | os.O_EXCL, 0o600))  # members' addresses are in it
+        created = name != MEMORY and _created(Path(name))
         with _explained(name):
             connection = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         store = cls(connection, name)
         try:
             with _explained(name):
+                store._check(created)
                 store._prepare()
+            store.entries()  # none of them may have changed since it was written
         except BaseException:
             connection.close()
+            if created:
+                Path(name).unlink(missing_ok=True)  # a start that fails leaves no trace
             raise
         return store
 
@@ -134,39 +151,79 @@ class Store:
         self.append_all([(kind, body)])
 
     def append_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Make several entries durable together (one transaction, one wait for the disk), or none."""
+        """Make several entries durable together (one transaction, one wait for the disk), or none.
+
+        Raises `JournalFull` where there is no room.
+        """
         with self._transaction():
             for kind, body in entries:
                 self._insert(kind, body)
 
     def entries(self) -> list[Entry]:
-        """All entries, oldest first."""
+        """All entries, oldest first.  Raises `JournalError` if one is not as it was written."""
         with _explained(self._path):
-            rows = self._connection.execute("SELECT id, at, kind, body FROM journal ORDER BY id").fetchall()
-        return [Entry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body in rows]
+            rows = self._connection.execute(
+                "SELECT id, at, kind, body, chain FROM journal ORDER BY id"
+            ).fetchall()
+        chain, chained = b"", False
+        for row_id, at, kind, body, written in rows:
+            chain, chained = _link(chain, row_id, at, kind, body), chained or written is not None
+            if chained and written != chain:  # gridtrain once wrote none
+                raise self._damaged(f"entry {row_id} is not what was written")
+        self._chain = chain
+        return [Entry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body, _ in rows]
+
+    def copy_to(self, path: Path) -> tuple[int, int]:
+        """An exact copy at a moment, into the new 0600 file `path`; its term, and its last entry's number.
+
+        SQLite's own online copy: what is in the journal's WAL is in it too.
+
+        Raises:
+            JournalError: the copy cannot be written; what there is of it stays.
+        """
+        with _explained(str(path)), contextlib.closing(_new_file(path)) as copy:
+            self._connection.backup(copy)
+            (last,) = copy.execute("SELECT max(id) FROM journal").fetchone()
+            (term,) = copy.execute("SELECT max(term) FROM terms").fetchone()
+            copy.execute("PRAGMA journal_mode = DELETE")  # one file, that needs no other
+        return term or 0, last or 0
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
+    def _check(self, created: bool) -> None:
+        """May we write to it?  Changes nothing, so that a file that is refused stays as it was."""
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
-        run("PRAGMA journal_mode = WAL")
-        run("PRAGMA synchronous = FULL")
+        (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
         (version,) = run("PRAGMA user_version").fetchone()
         (application,) = run("PRAGMA application_id").fetchone()
-        (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
         if tables and application != APPLICATION_ID:
             raise JournalError(
                 f"{self._path} is not a journal: it is another program's database",
                 remedy="name another folder with --state",
             )
-        scripts = _migrations()
-        if version > len(scripts):
+        key = Path(self._path).absolute().parent / COORDINATOR_KEY
+        if not tables and not created and self._path != MEMORY and key.exists():
+            raise self._damaged(f"it is empty, and {key} says that it was not")
+        known = len(_migrations())
+        if version > known:
             raise JournalError(
-                f"{self._path} has journal version {version}; this gridtrain knows up to {len(scripts)}",
+                f"{self._path} has journal version {version}; this gridtrain knows up to {known}",
                 remedy="install the gridtrain that wrote it, or a newer one",
             )
-        for number, script in enumerate(scripts[version:], start=version + 1):
+        (verdict, *_) = run("PRAGMA integrity_check(1)").fetchone()
+        if verdict != "ok":
+            raise self._damaged(verdict)
+
+    def _damaged(self, how: str) -> JournalError:
+        return JournalError(f"the journal {self._path} is damaged ({how})", remedy=DAMAGED_REMEDY)
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = FULL")
+        (version,) = run("PRAGMA user_version").fetchone()
+        for number, script in enumerate(_migrations()[version:], start=version + 1):
             self._migrate(number, script)
 
     def _migrate(self, number: int, script: str) -> None:
@@ -183,19 +240,52 @@ class Store:
     def _insert(self, kind: str, body: Mapping[str, Any]) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         text = json.dumps(body, separators=(",", ":"))
-        self._connection.execute("INSERT INTO journal (at, kind, body) VALUES (?, ?, ?)", (at, kind, text))
+        (last,) = self._connection.execute("SELECT max(id) FROM journal").fetchone()
+        row_id = (last or 0) + 1
+        self._chain = _link(self._chain, row_id, at, kind, text)
+        line = (row_id, at, kind, text, self._chain)
+        self._connection.execute(
+            "INSERT INTO journal (id, at, kind, body, chain) VALUES (?, ?, ?, ?, ?)", line
+        )
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        chain = self._chain
         with _explained(self._path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._connection.execute("COMMIT")
             except BaseException:
+                self._chain = chain
                 if self._connection.in_transaction:  # SQLite itself rolls back on a full disk
                     self._connection.execute("ROLLBACK")
                 raise
+
+
+def _link(before: bytes, row_id: int, at: str, kind: str, body: str) -> bytes:
+    """The digest that goes with an entry: over the one before it and all of itself."""
+    text = "\0".join((str(row_id), at, kind, body)).encode()
+    return hashlib.blake2b(before + text, digest_size=CHAIN_BYTES).digest()
+
+
+def _created(path: Path) -> bool:
+    """Made now, and for its owner's eyes: members' addresses are in it."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError:  # it is there already; or SQLite says what is wrong
+        return False
+    return True
+
+
+def _new_file(path: Path) -> sqlite3.Connection:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError as error:
+        raise JournalError(
+            f"{path} cannot be made: {error.strerror}", remedy="check who may write there, and the room"
+        ) from None
+    return sqlite3.connect(path, isolation_level=None)
 
 
 def _migrations() -> list[str]:
@@ -215,5 +305,6 @@ def _explained(path: str) -> Iterator[None]:
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
         known = next((text for prefix, text in _REMEDIES.items() if code.startswith(prefix)), None)
-        what, remedy = known or ("cannot be used", "name another folder with --state")
-        raise JournalError(f"the journal {path} {what} ({error})", remedy=remedy) from error
+        what, remedy = known or ("cannot be used", DAMAGED_REMEDY)
+        kind = JournalFull if code.startswith("SQLITE_FULL") else JournalError
+        raise kind(f"the journal {path} {what} ({error})", remedy=remedy) from error

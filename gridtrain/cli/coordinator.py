@@ -45,6 +45,29 @@ from gridtrain.config import DEFAULT_PORT
 @click.option(
     "--exit-when-finished", is_flag=True, help="Exit once the run is finished and its workers have left."
 )
+@click.option(
+    "--backup-to",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Keep backups of journal and keys there, on another disk, for a standby.",
+)
+@click.option(
+    "--backup-every",
+    type=click.FloatRange(min=0.1),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="At most one backup in this time.",
+)
+@click.option(
+    "--backup-keep", type=click.IntRange(min=1), default=3, show_default=True, help="So many backups stay."
+)
+@click.option(
+    "--from-backup",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Take a run over: begin a new --state from the latest backup there.",
+)
 def coordinator(
     listen: str,
     advertise: str,
@@ -54,6 +77,10 @@ def coordinator(
     unencrypted: bool,
     benchmark: bool,
     exit_when_finished: bool,
+    backup_to: Path | None,
+    backup_every: float,
+    backup_keep: int,
+    from_backup: Path | None,
 ) -> None:
     """Coordinate a run: admit workers, assign ranks, keep the journal.
 
@@ -72,5 +99,9 @@ def coordinator(
         benchmark=benchmark,
         min_workers=min_workers,
         exit_when_finished=exit_when_finished,
+        backup_to=backup_to,
+        backup_every_s=backup_every,
+        backup_keep=backup_keep,
+        from_backup=from_backup,
     )
     sys.exit(serve(settings, out=sys.stdout, err=sys.stderr))

@@ -323,7 +323,7 @@ class MemberCore:
     def _from_coordinator(self, message: m.Message, now_s: float) -> list[Effect]:
         match message:
             case m.Welcome(term) if term < self.term:
-                return [Note("old_coordinator", {"term": term, "ours": self.term})]
+                return [Note("old_coordinator", {"term": term, "ours": self.term}), *self._seated()]
             case m.Rejoin() if not self.welcomed:
                 return []  # the Join is on its way
             case m.Rejoin(reason):
@@ -332,7 +332,7 @@ class MemberCore:
             case m.Welcome(term):
                 self.term = max(self.term, term)
                 self.welcomed, self._stall_told = True, False
-                return self._repeat()
+                return [*self._seated(), *self._repeat()]
             case m.Refused(code, reason, remedy):
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
             case m.Reach(address):
@@ -367,9 +367,16 @@ class MemberCore:
             effects.append(self._ready())
         return effects + (self._maybe_finished() if self.stage is Stage.RUNNING else [])
 
+    def _seated(self) -> list[Effect]:
+        """Where this worker is, for a coordinator whose journal may be older than that (rule 11)."""
+        if self.seat is None:
+            return []
+        members = tuple((member.peer, member.share) for member in self.seat.roster)
+        return [Post(self.coordinator, m.Seated(self.term, self.generation, members))]
+
     def _freeze(self, freeze: m.Freeze) -> list[Effect]:
         term, generation, reason = freeze.term, freeze.generation, freeze.reason
-        if term < self.term:
+        if term < self.term or generation < self.generation:
             return []
         self._offenders |= set(freeze.without) - {self.me}
         gone = self._let_go()

@@ -43,6 +43,7 @@ from gridtrain.protocol.membership_io import (
     Up,
 )
 from gridtrain.protocol.planner import order_ring
+from gridtrain.protocol.recall import Recall, is_credible
 from gridtrain.protocol.recovery import Recovered, generation_entry
 from gridtrain.protocol.roll import Worker, differences, latencies, shares
 from gridtrain.protocol.round import HISTORY_START
@@ -126,6 +127,7 @@ class Membership:
         self._started = False  # somebody holds, or held, a model worth waiting for
         self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
         self._regathering = False  # all members are away, and waited for
+        self._recall = Recall()  # what members know that the journal does not
         if recovered is not None:
             self._take_up(recovered)
 
@@ -139,6 +141,7 @@ class Membership:
             )
         elif recovered.view is not None:
             self._roster, self._regathering, self._started = recovered.roster, True, recovered.started
+            self._recall = Recall(frozenset(x.peer for x in recovered.roster), recovered.generation)
             self._view = replace(recovered.view, term=self.term)
             self._making = _Making.FREEZING
             self._change = "the coordinator restarted"
@@ -285,6 +288,8 @@ class Membership:
                 return self._no_route(worker, message)
             case m.Broken():
                 return self._broken(worker, message, now_s)
+            case m.Seated():
+                return self._seated(worker, message, now_s)
             case m.Accuse(accused, reason):
                 members = {member.peer for member in self._roster}
                 if peer in members and accused in members and peer != accused:
@@ -304,10 +309,11 @@ class Membership:
         members = {member.peer for member in self._roster}
         if self._making is not _Making.FREEZING or report.generation != self.generation:
             return []
-        if worker.peer not in members or self._view is None:
+        if worker.peer not in members:
             return [Strike(worker.peer, "reported on a generation that it is no member of")]
         sound = ledger.is_sound(report.ledger, members) and report.ledger.step == report.applied + 1
-        if report.synced and (not sound or report.applied < self._view.applied):
+        least = self._view.applied if self._view is not None else -1
+        if report.synced and (not sound or report.applied < least):
             return [Strike(worker.peer, "reported a step and a ledger that cannot be")]
         if report.synced and worker.setup is None:
             return [Strike(worker.peer, "reported a state before it said what it trains")]
@@ -377,6 +383,58 @@ class Membership:
         text = f"its connections broke {MOST_BREAKS} times within {WINDOW_S:.0f} s"
         return self._remove(flapping, text, now_s, dismiss=True)
 
+    def _seated(self, worker: Worker, seated: m.Seated, now_s: float) -> list[Effect]:
+        """A term or a generation that this journal does not know: it is a backup's (rule 11)."""
+        made = self._made_s > -math.inf  # what this coordinator has made itself binds
+        known = self.generation if made else self._recall.generation
+        if seated.term <= self.term and seated.generation <= known:
+            return []
+        if not is_credible(seated, self.term, known):
+            return [Strike(worker.peer, f"tells of term {seated.term}, generation {seated.generation}")]
+        effects: list[Effect] = []
+        first = not self._recall.behind
+        if not self._recall.tell(worker.peer, seated):
+            return []
+        if first or seated.term > self.term:
+            effects = self._raise_term(max(self.term, seated.term) + 1)
+        told = self._recall.leading()
+        mine = (self.generation, tuple((member.peer, member.share) for member in self._roster))
+        if made or told is None or told == mine:
+            return effects
+        generation, members = told
+        self.generation = generation
+        self._roster = tuple(
+            m.Member(p, self._workers[p].name if p in self._workers else p.hex()[:8], "", share, False)
+            for p, share in members
+        )
+        self.phase, self.reason = (
+            RunPhase.PAUSED,
+            f"the journal is older than generation {generation}; waiting for its {_workers(len(members))}",
+        )
+        self._change = "the coordinator was started from a backup"
+        self._view, self._started, self._regathering = None, True, True
+        self._reports.clear()
+        self._making, self._making_until_s = _Making.FREEZING, now_s + self._deadlines.regather_s
+        fields = {"generation": generation, "workers": len(members), "term": self.term}
+        effects += [
+            Journal("state", {"state": str(self.phase), "reason": self.reason}),
+            Note("warning", "recalled", fields),
+        ]
+        freeze = m.Freeze(self.term, generation, self._change, ())
+        return effects + [Send(x.peer, freeze) for x in self._roster if x.peer in self._workers]
+
+    def _raise_term(self, term: int) -> list[Effect]:
+        self.term = term
+        if self._view is not None:
+            self._view = replace(self._view, term=term)
+        if self._made_s > -math.inf and self._roster:  # its members are in the lower one
+            self._change = self._change or "the coordinator's term was raised"
+            if self._making is _Making.FORMING:
+                self._making, self._making_until_s = _Making.NONE, math.inf
+        body = {"term": term, "run": self.run, "software": self._software}
+        welcome = m.Welcome(term, self.run, self._software)
+        return [Journal("term", body), *(Send(peer, welcome) for peer in self._workers)]
+
     def _expelled(self, event: Expelled, now_s: float) -> list[Effect]:
         if event.peer not in self._workers:
             return [Dismiss(event.peer)]
@@ -385,9 +443,10 @@ class Membership:
 
     def _repeat(self, peer: m.PeerId) -> list[Effect]:
         """What a member may have missed while its connection was broken; it ignores what it knows."""
-        if self._view is None or peer not in {member.peer for member in self._roster}:
+        if peer not in {member.peer for member in self._roster}:
             return []
-        view = [Send(peer, message) for message in self._view_messages(peer)]
+        # Of a generation that only members know there is no View to repeat.
+        view = [Send(peer, x) for x in self._view_messages(peer)] if self._view is not None else []
         match self._making:
             case _Making.FREEZING:
                 return [
@@ -555,6 +614,9 @@ class Membership:
     def _collect(self, now_s: float) -> list[Effect]:
         """FREEZING: once all who live have reported, or time is up, decide (rule 6)."""
         absent = {x.peer for x in self._roster} - set(self._reports) - self._departed
+        if self._regathering and self._recall.behind:
+            arrived = {w.peer for w in self._workers.values() if w.setup is not None}
+            absent |= self._recall.known - arrived  # they may tell another tale
         awaited = absent if self._regathering else absent & set(self._workers)
         if awaited and now_s < self._making_until_s:
             return []
@@ -634,7 +696,7 @@ class Membership:
         plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
         self._whereabouts.plan(plan.order)
-        self.generation += 1
+        self.generation = max(self.generation, self._recall.floor) + 1
         ordered = [self._workers[peer] for peer in plan.order]
         total = self._reference.global_batch_size if self._reference is not None else None
         self._roster = tuple(

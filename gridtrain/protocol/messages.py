@@ -274,6 +274,18 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Seated:
+    """Follows every Welcome: the generation I am in, its members and shares in rank order.
+
+    A coordinator that was started from a backup may not know it (commit rule 11).
+    """
+
+    term: int
+    generation: int
+    members: tuple[tuple[PeerId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """I executed the VIEW's verdict, have the state and my edges (commit rule 8)."""
 
@@ -602,6 +614,7 @@ Message = (
     | Links
     | Beat
     | Report
+    | Seated
     | Ready
     | Stalled
     | Accuse

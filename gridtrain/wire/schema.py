@@ -142,6 +142,7 @@ MESSAGES: dict[int, Record] = {
     20: Record(m.Accuse, peer=PEER, reason=REASON),
     21: Record(m.NoRoute, term=UINT, generation=UINT, peers=Many(PEER, 1024)),
     22: Record(m.Broken, term=UINT, generation=UINT, peer=PEER),
+    23: Record(m.Seated, term=UINT, generation=UINT, members=Many(Group(PEER, COUNT), 1024)),
     # coordinator -> worker
     30: Record(m.Welcome, term=UINT, run=NAME, software=NAME),
     31: Record(m.Refused, code=NAME, reason=REASON, remedy=REASON),

@@ -127,7 +127,7 @@ def test_generations_can_be_read_as_a_table(path: Path) -> None:
 
 # -- migrations ------------------------------------------------------------------------------------
 
-FIRST, DOOR = module._migrations()
+FIRST, DOOR, CHAIN = module._migrations()
 MORE = "CREATE TABLE links (a, b);"
 
 
@@ -191,10 +191,10 @@ def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytes
     store = Store.open(path)
     store.next_term()
     store.close()
-    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, DOOR, MORE])
+    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, DOOR, CHAIN, MORE])
     for _ in range(2):  # the second time there is nothing to do
         store = Store.open(path)
-        assert store._connection.execute("PRAGMA user_version").fetchone() == (3,)
+        assert store._connection.execute("PRAGMA user_version").fetchone() == (4,)
         assert store._connection.execute("SELECT count(*) FROM links").fetchone() == (0,)
         assert [entry.kind for entry in store.entries()] == ["term"]
         store.close()
@@ -202,12 +202,14 @@ def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytes
 
 def test_a_migration_that_fails_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store.open(path).close()
-    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, DOOR, MORE + "CREATE TABLE links (again);"])
+    monkeypatch.setattr(
+        module, "_migrations", lambda: [FIRST, DOOR, CHAIN, MORE + "CREATE TABLE links (again);"]
+    )
     with pytest.raises(JournalError):
         Store.open(path)
     monkeypatch.undo()
     store = Store.open(path)
-    assert store._connection.execute("PRAGMA user_version").fetchone() == (2,)
+    assert store._connection.execute("PRAGMA user_version").fetchone() == (3,)
     assert store._connection.execute("SELECT name FROM sqlite_master WHERE name = 'links'").fetchall() == []
 
 
@@ -256,7 +258,7 @@ def test_a_newer_version(path: Path) -> None:
     store = Store.open(path)
     store._connection.execute("PRAGMA user_version = 9")
     store.close()
-    assert "version 9; this gridtrain knows up to 2" in complaint(path)
+    assert "version 9; this gridtrain knows up to 3" in complaint(path)
 
 
 def test_two_coordinators_on_one_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,60 @@
+"""What the members tell a coordinator whose journal is older than the run (commit rule 11).
+
+Decides which generation is the latest where the journal, a backup's, does not know it.  Never decides a
+verdict: the members of that generation are frozen and report, as after any restart.
+
+    journal: generation 7 of anna, bert       Seated(generation 9: anna, bert, clara)   told by anna, clara
+                                              Seated(generation 12: dora)               told by dora, a liar
+             leading: generation 9, by two voices against one
+
+Every member is waited for that the journal or the leading tale names, so that one that is quick to lie does
+not lead before the others are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gridtrain.protocol import messages as m
+
+MOST_AHEAD = 1_000_000
+"""Terms, or generations, that a journal may be behind; who tells of more is not believed."""
+
+Tale = tuple[int, tuple[tuple[m.PeerId, int], ...]]
+"""Generation, and its members with their shares in rank order."""
+
+
+class Recall:
+    """See the module's text.  `known`, `generation`: the members that the journal names last, and in which."""
+
+    def __init__(self, known: frozenset[m.PeerId] = frozenset(), generation: int = 0) -> None:
+        self.known = known
+        self.generation = generation
+        self.floor = 0  # the next generation is above this one
+        self._told: dict[m.PeerId, Tale] = {}
+        self._heard: set[m.PeerId] = set()
+
+    @property
+    def behind(self) -> bool:
+        """Somebody knows of a later generation."""
+        return bool(self._heard)
+
+    def tell(self, peer: m.PeerId, seated: m.Seated) -> bool:
+        """False: it has told its tale before, and nobody may tell another one."""
+        if peer in self._heard:
+            return False
+        self._heard.add(peer)
+        self.floor = max(self.floor, seated.generation)
+        if peer in dict(seated.members):
+            self._told[peer] = (seated.generation, seated.members)
+        return True
+
+    def leading(self) -> Tale | None:
+        """What most tell; of equals the one of more members, then the later one."""
+        votes = Counter(self._told.values())
+        return max(votes, key=lambda tale: (votes[tale], len(tale[1]), tale[0]), default=None)
+
+
+def is_credible(seated: m.Seated, term: int, generation: int) -> bool:
+    """No worker can know of so much more than the journal."""
+    return seated.term <= term + MOST_AHEAD and seated.generation <= generation + MOST_AHEAD

@@ -1,0 +1,206 @@
+"""Rule 11: a coordinator started from a backup takes the maximum of its journal and what members tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gridtrain.config import Deadlines
+from gridtrain.protocol import member_io
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.member import MemberCore
+from gridtrain.protocol.membership import Membership
+from gridtrain.protocol.membership_io import CalledBack, Effect, Heard, Journal, RunPhase, Send, Strike
+from gridtrain.protocol.recall import MOST_AHEAD
+from gridtrain.protocol.recovery import recover
+
+ME = b"0" * 32
+A, B, C, LIAR = (letter * 32 for letter in (b"a", b"b", b"c", b"z"))
+SPEC = m.LedgerSpec(100, 0, epochs=1)
+SETUP = m.Setup((("model", "tiny"),), SPEC, 4, None)
+LIMITS = Deadlines(silence_s=1e9, settle_s=0.0, probe_s=0.0, report_s=100.0)
+
+
+class Coordinator:
+    """A membership, its journal, and what it sent; workers are `MemberCore`s or words put into mouths."""
+
+    def __init__(self, journal: Sequence[Journal] = (), term: int = 1, min_workers: int = 1) -> None:
+        entries = [(entry.kind, entry.body) for entry in journal]
+        self.journal = list(journal)
+        self.core = Membership(
+            me=ME,
+            run="r",
+            term=term,
+            deadlines=LIMITS,
+            software="",
+            min_workers=min_workers,
+            recovered=recover(entries) if entries else None,
+        )
+        self.now_s = 0.0
+        self.sent: list[Send] = []
+        self.strikes: list[Strike] = []
+        self._take(self.core.start(0.0))
+
+    def _take(self, effects: Sequence[Effect]) -> list[Send]:
+        self.journal += [effect for effect in effects if isinstance(effect, Journal)]
+        self.strikes += [effect for effect in effects if isinstance(effect, Strike)]
+        sends = [effect for effect in effects if isinstance(effect, Send)]
+        self.sent += sends
+        return sends
+
+    def hear(self, peer: m.PeerId, message: m.Message) -> list[Send]:
+        self.now_s += 0.01
+        return self._take(self.core.handle(Heard(peer, message), self.now_s))
+
+    def wait(self, for_s: float) -> None:
+        self.now_s += for_s
+        self._take(self.core.tick(self.now_s))
+
+    def join(self, peer: m.PeerId, *told: m.Message) -> None:
+        self.hear(peer, m.Join("r", peer[:1].decode(), "memory://" + peer[:1].decode()))
+        self._take(self.core.handle(CalledBack(peer, "memory://" + peer[:1].decode()), self.now_s))
+        for message in told:
+            self.hear(peer, message)
+        self.hear(peer, SETUP)
+        self.hear(peer, m.Links(()))
+
+    def report(self, peer: m.PeerId, applied: int, ledger_state: m.LedgerState) -> None:
+        generation, history = self.core.generation, bytes([applied + 1]) * 32
+        self.hear(
+            peer,
+            m.Report(self.core.term, generation, True, applied, history, ledger_state, None, b"", False),
+        )
+
+    def last(self, kind: type[m.Message], peer: m.PeerId) -> m.Message:
+        return [x.message for x in self.sent if x.peer == peer and isinstance(x.message, kind)][-1]
+
+    def start(self, *peers: m.PeerId) -> None:
+        assert self.core._view is not None
+        for peer in peers:
+            self.hear(peer, m.Ready(self.core.term, self.core.generation, self.core._view.history))
+        assert self.core.phase is RunPhase.TRAINING
+
+
+def backup() -> list[Journal]:
+    """Generation 1 of anna and bert has trained in term 1."""
+    first = Coordinator(min_workers=2)
+    first.join(A)
+    first.join(B)
+    first.wait(1.0)
+    first.start(A, B)
+    return first.journal
+
+
+def at_step(applied: int) -> m.LedgerState:
+    return m.LedgerState(step=applied + 1, cursor=8 * (applied + 1), consumed=8 * (applied + 1))
+
+
+SEATED = m.Seated(term=3, generation=5, members=((A, 4), (C, 4)))
+
+
+def test_a_later_generation_of_its_members_is_taken_over() -> None:
+    standby = Coordinator(backup(), term=2)
+    standby.join(A, SEATED)
+    assert standby.core.term == 4, "above everything that anybody knows"
+    assert isinstance(standby.last(m.Welcome, A), m.Welcome) and standby.last(m.Welcome, A).term == 4
+    freeze = standby.last(m.Freeze, A)
+    assert (freeze.term, freeze.generation) == (4, 5)
+    standby.join(C, SEATED)
+    standby.join(B)  # the journal knows it; it left before generation 5
+    for peer in (A, C):
+        standby.report(peer, 5, at_step(5))
+    view = standby.core._view
+    assert view is not None and (view.term, view.generation, view.applied) == (4, 6, 5)
+    assert [entry.body["term"] for entry in standby.journal if entry.kind == "term"] == [1, 2, 4]
+    assert view.ledger.holders == ((A, (m.Span(48, 52),)), (C, (m.Span(52, 56),))), "by the shares they told"
+
+
+def test_terms_alone_are_raised_too() -> None:
+    """The old coordinator restarted after the backup, and made nothing since."""
+    standby = Coordinator(backup(), term=2)
+    standby.join(A, m.Seated(7, 1, ((A, 4), (B, 4))))
+    standby.join(B)
+    for peer in (A, B):
+        standby.report(peer, 5, at_step(5))
+    assert standby.core._view is not None and standby.core._view.term == 8
+
+
+def test_a_quick_liar_does_not_lead() -> None:
+    standby = Coordinator(backup(), term=2)
+    standby.join(LIAR, m.Seated(3, 90, ((LIAR, 4),)))
+    standby.report(LIAR, 70, at_step(70))
+    assert standby.core.phase is RunPhase.PAUSED and standby.core._view is None, "the others are waited for"
+    for peer in (A, C):
+        standby.join(peer, SEATED)
+    standby.join(B)
+    for peer in (A, C):
+        standby.report(peer, 5, at_step(5))
+    view = standby.core._view
+    assert view is not None and view.applied == 5 and view.generation == 91, "nobody ignores it as old"
+    holders = {member.peer for member in standby.core._roster if not member.joining}
+    assert holders == {A, C}
+
+
+def test_nobody_raises_terms_without_end() -> None:
+    standby = Coordinator(backup(), term=2)
+    standby.join(LIAR, *(m.Seated(term, 1, ()) for term in range(3, 1000)))
+    assert standby.core.term == 4
+    standby = Coordinator(backup(), term=2)
+    standby.join(LIAR, m.Seated(2 + MOST_AHEAD + 1, 1, ()))
+    assert standby.core.term == 2 and [strike.peer for strike in standby.strikes] == [LIAR]
+
+
+def test_what_a_coordinator_made_itself_binds() -> None:
+    """A member of a lost generation comes when the others have gone on without it."""
+    standby = Coordinator(backup(), term=2)
+    for peer in (A, B):
+        standby.join(peer)
+        standby.report(peer, 5, at_step(5))
+    standby.start(A, B)
+    standby.join(C, m.Seated(2, 9, ((C, 4),)))
+    standby.wait(5.0)
+    for peer in (A, B):
+        standby.report(peer, 6, at_step(6))
+    view = standby.core._view
+    assert view is not None and view.applied == 6
+    assert view.generation == 10 and view.term == 3, "so that it follows the View"
+    assert [member.joining for member in standby.core._roster if member.peer == C] == [True]
+
+
+def test_an_ordinary_restart_takes_nothing_from_it() -> None:
+    restarted = Coordinator(backup(), term=2)
+    restarted.join(A, m.Seated(1, 1, ((A, 4), (B, 4))))
+    restarted.join(B, m.Seated(1, 1, ((A, 4), (B, 4))))
+    assert restarted.core.term == 2 and restarted.core.generation == 1
+
+
+def test_a_worker_tells_where_it_is_and_takes_no_earlier_freeze() -> None:
+    core = MemberCore(A, ME, m.Join("r", "a", ""), LIMITS)
+    core.handle(member_io.Enter(SETUP, lambda rank, world: frozenset()), 0.0)
+
+    def told(message: m.Message) -> list[m.Message]:
+        effects = core.handle(member_io.Heard(ME, message, 0), 1.0)
+        return [effect.message for effect in effects if isinstance(effect, member_io.Post)]
+
+    assert told(m.Welcome(1, "r", "")) == [SETUP], "it is nowhere yet"
+    told(m.Roster(1, 5, 0, 1, (m.Member(A, "a", "", 4, False),)))
+    told(m.View(1, 5, 1, m.Verdict.ABORT, None, -1, bytes(32), m.LedgerState(), ""))
+    mine = m.Seated(1, 5, ((A, 4),))
+    assert told(m.Welcome(1, "r", "")) == [mine, SETUP, m.Ready(1, 5, bytes(32))]
+    assert told(m.Freeze(1, 4, "", ())) == []
+    assert told(m.Welcome(7, "r", ""))[0] == replace(mine, term=7)
+    assert told(m.Welcome(3, "r", "")) == [replace(mine, term=7)], "a lower term is told of the higher one"
+    assert told(m.Freeze(3, 5, "", ())) == [] and core.term == 7
+    (report,) = told(m.Freeze(8, 5, "", ()))
+    assert isinstance(report, m.Report) and report.generation == 5
+
+
+def test_deadlines_stay_finite_while_members_are_waited_for() -> None:
+    standby = Coordinator(backup(), term=2)
+    standby.join(A, SEATED)
+    assert standby.core.deadline_s < math.inf
+    standby.report(A, 5, at_step(5))
+    standby.wait(LIMITS.regather_s + 1.0)
+    view = standby.core._view
+    assert view is not None and view.applied == 5, "clara and bert did not come back"
