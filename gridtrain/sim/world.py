@@ -83,6 +83,7 @@ class Log:
     state_transfers: int = 0
     rollbacks: int = 0
     blackouts: int = 0  # moments in which no worker was alive any more
+    take_overs: int = 0
     lost_disks: int = 0  # of the coordinator, with a generation that no backup knew
     skipped: set[m.RoundId] = field(default_factory=set)
     refused: list[str] = field(default_factory=list)
@@ -328,14 +329,23 @@ class World:
         self._unaware: dict[frozenset[m.PeerId], m.PeerId] = {}
         self._backup = 0  # so many entries of the journal are in the latest one
         self._from_backup = False
+        self.lose_next_decision = False
         self._coordinator_frozen = False
+        self._ghost: Membership | None = None
+        self._haunted: set[m.PeerId] = set()  # whose dial of the coordinator ends at the ghost
         self._coordinator_missed: list[cio.Event] = []
         self._nat = Random(seed)  # by itself, so that a history without NAT stays what it was
         self._behind_nat = behind_nat
         self._hidden: set[m.PeerId] = set()
         self._relayed: dict[frozenset[m.PeerId], m.PeerId] = {}
         self.deadlines = Deadlines(
-            first_step_s=4.0, patience_floor_s=1.0, silence_s=2.0, report_s=1.0, ready_s=8.0
+            first_step_s=4.0,
+            patience_floor_s=1.0,
+            silence_s=2.0,
+            report_s=1.0,
+            ready_s=6.0,
+            route_s=2.0,
+            regather_s=10.0,
         )
         self.network: Network[m.PeerId, Any] = Network(seed, Link(delay_s=delay_s, in_order=True))
         self.edges = edges
@@ -347,7 +357,6 @@ class World:
         self._connections: set[frozenset[m.PeerId]] = set()
         self._min_workers = min_workers
         self._journal: list[tuple[str, dict[str, Any]]] = []
-        self._term = 0
         self.network.attach(COORDINATOR, self._to_coordinator)
         self.start_coordinator()
         self._coordinator_ticks()
@@ -408,11 +417,11 @@ class World:
 
     def start_coordinator(self) -> None:
         """The first time, or again with what its journal holds; living workers connect again."""
-        self._term += 1
+        told = [body["term"] for kind, body in self._journal if kind == "term"]  # as the real journal counts
         self.coordinator = Membership(
             me=COORDINATOR,
             run="sim",
-            term=self._term,
+            term=max(told, default=0) + 1,
             deadlines=self.deadlines,
             software="sim",
             min_workers=self._min_workers,
@@ -433,7 +442,6 @@ class World:
         if not self.coordinator_up:
             return
         if lose_disk:
-            # The standby's owner sees to it that its term is a new one: a backup may have missed the last.
             self._from_backup = any(kind == "generation" for kind, _ in self._journal[self._backup :])
             self.log.lost_disks += self._from_backup
             del self._journal[self._backup :]
@@ -480,6 +488,67 @@ class World:
             self._holes -= holes
 
         self.at(self.now_s + for_s, heal)
+
+    def cut_link(self, a: m.PeerId, b: m.PeerId, for_s: float) -> None:
+        """Between these two alone."""
+        holes = {(a, b), (b, a)}
+        self._holes |= holes
+        pair = frozenset((a, b))
+        if pair in self._connections and pair not in self._relayed:
+            self._disconnect(pair)
+            self.connect(a, b)
+
+        def heal() -> None:
+            self._holes -= holes
+
+        self.at(self.now_s + for_s, heal)
+
+    def take_over(self) -> None:
+        """A standby has the journal as it is now, and all workers dial it; the old coordinator lives on."""
+        if not self.coordinator_up or self._ghost is not None:
+            return
+        self._ghost = self.coordinator
+        for pair in sorted((p for p in self._connections if COORDINATOR in p), key=sorted):
+            self._disconnect(pair)
+            (peer,) = pair - {COORDINATOR}
+            self._ghost_hears(cio.Lost(peer, "connection broke"))
+        self.log.take_overs += 1
+        self.start_coordinator()
+
+    def haunt(self, peer: m.PeerId, for_s: float) -> None:
+        """This worker's way to the coordinator leads to the old one for a while."""
+        if self._ghost is None or not self.workers[peer].alive or peer in self._haunted:
+            return
+        self.break_edge(peer, COORDINATOR, None)
+
+        def begin() -> None:
+            self._haunted.add(peer)
+            self._ghost_hears(cio.Up(peer, "open"))
+            self._tell(COORDINATOR, peer, _Link(True))
+
+        def end() -> None:
+            self._haunted.discard(peer)
+            self._ghost_hears(cio.Lost(peer, "connection broke"))
+            if self.workers[peer].alive:
+                self._tell(COORDINATOR, peer, _Link(False))
+                self.connect(peer, COORDINATOR)
+
+        self.at(self.now_s + 0.1, begin)
+        self.at(self.now_s + 0.1 + for_s, end)
+
+    def _ghost_hears(self, event: cio.Event | None) -> None:
+        if self._ghost is None or self.finished:
+            return
+        ghost, now_s = self._ghost, self.now_s
+        for effect in ghost.tick(now_s) if event is None else ghost.handle(event, now_s):
+            match effect:
+                case cio.Send(peer, message) if peer in self._haunted:
+                    self._tell(COORDINATOR, peer, message)
+                case cio.CallBack(peer, addresses):
+                    back = cio.CalledBack(peer, addresses[0])
+                    self.at(now_s + 0.01, partial(self._ghost_hears, back))
+                case _:
+                    pass  # what it writes is on another disk
 
     def break_edge(self, a: m.PeerId, b: m.PeerId, back_after_s: float | None) -> None:
         """The connection breaks, what was in flight is lost, and it comes back later (None: never)."""
@@ -562,7 +631,7 @@ class World:
             (p == COORDINATOR and self.coordinator_up) or (p in self.workers and self.workers[p].alive)
             for p in pair
         )
-        if pair in self._connections or not living:
+        if pair in self._connections or not living or (COORDINATOR in pair and pair & self._haunted):
             return
         if (dialler, peer) in self._holes or (peer, dialler) in self._holes:
             self.at(self.now_s + 0.2, lambda: self.connect(dialler, peer, relay))
@@ -576,8 +645,13 @@ class World:
         self.network.send(peer, dialler, _Link(True))
 
     def send(self, src: m.PeerId, dst: m.PeerId, message: m.Message) -> None:
-        if self.connected(src, dst) and (src, dst) not in self._holes:
+        if dst == COORDINATOR and src in self._haunted:
+            self._ghost_hears(cio.Heard(src, message))
+        elif self.connected(src, dst) and (src, dst) not in self._holes:
             self.network.send(src, dst, message)
+            if self.lose_next_decision and isinstance(message, m.Decision):
+                self.lose_next_decision = False
+                self.break_edge(src, dst, back_after_s=0.03)  # longer than a message is under way
 
     def later(self, delay_s: float, node: m.PeerId, action: Callable[[], None]) -> None:
         self.network.call_at(self.now_s + delay_s, action, node=node)
@@ -612,6 +686,8 @@ class World:
         if not self.finished:
             if not self._coordinator_frozen:
                 self._coordinator_tick()
+            if self._ghost is not None and self.now_s >= self._ghost.deadline_s:
+                self._ghost_hears(None)
             self.at(self.now_s + 0.05, self._coordinator_ticks)
 
     def _coordinator_tick(self) -> None:
@@ -632,7 +708,7 @@ class World:
             case _Link(False):
                 worker.handle(io.EdgeDown(src, "connection broke"))
             case _:
-                if self.connected(src, dst):
+                if self.connected(src, dst) or (src == COORDINATOR and dst in self._haunted):
                     worker.handle(io.Heard(src, message))
 
     def _to_coordinator(self, src: m.PeerId, _: m.PeerId, message: Any) -> None:

@@ -118,7 +118,7 @@ def build(
     seed: int, kind: str, workers: int, **more: Any
 ) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
-    setup = m.Setup((("kind", kind),), m.LedgerSpec(SAMPLES, 1, epochs=2), 2, None)
+    setup = m.Setup((("kind", kind),), m.LedgerSpec(SAMPLES, 1, epochs=2), 3, None)
     behind_nat = Random(seed).choice((0.0, 0.0, 0.5, 1.0))
     world = World(
         seed, lambda: ToyTrainer(kind, book), EDGES[kind], setup, min_workers=1, behind_nat=behind_nat, compute_s=(0.001, 0.1), **more
@@ -217,6 +217,33 @@ class Trouble:
             self.world.at(self.world.now_s + self.random.uniform(0.1, 3.0), partial(self.world.join, kept))
 
 
+    def lose_decision(self) -> None:
+        self.world.lose_next_decision = True
+
+    def cut_link(self) -> None:
+        if len(self.members) >= 2:
+            a, b = self.random.sample([worker.peer for worker in self.members], 2)
+            self.world.cut_link(a, b, self.random.choice((1.0, 30.0)))
+            if self.random.random() < 0.5:
+                self.join()  # a generation is to form meanwhile
+
+    def miss_a_generation(self) -> None:
+        """A member is away for as long as a generation takes to form; its decision is lost, or not."""
+        if worker := self.some():
+            self.world.lose_next_decision = self.random.random() < 0.5
+            self.join()
+            self.world.break_edge(worker.peer, COORDINATOR, self.random.uniform(1.1, 2.0))
+
+    def take_over(self) -> None:
+        """A standby takes over, and the old coordinator goes on; some find the way back to it."""
+        self.world.take_over()
+        for worker in self.world.alive:
+            if self.random.random() < 0.4:
+                for_s = self.random.uniform(0.1, 2.0)
+                when_s = self.world.now_s + self.random.uniform(0.05, 3.0)
+                self.world.at(when_s, partial(self.world.haunt, worker.peer, for_s))
+
+
 FAULTS: dict[str, Callable[[Trouble], None]] = {
     "join": Trouble.join,
     "crash": Trouble.crash,
@@ -233,6 +260,10 @@ FAULTS: dict[str, Callable[[Trouble], None]] = {
     "flip": Trouble.flip,
     "partition": Trouble.partition,
     "end-all": Trouble.end_all,
+    "lose-decision": Trouble.lose_decision,
+    "cut-link": Trouble.cut_link,
+    "miss-a-generation": Trouble.miss_a_generation,
+    "take-over": Trouble.take_over,
 }
 
 
