@@ -89,6 +89,7 @@ class MemberCore:
         self.ledger = m.LedgerState()
         self.synced = False
         self.welcomed = False
+        self._fenced = False  # whoever answers for the coordinator does so in a term that is over
         self.run_state = ("", "")
         self.reach: str | None = None
         self._join = join
@@ -323,7 +324,10 @@ class MemberCore:
     def _from_coordinator(self, message: m.Message, now_s: float) -> list[Effect]:
         match message:
             case m.Welcome(term) if term < self.term:
+                self._fenced = True
                 return [Note("old_coordinator", {"term": term, "ours": self.term}), *self._seated()]
+            case _ if self._fenced and not isinstance(message, m.Welcome):
+                return []  # whatever it says, it is not the coordinator any more
             case m.Rejoin() if not self.welcomed:
                 return []  # the Join is on its way
             case m.Rejoin(reason):
@@ -331,7 +335,7 @@ class MemberCore:
                 return [Note("rejoin", {"reason": reason}), Post(self.coordinator, self._join)]
             case m.Welcome(term):
                 self.term = max(self.term, term)
-                self.welcomed, self._stall_told = True, False
+                self.welcomed, self._stall_told, self._fenced = True, False, False
                 return [*self._seated(), *self._repeat()]
             case m.Refused(code, reason, remedy):
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
@@ -592,6 +596,7 @@ class MemberCore:
         self._up.add(peer)
         seat = self.seat
         if peer == self.coordinator:
+            self._fenced = False  # until it says its term
             return [Post(peer, self._join)]
         if seat is not None and self.stage is Stage.FORMING:
             donor = self._donor(seat)

@@ -391,6 +391,9 @@ class Membership:
             return []
         if not is_credible(seated, self.term, known):
             return [Strike(worker.peer, f"tells of term {seated.term}, generation {seated.generation}")]
+        if made and seated.term > self.term and not self._has_most():
+            # It made generations, and their members are gone: to a later coordinator, which alone decides now.
+            return [Note("warning", "superseded", {"name": worker.name, "term": seated.term})]
         effects: list[Effect] = []
         first = not self._recall.behind
         if not self._recall.tell(worker.peer, seated):
@@ -422,6 +425,11 @@ class Membership:
         ]
         freeze = m.Freeze(self.term, generation, self._change, ())
         return effects + [Send(x.peer, freeze) for x in self._roster if x.peer in self._workers]
+
+    def _has_most(self) -> bool:
+        """More than half of the generation is connected here."""
+        here = [w for x in self._roster if (w := self._workers.get(x.peer)) is not None and w.lost_s is None]
+        return 2 * len(here) > len(self._roster)
 
     def _raise_term(self, term: int) -> list[Effect]:
         self.term = term

@@ -117,7 +117,7 @@ class Coverage:
         match event:
             case io.Heard(peer, m.View() as view) if peer == core.coordinator and effects:
                 self._viewed(core, before, view, effects)
-            case io.Heard(_, m.Data() | m.Vote() | m.Decision() as message):
+            case io.Heard(_, message) if isinstance(message, m.Data | m.Vote | m.Decision):
                 self._heard(before, message, effects)
             case io.Restored() if any(_is(effect, m.Ready) for effect in effects):
                 self.mark("12 a joiner gets the state and is READY")

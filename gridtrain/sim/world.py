@@ -507,7 +507,8 @@ class World:
         """A standby has the journal as it is now, and all workers dial it; the old coordinator lives on."""
         if not self.coordinator_up or self._ghost is not None:
             return
-        self._ghost = self.coordinator
+        self._ghost, self._coordinator_frozen = self.coordinator, False
+        self._coordinator_missed.clear()
         for pair in sorted((p for p in self._connections if COORDINATOR in p), key=sorted):
             self._disconnect(pair)
             (peer,) = pair - {COORDINATOR}
@@ -516,8 +517,14 @@ class World:
         self.start_coordinator()
 
     def haunt(self, peer: m.PeerId, for_s: float) -> None:
-        """This worker's way to the coordinator leads to the old one for a while."""
-        if self._ghost is None or not self.workers[peer].alive or peer in self._haunted:
+        """This worker's way to the coordinator leads to the old one for a while.
+
+        Only if it has heard of the new one: nothing can tell a worker of a standby that it never met.
+        """
+        worker = self.workers[peer]
+        if self._ghost is None or not worker.alive or peer in self._haunted:
+            return
+        if worker.core.term <= self._ghost.term:
             return
         self.break_edge(peer, COORDINATOR, None)
 
