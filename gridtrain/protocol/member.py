@@ -336,7 +336,7 @@ class MemberCore:
             case m.Welcome(term):
                 self.term = max(self.term, term)
                 self.welcomed, self._stall_told, self._fenced = True, False, False
-                return [*self._seated(), *self._repeat()]
+                return [*(self._seated() if self.seat is not None else []), *self._repeat()]
             case m.Refused(code, reason, remedy):
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
             case m.Reach(address):
@@ -373,9 +373,10 @@ class MemberCore:
 
     def _seated(self) -> list[Effect]:
         """Where this worker is, for a coordinator whose journal may be older than that (rule 11)."""
-        if self.seat is None:
+        if not self.term:
             return []
-        members = tuple((member.peer, member.share) for member in self.seat.roster)
+        roster = self.seat.roster if self.seat is not None else ()  # in none: the term alone may be news
+        members = tuple((member.peer, member.share) for member in roster)
         return [Post(self.coordinator, m.Seated(self.term, self.generation, members))]
 
     def _freeze(self, freeze: m.Freeze) -> list[Effect]:

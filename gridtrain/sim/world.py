@@ -329,7 +329,8 @@ class World:
         self._unaware: dict[frozenset[m.PeerId], m.PeerId] = {}
         self._backup = 0  # so many entries of the journal are in the latest one
         self._from_backup = False
-        self.lose_next_decision = False
+        self._losing: tuple[m.PeerId | None, float] | None = None
+        self.slow_next_restore = False
         self._coordinator_frozen = False
         self._ghost: Membership | None = None
         self._haunted: set[m.PeerId] = set()  # whose dial of the coordinator ends at the ghost
@@ -488,6 +489,22 @@ class World:
             self._holes -= holes
 
         self.at(self.now_s + for_s, heal)
+
+    def lose_next_decision(self, to: m.PeerId | None = None, away_s: float = 0.0) -> None:
+        """The next COMMIT (`to` this worker) is lost with its connection.
+
+        `away_s`: for so long that worker is away from root and coordinator; 0.0: its connection to the
+        root is back at once.
+        """
+        self._losing = (to, away_s)
+
+    def _lose(self, src: m.PeerId, dst: m.PeerId, to: m.PeerId | None, away_s: float) -> None:
+        if to not in (None, dst):
+            return
+        self._losing = None
+        self.break_edge(src, dst, back_after_s=max(0.03, away_s))  # longer than a message is under way
+        if away_s:
+            self.break_edge(dst, COORDINATOR, back_after_s=away_s)
 
     def cut_link(self, a: m.PeerId, b: m.PeerId, for_s: float) -> None:
         """Between these two alone."""
@@ -656,9 +673,8 @@ class World:
             self._ghost_hears(cio.Heard(src, message))
         elif self.connected(src, dst) and (src, dst) not in self._holes:
             self.network.send(src, dst, message)
-            if self.lose_next_decision and isinstance(message, m.Decision):
-                self.lose_next_decision = False
-                self.break_edge(src, dst, back_after_s=0.03)  # longer than a message is under way
+            if isinstance(message, m.Decision) and self._losing is not None and message.verdict:
+                self._lose(src, dst, *self._losing)
 
     def later(self, delay_s: float, node: m.PeerId, action: Callable[[], None]) -> None:
         self.network.call_at(self.now_s + delay_s, action, node=node)
@@ -674,6 +690,9 @@ class World:
         self.at(self.now_s + delay_s, tell)
 
     def restore_s(self) -> float:
+        if self.slow_next_restore:
+            self.slow_next_restore = False
+            return 3.0
         usual_s = self.random.choice((0.0, 0.01, 0.5, 3.0))
         return 40.0 if self._slow_restore and self.random.random() < self._slow_restore else usual_s
 

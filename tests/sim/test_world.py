@@ -190,7 +190,7 @@ class Trouble:
 
     def freeze(self) -> None:
         if worker := self.some():
-            worker.freeze(self.random.choice((0.1, 1.0, 3.0)))
+            worker.freeze(self.random.choice((0.1, 1.9, 3.0)))
 
     def freeze_coordinator(self) -> None:
         self.world.freeze_coordinator(self.random.choice((0.2, 1.0, 3.0, 8.0)))
@@ -218,7 +218,7 @@ class Trouble:
 
 
     def lose_decision(self) -> None:
-        self.world.lose_next_decision = True
+        self.world.lose_next_decision()
 
     def cut_link(self) -> None:
         if len(self.members) >= 2:
@@ -230,9 +230,13 @@ class Trouble:
     def miss_a_generation(self) -> None:
         """A member is away for as long as a generation takes to form; its decision is lost, or not."""
         if worker := self.some():
-            self.world.lose_next_decision = self.random.random() < 0.5
+            away_s = self.random.uniform(1.1, 2.5)
+            self.world.slow_next_restore = True
+            if self.random.random() < 0.5:
+                self.world.lose_next_decision(worker.peer, away_s)
+            else:
+                self.world.break_edge(worker.peer, COORDINATOR, away_s)
             self.join()
-            self.world.break_edge(worker.peer, COORDINATOR, self.random.uniform(1.1, 2.0))
 
     def take_over(self) -> None:
         """A standby takes over, and the old coordinator goes on; some find the way back to it."""
