@@ -28,7 +28,7 @@ from gridtrain.config import Dense, Exchange
 from gridtrain.errors import ConfigError
 from gridtrain.optim import settings, state_sync
 from gridtrain.optim.averages import BufferAverage
-from gridtrain.optim.exchange import exchanger
+from gridtrain.optim.exchange import Attempt, exchanger
 from gridtrain.optim.flat import FlatGradient
 from gridtrain.optim.session import Session
 from gridtrain.runtime.buffers import DenseWorkspace
@@ -163,16 +163,21 @@ class GridOptimizer(torch.optim.Optimizer):
         `largest`: its largest magnitude, infinite or NaN if it is not finite.
         """
         self._watch.lap("computing_s")
+        attempt: Attempt | None = None
+        averages = compared = None
         while True:
             plan = self._session.begin()
             self._watch.lap("waiting_s")
             if plan is None:
                 self.last_skipped = True
                 return
-            usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
-            attempt = self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
-            averages = self.averages.workspace(plan)
-            compared = settings.workspace(plan, self.inner)
+            fresh = attempt is None or plan.attempt == 0
+            if attempt is None or fresh or not isinstance(attempt.workspace, DenseWorkspace):
+                usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
+                attempt = self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
+            if fresh:  # else the rings go on from what has arrived
+                averages = self.averages.workspace(plan)
+                compared = settings.workspace(plan, self.inner)
             extra = [workspace for workspace in (averages, compared) if workspace is not None]
             self._watch.lap("selecting_s")
             outcome = self._session.run(plan, [attempt.workspace, *extra], attempt.skip, self.hyper_digest())

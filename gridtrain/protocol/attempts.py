@@ -21,6 +21,7 @@ from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, SendTo
 from gridtrain.protocol.member_io import Effect, Fill, Note, Post, Resolve, Seal, Ship
+from gridtrain.protocol.ring import Ring
 from gridtrain.protocol.round import (
     ROOT,
     Announce,
@@ -176,9 +177,12 @@ class Attempts:
         self._collectives, self.skip = dict(collectives), False
         held, self._held = self._held, {}
         effects: list[AttemptEffect] = []
-        if self._torn:
+        # All members go on from what they have, or none may (`protocol.ring`).
+        fresh = [c for c in self._collectives.values() if isinstance(c, Ring) and c.attempt != round_id.attempt]
+        if self._torn or fresh:
             self._torn = False
-            effects += self.advance(Failed("a connection broke before the round began"), now_s)
+            why = "what had arrived is not held any more" if fresh else "a connection broke before the round began"
+            effects += self.advance(Failed(why), now_s)
         else:
             for channel, collective in self._collectives.items():
                 effects += self._translate(channel, collective.start(now_s))

@@ -59,6 +59,8 @@ from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 
 MAX_EXPECTED = 512
 MAX_REASON = 200
+_SAYS_ITS_TERM = (m.Welcome, m.Freeze, m.Roster, m.View, m.Start)
+"""What an old coordinator says in vain by itself; the rest it says in vain once its Welcome was an old one."""
 
 
 class MemberCore:
@@ -326,7 +328,7 @@ class MemberCore:
             case m.Welcome(term) if term < self.term:
                 self._fenced = True
                 return [Note("old_coordinator", {"term": term, "ours": self.term}), *self._seated()]
-            case _ if self._fenced and not isinstance(message, m.Welcome):
+            case _ if self._fenced and not isinstance(message, _SAYS_ITS_TERM):
                 return []  # whatever it says, it is not the coordinator any more
             case m.Rejoin() if not self.welcomed:
                 return []  # the Join is on its way
@@ -533,7 +535,7 @@ class MemberCore:
         seat = self.seat
         if seat is None or (term, generation) != (seat.term, seat.generation):
             return []
-        if self.stage is not Stage.FORMING:
+        if self.stage is not Stage.FORMING or term < self.term:
             return []
         self.stage, self._edges_down_since_s = Stage.RUNNING, now_s
         fields = {"generation": generation, "rank": seat.rank, "of": seat.world_size}

@@ -75,6 +75,10 @@ class ToyTrainer:
     def prepare(
         self, round_id: m.RoundId, seat: Seat, spans: Sequence[m.Span], skip: bool
     ) -> dict[m.Channel, Any]:
+        if round_id.attempt and self.kind == "dense":  # the ring goes on from what had arrived
+            self.attempts[round_id] = self.attempt
+            self._book[round_id].append(self.attempt)
+            return {m.Channel(): self.attempt.workspace}
         contribution = np.zeros(N, np.float32)
         for span in spans:
             for position in range(span.start, span.stop):
