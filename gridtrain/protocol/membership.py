@@ -109,6 +109,7 @@ class Membership:
         self._workers: dict[m.PeerId, Worker] = {}
         self._whereabouts = Whereabouts(me)
         self._wakefulness = Wakefulness()
+        self._accepted: set[m.PeerId] = set()  # who has obeyed this coordinator
         self._breaks = Breaks()
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
@@ -391,8 +392,9 @@ class Membership:
             return []
         if not is_credible(seated, self.term, known):
             return [Strike(worker.peer, f"tells of term {seated.term}, generation {seated.generation}")]
-        if made and seated.term > self.term and not self._has_most():
-            # It made generations, and their members are gone: to a later coordinator, which alone decides now.
+        obeyed = worker.peer in self._accepted or (made and not self._has_most())
+        if obeyed and seated.term > self.term:
+            # Not from a backup: workers that were here have gone to a later coordinator, which alone decides.
             return [Note("warning", "superseded", {"name": worker.name, "term": seated.term})]
         effects: list[Effect] = []
         first = not self._recall.behind
@@ -507,6 +509,7 @@ class Membership:
             reason = f"batch_size is {setup.batch_size}; it must be >= 1"
             return self._refuse(worker.peer, "batch-size", reason, "give grid.batches a batch_size")
         worker.setup = setup
+        self._accepted.add(worker.peer)
         return effects + (self._introduce(worker, now_s) if worker.placed else [])
 
     def _stalled(self, worker: Worker, stalled: m.Stalled, now_s: float) -> list[Effect]:
