@@ -182,7 +182,7 @@ class Round:
         """Root: ABORT when patience has run out.  A member only waits: the caller tells the coordinator."""
         if now_s < self.deadline_s or self.rank != ROOT:
             return []
-        late = tuple(r for r in self._laggards() if now_s - self._moved_s[r] >= self.patience_s)
+        late = tuple(r for r in self._laggards() if now_s >= self._moved_s[r] + self.patience_s)
         if late:
             reason = f"no vote and no sign of life from rank {_listed(late)} for {self.patience_s:.1f} s"
         else:
