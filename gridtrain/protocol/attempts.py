@@ -135,6 +135,7 @@ class Attempts:
         self._attempt = 0
         self._aborts = 0
         self._collectives: dict[m.Channel, Collective] = {}
+        self._before: dict[m.Channel, Collective] = {}  # of the attempt that was aborted last
         self._held: dict[m.PeerId, _Held] = {}
         self._last_committed: m.RoundId | None = None
         self._progress_of: dict[m.PeerId, int] = {}
@@ -177,12 +178,12 @@ class Attempts:
         self._collectives, self.skip = dict(collectives), False
         held, self._held = self._held, {}
         effects: list[AttemptEffect] = []
-        # All members go on from what they have, or none may (`protocol.ring`).
-        fresh = [c for c in self._collectives.values() if isinstance(c, Ring) and c.attempt != round_id.attempt]
-        if self._torn or fresh:
-            self._torn = False
-            why = "what had arrived is not held any more" if fresh else "a connection broke before the round began"
-            effects += self.advance(Failed(why), now_s)
+        before, self._before = self._before, {}
+        torn, self._torn = self._torn, False
+        if not _goes_on(self._collectives, before):
+            effects += self.advance(Failed("what had arrived for this ring is not held any more"), now_s)
+        elif torn:
+            effects += self.advance(Failed("a connection broke before the round began"), now_s)
         else:
             for channel, collective in self._collectives.items():
                 effects += self._translate(channel, collective.start(now_s))
@@ -358,12 +359,22 @@ class Attempts:
         return Committed(ended.id, ended.digest, self.skip, reason)
 
     def _abort(self, ended: Round, decided: Decided) -> list[AttemptEffect]:
-        self.round, self._collectives = None, {}
+        self.round, self._before, self._collectives = None, self._collectives, {}
         self._attempt, self._aborts = self._attempt + 1, self._aborts + 1
         self.why, self.silent_s = decided.reason, decided.silent_s
         self.suspects = tuple(self.seat.roster[rank].peer for rank in decided.suspects)
         note = {"step": ended.id.step, "attempt": ended.id.attempt, "reason": decided.reason}
         return [Note("aborted", note), Resolve(ended.id, False, False, decided.reason)]
+
+
+def _goes_on(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, Collective]) -> bool:
+    """All members' rings go on from what they have, or none may: see `protocol.ring`."""
+    for channel, collective in now.items():
+        earlier = before.get(channel)
+        due = earlier.attempt + 1 if isinstance(earlier, Ring) else 0
+        if isinstance(collective, Ring) and collective.attempt != due:
+            return False
+    return True
 
 
 def _check_role(message: OfRound, from_rank: int, rank: int) -> None:

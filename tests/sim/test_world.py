@@ -138,6 +138,10 @@ class Trouble:
 
     def plan(self, events: int) -> None:
         """Most of a calm run is over after a second or two: trouble comes early, and in bursts."""
+        if self.random.random() < 0.1:  # nothing else goes wrong: the rules that take a calm run are reached
+            alone = self.random.choice((Trouble.miss_a_generation, Trouble.end_all))
+            self.world.at(self.random.uniform(0.6, 0.9), partial(alone, self))
+            return
         within_s = self.random.choice((0.6, 1.5, 4.0))
         for _ in range(events):
             what = self.random.choice(list(FAULTS))
@@ -214,8 +218,9 @@ class Trouble:
         disks = [worker.disk for worker in self.world.alive]
         for worker in self.world.alive:
             self.world.crash(worker.peer)
+        survive = self.random.random() < 0.6
         for disk in disks[:3] or [None]:
-            kept = disk if self.random.random() < 0.7 else None
+            kept = disk if survive and self.random.random() < 0.8 else None
             self.world.at(self.world.now_s + self.random.uniform(0.1, 3.0), partial(self.world.join, kept))
 
 
@@ -232,9 +237,9 @@ class Trouble:
     def miss_a_generation(self) -> None:
         """A member is away for as long as a generation takes to form; its decision is lost, or not."""
         if worker := self.some():
-            away_s = self.random.uniform(1.1, 2.5)
+            away_s = self.random.uniform(1.2, 2.5)
             self.world.slow_next_restore = True
-            if self.random.random() < 0.5:
+            if self.random.random() < 0.7:
                 self.world.lose_next_decision(worker.peer, away_s)
             else:
                 self.world.break_edge(worker.peer, COORDINATOR, away_s)
@@ -362,19 +367,21 @@ def history(seed: int, kind: str) -> tuple[World, dict[m.RoundId, list[ToyTraine
     return world, book
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_promises_hold_under_churn(kind: str, seeds: Seeds) -> None:
-    """900 histories over the three exchanges in `make test`; `make sweep` for more."""
+def test_promises_hold_under_churn(seeds: Seeds) -> None:
+    """750 histories over the three exchanges in `make test`; `make sweep` for more.
+
+    Ends with the table of the rules of DESIGN section 7 that they have reached.
+    """
     totals: dict[str, int] = defaultdict(int)
     reached = []
-    for seed in seeds(300):
-        world, book = history(seed, kind)
+    for seed in seeds(750):
+        world, book = history(seed, KINDS[seed % len(KINDS)])
         check(world, book)
         reached.append(world.coverage.reached)
         for name in WHAT_HAPPENS:
             totals[name] += getattr(world.log, name)
-    print(f"\n{kind}, {len(reached)} histories: {dict(totals)}\n{table(reached)}")
-    if len(reached) >= 300:  # a sweep in which nothing happened would prove nothing
+    print(f"\n{len(reached)} histories: {dict(totals)}\n{table(reached)}")
+    if len(reached) >= 750:  # a sweep in which nothing happened would prove nothing
         assert all(totals[name] > 0 for name in WHAT_HAPPENS), dict(totals)
         assert totals["rollbacks"] < 0.2 * len(reached)
         assert unreached(reached) == []
