@@ -132,7 +132,9 @@ class Coverage:
                 case io.Note("old_coordinator"):
                     self.mark("11 a lower term is refused")
 
-    def _heard(self, before: Before, message: m.Data | m.Vote | m.Decision, effects: Sequence[object]) -> None:
+    def _heard(
+        self, before: Before, message: m.Data | m.Vote | m.Decision, effects: Sequence[object]
+    ) -> None:
         if before.here is None:
             return
         if before.stage is io.Stage.FROZEN:
@@ -147,7 +149,9 @@ class Coverage:
     def _posted(self, message: m.Message) -> None:
         match message:
             case m.Vote(_, True, _, reason):
-                self.mark("2 PREPARED, then YES" if not reason else "3 the decision is repeated after a break")
+                self.mark(
+                    "2 PREPARED, then YES" if not reason else "3 the decision is repeated after a break"
+                )
             case m.Decision(_, m.Verdict.COMMIT, reason) if reason != "repeated":
                 self.mark("3 COMMIT: all voted YES for one digest")
             case m.Decision(_, _, reason) if "voted NO" in reason:

@@ -83,6 +83,7 @@ class Log:
     state_transfers: int = 0
     rollbacks: int = 0
     blackouts: int = 0  # moments in which no worker was alive any more
+    blank_backups: int = 0  # of the lost ones: nothing was left that names a member
     take_overs: int = 0
     lost_disks: int = 0  # of the coordinator, with a generation that no backup knew
     skipped: set[m.RoundId] = field(default_factory=set)
@@ -446,6 +447,8 @@ class World:
             self._from_backup = any(kind == "generation" for kind, _ in self._journal[self._backup :])
             self.log.lost_disks += self._from_backup
             del self._journal[self._backup :]
+            blank = not any(kind == "generation" for kind, _ in self._journal)
+            self.log.blank_backups += self._from_backup and blank
         self._coordinator_frozen = False
         self._coordinator_missed.clear()
         self.coordinator_up = False

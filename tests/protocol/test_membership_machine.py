@@ -73,7 +73,9 @@ class Worker:
     def apply(self) -> None:
         assert self.prepared is not None
         shares = [(member.peer, member.share) for member in self.roster]
-        self.ledger = ledger.commit(SPEC, self.ledger, ledger.assign(SPEC, self.ledger, shares), skipped=False)
+        self.ledger = ledger.commit(
+            SPEC, self.ledger, ledger.assign(SPEC, self.ledger, shares), skipped=False
+        )
         self.applied, self.history = self.applied + 1, extend_history(self.history, self.prepared[1])
         self.prepared = None
 
@@ -181,7 +183,9 @@ class MembershipMachine(RuleBasedStateMachine):
     def check_view(self, view: m.View) -> None:
         known = self.views.setdefault(view.generation, view)
         same = (known.verdict, known.decided, known.applied, known.history, known.ledger)
-        assert same == (view.verdict, view.decided, view.applied, view.history, view.ledger), "a verdict changed"
+        assert same == (view.verdict, view.decided, view.applied, view.history, view.ledger), (
+            "a verdict changed"
+        )
 
     def note(self, worker: Worker) -> None:
         """All who have applied a step have one history of it, until a rollback is journalled."""

@@ -48,7 +48,9 @@ def test_only_the_side_with_the_coordinator_makes_generations_and_the_other_come
     world.run(world.now_s + 3.5)
     assert generations(here) == {first.core.generation} and first.core.generation > 1
     assert generations(there) == {1}, "the side without the coordinator makes none"
-    assert all(worker.core.applied <= commits_before[worker.peer] + 1 for worker in there), "and commits nothing"
+    assert all(worker.core.applied <= commits_before[worker.peer] + 1 for worker in there), (
+        "and commits nothing"
+    )
     assert all("coordinator" in worker.core.paused or worker.core.paused for worker in there)
     world.run(120.0)
     group.check(world, book)

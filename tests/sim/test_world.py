@@ -223,7 +223,6 @@ class Trouble:
             kept = disk if survive and self.random.random() < 0.8 else None
             self.world.at(self.world.now_s + self.random.uniform(0.1, 3.0), partial(self.world.join, kept))
 
-
     def lose_decision(self) -> None:
         self.world.lose_next_decision()
 
@@ -295,10 +294,11 @@ def as_if_nobody_had_died(attempts: list[ToyTrainer.Attempt]) -> list[ToyTrainer
 def exempt(world: World) -> bool:
     """A rollback: the exception to promises 3 and 4 (rule 13).
 
-    It is always shown, unless whoever knew is gone: all workers, and the coordinator's disk.
+    It is always shown, unless whoever knew is gone: the coordinator's disk, and all workers, or the backup
+    is from before the first generation and somebody new comes before those who hold the model.
     """
     log = world.log
-    return bool(log.rollbacks or log.start_overs or (log.blackouts and log.lost_disks))
+    return bool(log.rollbacks or log.start_overs or (log.blackouts and log.lost_disks) or log.blank_backups)
 
 
 def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None:

@@ -100,8 +100,12 @@ FIELDS = [
     refused(r"Beat.figures\[0\] is tuple", header(13, 0, 0, 0, [["a", 1.0, 2.0]]), "three for a pair"),
     refused("Beat.figures is 65 items,", header(13, 0, 0, 0, [["a", 1.0]] * 65), "65 figures"),
     refused(r"Links.rtt_s\[0\] is float -1.0,", header(12, [[KEY, -1.0]]), "negative seconds"),
-    refused("Setup.facts is 65 items,", header(11, [["a", "b"]] * 65, [1, 0, 1, None], 1, None, None), "65 facts"),
-    refused("Setup.ledger is LedgerSpec", header(11, [], [1, 0, None, None], 1, None, None), "a run without end"),
+    refused(
+        "Setup.facts is 65 items,", header(11, [["a", "b"]] * 65, [1, 0, 1, None], 1, None, None), "65 facts"
+    ),
+    refused(
+        "Setup.ledger is LedgerSpec", header(11, [], [1, 0, None, None], 1, None, None), "a run without end"
+    ),
     refused("Setup.ledger is LedgerSpec", header(11, [], [1, 0, 1, 1], 1, None, None), "a run with two ends"),
     refused("Roster.members is 257 items,", header(35, 1, 1, 0, 1, [MEMBER] * 257), "257 members on a page"),
     refused("Roster is page 1 of 1", header(35, 1, 1, 1, 1, []), "page over pages"),
