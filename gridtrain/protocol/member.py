@@ -60,7 +60,7 @@ from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 MAX_EXPECTED = 512
 MAX_REASON = 200
 _SAYS_ITS_TERM = (m.Welcome, m.Freeze, m.Roster, m.View, m.Start)
-"""What an old coordinator says in vain by itself; the rest it says in vain once its Welcome was an old one."""
+"""Of an old coordinator these are seen to be old by themselves; all else counts by its last Welcome."""
 
 
 class MemberCore:

@@ -79,8 +79,9 @@ class Workspace(Protocol):
 class DenseWorkspace:
     """A ring's segments and slices over one flat vector.
 
-    Takes ownership of `contribution_N` ((n,) float32): sums are made in it, in place.  A retry in the same
-    generation takes the same workspace, and goes on from what has arrived.  `update_N` is the whole sum once the collective is complete.
+    Takes ownership of `contribution_N` ((n,) float32): sums are made in it, in place.  `update_N` is the
+    whole sum once the collective is complete.  A retry in the same generation takes the same workspace, and
+    goes on from what has arrived.
 
     Payloads are views of the vector that the transport may still be sending when we go on.  They are
     never overwritten too early: a rank writes to a slice again only when its final value arrives, and

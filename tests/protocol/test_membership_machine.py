@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gridtrain.config import Deadlines
 from gridtrain.protocol import ledger
-from gridtrain.protocol import messages as m
 from gridtrain.protocol import membership_io as io
+from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.recovery import recover
 from gridtrain.protocol.round import HISTORY_START, extend_history

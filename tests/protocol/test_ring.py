@@ -204,7 +204,7 @@ def test_retries_hold_the_skip_and_end_with_the_same_bits_however_often_they_are
 
 
 def test_a_neighbour_that_asks_for_what_it_must_have_is_dropped():
-    """Rank 0 of 3 holds the total of segment 2: rank 1's part is in it, so rank 1 had rank 0's partial sum."""
+    """Rank 0 of 3 holds the total of segment 2, rank 1 gave its part: so it had the partial sum of rank 0."""
     ring = Ring(0, 3, slices=1, skip=False)
     ring.start(0.0)
     ring.handle(Arrived(2, Place(Phase.REDUCE, 0, 2), False, "partial"), 0.0)
