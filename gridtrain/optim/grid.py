@@ -40,9 +40,9 @@ from gridtrain.protocol.messages import Held, LedgerSpec, Setup, Span
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.client import coordinator_address
-from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.entry import enter
 from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
+from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.naming import folder_name, listen_address, random_name, state_directory
 from gridtrain.transport.credits import CreditTransport
 from gridtrain.transport.curve import Identity
