@@ -123,7 +123,12 @@ def build(
 ) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
     setup = m.Setup((("kind", kind),), m.LedgerSpec(SAMPLES, 1, epochs=2), 3, None)
-    more = {"behind_nat": Random(seed).choice((0.0, 0.0, 0.5, 1.0)), "compute_s": (0.001, 0.1), "checkpoint_every": 5, **more}
+    more = {
+        "behind_nat": Random(seed).choice((0.0, 0.0, 0.5, 1.0)),
+        "compute_s": (0.001, 0.1),
+        "checkpoint_every": 5,
+        **more,
+    }
     world = World(seed, lambda: ToyTrainer(kind, book), EDGES[kind], setup, min_workers=1, **more)
     for _ in range(workers):
         world.join()
