@@ -31,7 +31,7 @@ test: $(READY) ## the whole test suite; TESTS=tests/wire for a part of it
 	$(BIN)/pytest $(TESTS)
 
 sweep: $(READY) ## the randomised tests over SEEDS=10000 seeds; GRIDTRAIN_SEED=123 make sweep replays one
-	GRIDTRAIN_SEEDS=$(SEEDS) $(BIN)/pytest -m sweep --timeout=0 $(TESTS)
+	GRIDTRAIN_SEEDS=$(SEEDS) $(BIN)/pytest -m sweep --timeout=0 -rP $(TESTS)
 
 lab: $(READY) ## step times behind NAT and through relays, in network namespaces (needs root); LAB="--help"
 	@cd benchmarks && ../$(BIN)/python -m lab.volunteers $(LAB)

@@ -18,6 +18,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -180,16 +181,23 @@ class GridOptimizer(torch.optim.Optimizer):
         `largest`: its largest magnitude, infinite or NaN if it is not finite.
         """
         self._watch.lap("computing_s")
+        attempt: Attempt | None = None
+        averages = compared = before = None
         while True:
             plan = self._session.begin()
             self._watch.lap("waiting_s")
             if plan is None:
                 self.last_skipped = True
                 return
-            usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
-            attempt = self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
-            averages = self.averages.workspace(plan)
-            compared = settings.workspace(plan, self.inner)
+            fresh = before is None or plan.attempt == 0 or replace(plan, attempt=before.attempt) != before
+            before = plan
+            if attempt is None or fresh or not isinstance(attempt.workspace, DenseWorkspace):
+                usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
+                attempt = self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
+            if fresh:  # else the rings go on from what has arrived
+                averages = self.averages.workspace(plan)
+            if fresh or compared is None:
+                compared = settings.workspace(plan, self.inner)
             extra = [workspace for workspace in (averages, compared) if workspace is not None]
             self._watch.lap("selecting_s")
             settings_text = state_sync.settings(self.inner)

@@ -22,6 +22,7 @@ from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, SendTo
 from gridtrain.protocol.member_io import Effect, Fill, Note, Post, Resolve, Seal, Ship
+from gridtrain.protocol.ring import Ring
 from gridtrain.protocol.round import (
     ROOT,
     Announce,
@@ -143,6 +144,7 @@ class Attempts:
         self._attempt = 0
         self._aborts = 0
         self._collectives: dict[m.Channel, Collective] = {}
+        self._before: dict[m.Channel, Collective] = {}  # of the attempt that was aborted last
         self._held: dict[m.PeerId, _Held] = {}
         self._last_committed: m.RoundId | None = None
         self._progress_of: dict[m.PeerId, int] = {}
@@ -186,8 +188,11 @@ class Attempts:
         self._collectives, self.skip = dict(collectives), False
         held, self._held = self._held, {}
         effects: list[AttemptEffect] = []
-        if self._torn:
-            self._torn = False
+        before, self._before = self._before, {}
+        torn, self._torn = self._torn, False
+        if not _goes_on(self._collectives, before):
+            effects += self.advance(Failed("what had arrived for this ring is not held any more"), now_s)
+        elif torn:
             effects += self.advance(Failed("a connection broke before the round began"), now_s)
         else:
             for channel, collective in self._collectives.items():
@@ -238,6 +243,11 @@ class Attempts:
     def tick(self, now_s: float) -> list[AttemptEffect]:
         """The root's patience with the open round."""
         return self._carry_out(self.round, self.round.tick(now_s)) if self.round is not None else []
+
+    def second_chance(self, until_s: float) -> None:
+        """We slept: nobody's patience with the open round, our own with the others, ends before `until_s`."""
+        if self.round is not None:
+            self.round.second_chance(until_s)
 
     def edge_up(self, peer: m.PeerId) -> list[AttemptEffect]:
         """The vote may have been lost with the connection, or the decision that answered it."""
@@ -371,12 +381,22 @@ class Attempts:
         return Committed(ended.id, ended.digest, self.skip, reason)
 
     def _abort(self, ended: Round, decided: Decided) -> list[AttemptEffect]:
-        self.round, self._collectives = None, {}
+        self.round, self._before, self._collectives = None, self._collectives, {}
         self._attempt, self._aborts = self._attempt + 1, self._aborts + 1
         self.why, self.silent_s = decided.reason, decided.silent_s
         self.suspects = tuple(self.seat.roster[rank].peer for rank in decided.suspects)
         note = {"step": ended.id.step, "attempt": ended.id.attempt, "reason": decided.reason}
         return [Note("aborted", note), Resolve(ended.id, False, False, decided.reason)]
+
+
+def _goes_on(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, Collective]) -> bool:
+    """All members' rings go on from what they have, or none may: see `protocol.ring`."""
+    for channel, collective in now.items():
+        earlier = before.get(channel)
+        due = earlier.attempt + 1 if isinstance(earlier, Ring) else 0
+        if isinstance(collective, Ring) and collective.attempt != due:
+            return False
+    return True
 
 
 def _check_role(message: OfRound, from_rank: int, rank: int) -> None:

@@ -69,9 +69,12 @@ from gridtrain.protocol.member_io import (
 )
 from gridtrain.protocol.round import HISTORY_START, ROOT, Failed, Moved, Prepared, extend_history
 from gridtrain.protocol.routes import relay_of
+from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 
 MAX_EXPECTED = 512
 MAX_REASON = 200
+_SAYS_ITS_TERM = (m.Welcome, m.Freeze, m.Roster, m.View, m.Start)
+"""Of an old coordinator these are seen to be old by themselves; all else counts by its last Welcome."""
 
 
 _OF_FOLLOWERS = m.ImageAsk | m.BlocksAsk | m.UpdatesAsk
@@ -106,10 +109,12 @@ class MemberCore:
         self.ledger = m.LedgerState()
         self.synced = False
         self.welcomed = False
+        self._fenced = False  # whoever answers for the coordinator does so in a term that is over
         self.run_state = ("", "")
         self.reach: str | None = None
         self._join = join
         self._deadlines = deadlines
+        self._wakefulness = Wakefulness()
         self._setup: m.Setup | None = None
         self._edges: Callable[[int, int], frozenset[int]] = lambda rank, world_size: frozenset()
         self._attempts: Attempts | None = None  # of the generation that this worker is in
@@ -185,6 +190,16 @@ class MemberCore:
             "a step cannot be committed, and only the coordinator can freeze it" if self._stall_told else ""
         )
 
+    @property
+    def open_round(self) -> m.RoundId | None:
+        """The round that the trainer has submitted to and that is not decided here."""
+        return self._attempts.round.id if self._attempts and self._attempts.round else None
+
+    @property
+    def due_round(self) -> m.RoundId | None:
+        """The round that comes next in this generation, whether or not it can begin now."""
+        return self._attempts.next_round if self._attempts is not None else None
+
     def held_bytes(self, peer: m.PeerId) -> int:
         """What of the peer's messages is held for a round to come."""
         return self._attempts.held_bytes(peer) if self._attempts is not None else 0
@@ -221,6 +236,7 @@ class MemberCore:
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Raises `RemoteProtocolError` when a peer's message breaks the protocol."""
+        self._second_chance(now_s)
         match event:
             case Heard(peer, message, nbytes):
                 return self._heard(peer, message, nbytes, now_s)
@@ -288,6 +304,7 @@ class MemberCore:
 
     def tick(self, now_s: float) -> list[Effect]:
         """To be called when `deadline_s` has passed: tell the coordinator what does not move."""
+        self._second_chance(now_s)
         mine = self._attempts
         if mine is None or now_s < self.deadline_s:
             return []
@@ -306,6 +323,20 @@ class MemberCore:
             reason = f"no decision on step {self.step} for {self.patience_s:.1f} s"
             return self._stalled((mine.seat.roster[ROOT].peer,), self.patience_s, reason)
         return self._settled(mine.tick(now_s), now_s)
+
+    def _second_chance(self, now_s: float) -> None:
+        """If this worker itself stood still, nobody is to blame for a silence that it slept through."""
+        if not self._wakefulness.is_late(now_s):
+            self._wakefulness.called(now_s)
+            return
+        limits = self._deadlines
+        if not self._wakefulness.overslept(self.deadline_s, now_s):
+            return
+        until_s = now_s + 2 * limits.beat_s
+        if self._attempts is not None:
+            self._attempts.second_chance(until_s)
+        self._formed_s = no_earlier(self._formed_s, limits.route_s, until_s)
+        self._edges_down_since_s = no_earlier(self._edges_down_since_s, 2 * limits.regreet_s, until_s)
 
     def _heard(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[Effect]:
         if peer == self.coordinator:
@@ -360,7 +391,10 @@ class MemberCore:
     def _from_coordinator(self, message: m.Message, now_s: float) -> list[Effect]:
         match message:
             case m.Welcome(term) if term < self.term:
+                self._fenced = True
                 return [Note("old_coordinator", {"term": term, "ours": self.term}), *self._seated()]
+            case _ if self._fenced and not isinstance(message, _SAYS_ITS_TERM):
+                return []  # whatever it says, it is not the coordinator any more
             case m.Rejoin() if not self.welcomed:
                 return []  # the Join is on its way
             case m.Rejoin(reason):
@@ -368,8 +402,8 @@ class MemberCore:
                 return [Note("rejoin", {"reason": reason}), Post(self.coordinator, self._join)]
             case m.Welcome(term):
                 self.term = max(self.term, term)
-                self.welcomed, self._stall_told = True, False
-                return [*self._seated(), *self._repeat()]
+                self.welcomed, self._stall_told, self._fenced = True, False, False
+                return [*(self._seated() if self.seat is not None else []), *self._repeat()]
             case m.Refused(code, reason, remedy):
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
             case m.Reach(address):
@@ -415,9 +449,10 @@ class MemberCore:
 
     def _seated(self) -> list[Effect]:
         """Where this worker is, for a coordinator whose journal may be older than that (rule 11)."""
-        if self.seat is None:
+        if not self.term:
             return []
-        members = tuple((member.peer, member.share) for member in self.seat.roster)
+        roster = self.seat.roster if self.seat is not None else ()  # in none: the term alone may be news
+        members = tuple((member.peer, member.share) for member in roster)
         return [Post(self.coordinator, m.Seated(self.term, self.generation, members))]
 
     def _freeze(self, freeze: m.Freeze) -> list[Effect]:
@@ -594,7 +629,7 @@ class MemberCore:
         seat = self.seat
         if seat is None or (term, generation) != (seat.term, seat.generation):
             return []
-        if self.stage is not Stage.FORMING:
+        if self.stage is not Stage.FORMING or term < self.term:
             return []
         self.stage, self._edges_down_since_s = Stage.RUNNING, now_s
         fields = {"generation": generation, "rank": seat.rank, "of": seat.world_size}
@@ -674,6 +709,7 @@ class MemberCore:
         self._up.add(peer)
         seat = self.seat
         if peer == self.coordinator:
+            self._fenced = False  # until it says its term
             return [Post(peer, self._join)]
         if seat is not None and self.stage is Stage.FORMING:
             donor = self._donor(seat)

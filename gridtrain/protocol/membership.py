@@ -50,6 +50,7 @@ from gridtrain.protocol.roll import Worker, differences, latencies, limits, shar
 from gridtrain.protocol.round import HISTORY_START
 from gridtrain.protocol.sharing import Sharing
 from gridtrain.protocol.verdict import Outcome, judge
+from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 from gridtrain.protocol.whereabouts import Whereabouts
 
 ROSTER_PAGE = 128
@@ -111,6 +112,8 @@ class Membership:
         self._min_workers = min_workers
         self._workers: dict[m.PeerId, Worker] = {}
         self._whereabouts = Whereabouts(me)
+        self._wakefulness = Wakefulness()
+        self._accepted: set[m.PeerId] = set()  # who has obeyed this coordinator
         self._breaks = Breaks()
         self._drifts = 0  # states that were found to differ, and replaced
         self._followers = Followers(self._whereabouts.address, deadlines.ready_s)
@@ -164,6 +167,7 @@ class Membership:
         return self._noted([Journal("term", body), Note("info", "started", dict(body))], now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
+        woken = self._woken(now_s)
         match event:
             case Up(peer, host):
                 self._whereabouts.came(peer, host)
@@ -187,11 +191,11 @@ class Membership:
                 if peer in self._workers:
                     self._workers[peer].heard_s = now_s
                 effects = self._heard(peer, message, now_s)
-        return self._noted(effects + self._go_on(now_s), now_s)
+        return self._noted(woken + effects + self._go_on(now_s), now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
         """To be called when `deadline_s` has passed."""
-        effects: list[Effect] = []
+        effects = self._woken(now_s)
         limits = self._deadlines
         for worker in list(self._workers.values()):
             gone = worker.gone(limits, now_s)
@@ -200,6 +204,25 @@ class Membership:
             elif not worker.admitted and now_s >= worker.probe_until_s:
                 worker.admitted = True
         return self._noted(effects + self._go_on(now_s), now_s)
+
+    def _woken(self, now_s: float) -> list[Effect]:
+        """If this coordinator itself stood still, nobody is to blame for a silence that it slept through."""
+        if not self._wakefulness.is_late(now_s):
+            self._wakefulness.called(now_s)
+            return []
+        slept_s = self._wakefulness.overslept(self.deadline_s, now_s)
+        if not slept_s:
+            return []
+        limits = self._deadlines
+        until_s = now_s + 2 * limits.beat_s  # what was said meanwhile is read by then, and more comes
+        for worker in self._workers.values():
+            worker.heard_s = no_earlier(worker.heard_s, limits.silence_s, until_s)
+            worker.probe_until_s = max(worker.probe_until_s, until_s)
+            worker.moved_s += slept_s
+            if worker.lost_s is not None:
+                worker.lost_s = no_earlier(worker.lost_s, limits.regreet_s, until_s)
+        self._making_until_s = max(self._making_until_s, until_s)
+        return [Note("warning", "overslept", {"late_s": round(slept_s, 3)})]
 
     @property
     def deadline_s(self) -> float:
@@ -268,6 +291,8 @@ class Membership:
                 worker.step, worker.figures = step, dict(figures)
                 self._sharing.observe(peer, worker.figures)
                 self._mind_shares(now_s)
+                if any(member.peer == peer for member in self._roster):
+                    self._reached = max(self._reached, step)  # so that a rollback is seen to be one
                 return [Send(peer, m.BeatReply(self.term, sequence))]
             case m.Report():
                 return self._report(worker, message)
@@ -395,6 +420,10 @@ class Membership:
             return []
         if not is_credible(seated, self.term, known):
             return [Strike(worker.peer, f"tells of term {seated.term}, generation {seated.generation}")]
+        obeyed = worker.peer in self._accepted or (made and not self._has_most())
+        if obeyed and seated.term > self.term:
+            # Not from a backup: workers that were here have gone to a later coordinator, which alone decides.
+            return [Note("warning", "superseded", {"name": worker.name, "term": seated.term})]
         effects: list[Effect] = []
         first = not self._recall.behind
         if not self._recall.tell(worker.peer, seated):
@@ -426,6 +455,11 @@ class Membership:
         ]
         freeze = m.Freeze(self.term, generation, self._change, ())
         return effects + [Send(x.peer, freeze) for x in self._roster if x.peer in self._workers]
+
+    def _has_most(self) -> bool:
+        """More than half of the generation is connected here."""
+        here = [w for x in self._roster if (w := self._workers.get(x.peer)) is not None and w.lost_s is None]
+        return 2 * len(here) > len(self._roster)
 
     def _raise_term(self, term: int) -> list[Effect]:
         self.term = term
@@ -503,6 +537,7 @@ class Membership:
             reason = f"batch_size is {setup.batch_size}; it must be >= 1"
             return self._refuse(worker.peer, "batch-size", reason, "give grid.batches a batch_size")
         worker.setup = setup
+        self._accepted.add(worker.peer)
         return effects + (self._introduce(worker, now_s) if worker.placed else [])
 
     def _stalled(self, worker: Worker, stalled: m.Stalled, now_s: float) -> list[Effect]:

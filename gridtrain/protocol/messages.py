@@ -36,6 +36,7 @@ class Phase(IntEnum):
     FOLD = 3  # butterfly, ranks >= Q hand theirs down
     SWAP = 4  # butterfly, hop h pairs rank with rank XOR 2**h
     UNFOLD = 5  # butterfly, the result goes back up
+    RESUME = 6  # ring, to the left: what a retry need not send again
 
 
 class Verdict(IntEnum):

@@ -12,10 +12,20 @@ busy at once.  Its way is two turns round the ring, here segment 0 at P = 3 (red
 The order of the additions is fixed by the ring and done once per segment, so all ranks end with the
 same bits.  A REDUCE message says whether anybody on its way skips; once it has met everybody that is
 the verdict, which GATHER carries on unchanged.
+
+A retry of an aborted attempt (same generation, same contributions) goes on from what has arrived, because
+the bits would be the same again.  Who has what only the receiver knows, so each rank first tells its left
+neighbour what it has, and is sent the rest:
+
+    RESUME   1 --has: one byte for each slice--> 0      0 --REDUCE, GATHER of what is missing--> 1
+
+Nothing that 1 lacks can be gone at 0: 0 overwrites a partial sum with the total only, and the total exists
+only when everybody further round the ring, so 1 as well, has had that partial sum.
 """
 
 from __future__ import annotations
 
+from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol.collective import (
     AddSlice,
     Arrived,
@@ -27,6 +37,9 @@ from gridtrain.protocol.collective import (
     check_due,
 )
 from gridtrain.protocol.messages import Phase, Place
+
+_LACKS_REDUCE, _LACKS_GATHER, _LACKS_NOTHING = range(3)
+"""What a rank is still to be sent of one slice, as RESUME says it."""
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
@@ -43,9 +56,25 @@ class Ring:
     """One all-reduce as rank `rank` of `world_size` sees it; `slices` >= 1 to a segment.
 
     `skip`: this rank's gradient is not finite.  See `gridtrain.protocol.collective.Collective`.
+
+    Attributes:
+        attempt: which attempt at the step it serves: 0, or, made by `retry`, one more than before.
+        has: what RESUME tells the left neighbour, a byte for each slice of each segment.
     """
 
-    __slots__ = ("_any_skip", "_due", "_rank", "_skip", "_slices", "_world_size", "complete")
+    __slots__ = (
+        "_any_skip",
+        "_due",
+        "_rank",
+        "_right_lacks",
+        "_skip",
+        "_skipping",
+        "_slices",
+        "_world_size",
+        "attempt",
+        "complete",
+        "has",
+    )
 
     def __init__(self, rank: int, world_size: int, slices: int, skip: bool) -> None:
         self._rank = rank
@@ -54,6 +83,10 @@ class Ring:
         self._skip = skip
         self._any_skip = skip
         self.complete = False
+        self.attempt = 0
+        self.has = b""
+        self._right_lacks: bytes | None = None  # of a retry; None: it has not said yet
+        self._skipping: set[tuple[int, int]] = set()  # slices that are passed on with a skip
         # What comes next for each slice that is still to pass here.  A rank meets every segment
         # twice, but starts its own (no REDUCE comes) and completes that of its right (no GATHER).
         self._due: dict[tuple[int, int], Place] = {}
@@ -66,11 +99,26 @@ class Ring:
     def start(self, now_s: float) -> list[CollectiveEffect]:
         if self._world_size == 1:
             return self._completed()
+        if self.attempt:
+            left = (self._rank - 1) % self._world_size
+            tell = SendTo(left, Place(Phase.RESUME), False)
+            return [tell] if self._due else [tell, *self._completed()]
         own = (Place(Phase.REDUCE, 0, self._rank, slice_) for slice_ in range(self._slices))
         return [self._to_right(place, self._skip) for place in own]
 
+    def retry(self) -> Ring:
+        """The next attempt, with the same contributions: it goes on from what has arrived here."""
+        again = Ring(self._rank, self._world_size, self._slices, self._skip)
+        again.attempt = self.attempt + 1
+        again._any_skip, again._due = self._any_skip, dict(self._due)
+        again._skipping = set(self._skipping)
+        again.has = bytes(again._lack(segment, slice_) for segment, slice_ in again._keys())
+        return again
+
     def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
         place = event.place
+        if place.phase is Phase.RESUME:
+            return self._resume(event)
         self._check(event)
         last_hop = self._world_size - 2
         effects: list[CollectiveEffect] = []
@@ -85,20 +133,87 @@ class Ring:
                 else:  # everybody's part is in: the sum begins its turn here and need not come back
                     onward = Place(Phase.GATHER, 0, place.segment, place.slice)
                     del self._due[place.segment, place.slice]
-                effects.append(self._to_right(onward, skip))
+                effects += self._pass_on(onward, skip)
             case _:  # GATHER: `_check` lets nothing else through
                 skip = event.skip
                 source = self._source(event, self._world_size)
                 effects.append(StoreSlice(place.segment, place.slice, event.payload, source))
                 if place.hop < last_hop:
                     onward = Place(Phase.GATHER, place.hop + 1, place.segment, place.slice)
-                    effects.append(self._to_right(onward, skip))
+                    effects += self._pass_on(onward, skip)
                 del self._due[place.segment, place.slice]
         self._any_skip |= skip
         return effects if self._due else effects + self._completed()
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset({(self._rank - 1) % self._world_size}) if self._due else frozenset()
+
+    # -- what a retry need not send again ------------------------------------------------------------
+
+    def _keys(self) -> list[tuple[int, int]]:
+        """All slices, in the order of RESUME's bytes."""
+        return [(segment, slice_) for segment in range(self._world_size) for slice_ in range(self._slices)]
+
+    def _lack(self, segment: int, slice_: int) -> int:
+        due = self._due.get((segment, slice_))
+        if due is None:
+            return _LACKS_NOTHING
+        return _LACKS_REDUCE if due.phase is Phase.REDUCE else _LACKS_GATHER
+
+    def _resume(self, event: Arrived) -> list[CollectiveEffect]:
+        """The right neighbour says what it has; it is sent what it lacks and is here already."""
+        right = (self._rank + 1) % self._world_size
+        awaited = self.attempt > 0 and self._right_lacks is None
+        check_due(self._says, event, (right, Place(Phase.RESUME)) if awaited else None, "no RESUME")
+        keys, lacks = self._keys(), bytes(event.payload)
+        if len(lacks) != len(keys) or max(lacks) > _LACKS_NOTHING:
+            raise RemoteProtocolError(
+                f"{self._says}: RESUME of rank {right} has {len(lacks)} bytes up to {max(lacks, default=0)}; "
+                f"it must have {len(keys)} up to {_LACKS_NOTHING}",
+                remedy="drop that peer; an honest one of the same version never sends this",
+            )
+        self._right_lacks = lacks
+        effects: list[CollectiveEffect] = []
+        for (segment, slice_), lack in zip(keys, lacks, strict=True):
+            effects += self._missing_at_right(segment, slice_, lack, right)
+        return effects
+
+    def _missing_at_right(self, segment: int, slice_: int, lack: int, right: int) -> list[CollectiveEffect]:
+        mine, hop = self._lack(segment, slice_), (right - segment) % self._world_size
+        # It starts its own segment, and the one after its own is complete with the last REDUCE.
+        if lack == (_LACKS_REDUCE if hop == 0 else _LACKS_GATHER if hop == self._world_size - 1 else -1):
+            raise RemoteProtocolError(
+                f"{self._says}: RESUME of rank {right} lacks what never is sent of segment {segment}"
+            )
+        if lack == _LACKS_REDUCE and mine == _LACKS_NOTHING:
+            raise RemoteProtocolError(
+                f"{self._says}: RESUME of rank {right} lacks a part of segment {segment} that is in its total"
+            )
+        if lack == _LACKS_REDUCE and mine == _LACKS_GATHER:
+            place = Place(Phase.REDUCE, hop - 1, segment, slice_)
+        elif lack == _LACKS_GATHER and mine == _LACKS_NOTHING:
+            place = Place(Phase.GATHER, hop, segment, slice_)
+        else:
+            return []  # it has it, or we do not have it yet, and pass it on when it comes
+        skip = (segment, slice_) in self._skipping or (segment == self._rank and self._skip)
+        return [self._to_right(place, skip)]
+
+    def _pass_on(self, place: Place, skip: bool) -> list[CollectiveEffect]:
+        if skip:
+            self._skipping.add((place.segment, place.slice))
+        if self.attempt:
+            if self._right_lacks is None:
+                return []  # it goes out when the right neighbour has said what it has
+            lack = self._right_lacks[place.segment * self._slices + place.slice]
+            if lack > (_LACKS_REDUCE if place.phase is Phase.REDUCE else _LACKS_GATHER):
+                return []
+        return [self._to_right(place, skip)]
+
+    # -- what is due ---------------------------------------------------------------------------------
+
+    @property
+    def _says(self) -> str:
+        return f"ring, rank {self._rank} of {self._world_size}"
 
     def _reduce_due(self, segment: int, slice_: int) -> Place:
         return Place(Phase.REDUCE, (self._rank - segment - 1) % self._world_size, segment, slice_)
@@ -109,8 +224,7 @@ class Ring:
     def _check(self, event: Arrived) -> None:
         place = self._due.get((event.place.segment, event.place.slice))
         due = None if place is None else ((self._rank - 1) % self._world_size, place)
-        says = f"ring, rank {self._rank} of {self._world_size}"
-        check_due(says, event, due, "nothing more of this slice")
+        check_due(self._says, event, due, "nothing more of this slice")
 
     def _source(self, event: Arrived, members: int) -> Source:
         return Source(event.from_rank, members, self._world_size, roundings=members)

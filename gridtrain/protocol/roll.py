@@ -57,9 +57,11 @@ class Worker:
 
     def gone(self, limits: Deadlines, now_s: float) -> str:
         """Why this worker is held for gone; empty: it is not."""
-        if self.lost_s is not None and now_s - self.lost_s >= limits.regreet_s:
+        if self.lost_s is not None and now_s >= self.lost_s + limits.regreet_s:
             return "its connection broke and did not come back"
-        return f"silent for {limits.silence_s:.1f} s" if now_s - self.heard_s >= limits.silence_s else ""
+        # Added as `deadline_s` adds: a difference may fall short by a rounding, and the timer be busy.
+        silent = now_s >= self.heard_s + limits.silence_s
+        return f"silent for {limits.silence_s:.1f} s" if silent else ""
 
     def deadline_s(self, limits: Deadlines) -> float:
         """When to look at this worker again."""

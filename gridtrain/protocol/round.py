@@ -182,12 +182,18 @@ class Round:
         """Root: ABORT when patience has run out.  A member only waits: the caller tells the coordinator."""
         if now_s < self.deadline_s or self.rank != ROOT:
             return []
-        late = tuple(r for r in self._laggards() if now_s - self._moved_s[r] >= self.patience_s)
+        late = tuple(r for r in self._laggards() if now_s >= self._moved_s[r] + self.patience_s)
         if late:
             reason = f"no vote and no sign of life from rank {_listed(late)} for {self.patience_s:.1f} s"
         else:
             reason = f"nothing moved anywhere for {self.patience_s:.1f} s"
         return self._decide(Verdict.ABORT, reason, late, self.patience_s if late else 0.0)
+
+    def second_chance(self, until_s: float) -> None:
+        """This member stood still, and has not read what came: patience lasts until `until_s` at least."""
+        since_s = until_s - self.patience_s
+        self._moved_s = {rank: max(moved_s, since_s) for rank, moved_s in self._moved_s.items()}
+        self._stirred_s = max(self._stirred_s, since_s)
 
     def _laggards(self) -> list[int]:
         if self.rank == ROOT:

@@ -39,7 +39,7 @@ from gridtrain.protocol.collective import (
     WorkspaceEffect,
 )
 from gridtrain.protocol.gtopk import Butterfly
-from gridtrain.protocol.messages import Place
+from gridtrain.protocol.messages import Phase, Place
 from gridtrain.protocol.ring import Ring
 from gridtrain.sparsify.merge import FloatArray, Kept, largest_summable, merge, sum_in_rank_order
 from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
@@ -79,8 +79,9 @@ class Workspace(Protocol):
 class DenseWorkspace:
     """A ring's segments and slices over one flat vector.
 
-    Takes ownership of `contribution_N` ((n,) float32): sums are made in it, in place.  A retry needs
-    a fresh one.  `update_N` is the whole sum once the collective is complete.
+    Takes ownership of `contribution_N` ((n,) float32): sums are made in it, in place.  `update_N` is the
+    whole sum once the collective is complete.  A retry in the same generation takes the same workspace, and
+    goes on from what has arrived.
 
     Payloads are views of the vector that the transport may still be sending when we go on.  They are
     never overwritten too early: a rank writes to a slice again only when its final value arrives, and
@@ -99,15 +100,20 @@ class DenseWorkspace:
                 "must be float32 of shape (n,), contiguous"
             )
         self.update_N = contribution_N
+        self._ring: Ring | None = None
         self._world_size = world_size
         longest_segment_bytes = -(-contribution_N.size // world_size) * _FLOAT.itemsize
         self.slices = max(1, -(-longest_segment_bytes // slice_bytes))
 
     def collective(self, rank: int, world_size: int, skip: bool) -> Ring:
         _check_world_size(world_size, self._world_size)
+        if self._ring is not None:
+            self._ring = self._ring.retry()
+            return self._ring
         if skip:
             self.update_N[:] = 0
-        return Ring(rank, world_size, self.slices, skip)
+        self._ring = Ring(rank, world_size, self.slices, skip)
+        return self._ring
 
     def apply(self, effect: WorkspaceEffect) -> None:
         match effect:
@@ -118,7 +124,9 @@ class DenseWorkspace:
             case _:
                 raise _no_effect_of("Ring", effect)
 
-    def payload(self, place: Place) -> memoryview:
+    def payload(self, place: Place) -> bytes | memoryview:
+        if place.phase is Phase.RESUME:
+            return self._ring.has if self._ring is not None else b""
         return self._view(place.segment, place.slice).view(np.uint8).data.toreadonly()
 
     def seal(self) -> bytes:

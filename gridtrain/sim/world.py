@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from gridtrain.protocol.member import MemberCore
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.recovery import recover
 from gridtrain.protocol.routes import RELAY, relay_of
+from gridtrain.sim.coverage import Before, Coverage
 from gridtrain.sim.network import Link, Network
 
 COORDINATOR = b"c" * 32
@@ -37,8 +38,10 @@ COORDINATOR = b"c" * 32
 class Trainer(Protocol):
     """What a simulated worker computes with; tests bring it (the numbers are not the simulator's)."""
 
-    def prepare(self, round_id: m.RoundId, seat: Seat, spans: Sequence[m.Span]) -> dict[m.Channel, Any]:
-        """Fresh workspaces for one attempt, from the same samples each time."""
+    def prepare(
+        self, round_id: m.RoundId, seat: Seat, spans: Sequence[m.Span], skip: bool
+    ) -> dict[m.Channel, Any]:
+        """Workspaces for one attempt, from the same samples each time; `skip`: the gradient is not finite."""
         ...
 
     def commit(self, workspaces: dict[m.Channel, Any], skip: bool) -> None: ...
@@ -78,7 +81,21 @@ class Log:
     start_overs: int = 0
     voided: int = 0
     state_transfers: int = 0
+    rollbacks: int = 0
+    blackouts: int = 0  # moments in which no worker was alive any more
+    blank_backups: int = 0  # of the lost ones: nothing was left that names a member
+    take_overs: int = 0
+    lost_disks: int = 0  # of the coordinator, with a generation that no backup knew
+    skipped: set[m.RoundId] = field(default_factory=set)
     refused: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What a worker finds on its disk when it starts again."""
+
+    held: m.Held
+    state: Any
 
 
 class SimWorker:
@@ -88,6 +105,8 @@ class SimWorker:
         self.world = world
         self.peer = peer
         self.trainer = trainer
+        self.disk: Disk | None = None
+        self.flip_next = False  # one bit of the next update is wrong here
         self.alive = True
         self.left = False
         join = m.Join("sim", peer.hex()[:6], peer.hex())
@@ -111,6 +130,8 @@ class SimWorker:
 
     def _thaw(self) -> None:
         self._frozen, missed, self._missed = False, self._missed, []
+        if self.world.random.random() < 0.5:
+            self.tick()  # the loop may look at its deadline before it reads
         for event in missed:
             self.handle(event)
         self._go_on()
@@ -122,16 +143,24 @@ class SimWorker:
             self._missed.append(event)
             return
         try:
-            effects = self.core.handle(event, self.world.now_s)
+            effects = self._ask(event)
         except RemoteProtocolError as error:
             if not isinstance(event, io.Heard):
                 raise
-            effects = self.core.handle(io.Offence(event.peer, error.reason), self.world.now_s)
+            effects = self._ask(io.Offence(event.peer, error.reason))
         self._carry_out(effects)
 
     def tick(self) -> None:
         if self.alive and not self._frozen and self.world.now_s >= self.core.deadline_s:
-            self._carry_out(self.core.tick(self.world.now_s))
+            self._carry_out(self._ask(None))
+
+    def _ask(self, event: io.Event | None) -> list[io.Effect]:
+        """The core; None is a tick."""
+        world, before = self.world, Before.of(self.core)
+        now_s = world.now_s
+        effects = self.core.tick(now_s) if event is None else self.core.handle(event, now_s)
+        world.coverage.member(self.core, before, event, effects, coordinator_up=world.coordinator_up)
+        return effects
 
     def pulse(self) -> None:
         if self._frozen:
@@ -152,7 +181,7 @@ class SimWorker:
                 self._spoilt = True
                 culprit = effect.peer if isinstance(effect, io.Fill) else None
                 event = io.Broke(str(error)) if culprit is None else io.Offence(culprit, error.reason)
-                queue.extend(self.core.handle(event, self.world.now_s))
+                queue.extend(self._ask(event))
         self._go_on()
 
     def _do(self, effect: io.Effect) -> list[io.Effect]:
@@ -164,7 +193,7 @@ class SimWorker:
                 pass
             case io.Ship(peer, round_id, channel, place, skip):
                 if not world.connected(self.peer, peer):
-                    return self.core.handle(io.Broke("edge is down"), world.now_s)
+                    return self._ask(io.Broke("edge is down"))
                 payload = bytes(self._workspaces[channel].payload(place))
                 world.send(self.peer, peer, m.Data(round_id, channel, place, skip, payload))
             case io.Fill(channel, fill):
@@ -172,7 +201,8 @@ class SimWorker:
                 self._workspaces[channel].apply(fill)
             case io.Seal(skip):
                 digest = b"" if skip else self._workspaces[m.Channel()].seal()
-                return self.core.handle(io.Sealed(digest + bytes([skip])), world.now_s)
+                flipped, self.flip_next = self.flip_next, False
+                return self._ask(io.Sealed(digest + bytes([skip, flipped])))
             case io.Resolve(round_id, committed, skip, _):
                 self._resolve(round_id, committed, skip)
             case io.Dial(peer, address):
@@ -180,7 +210,7 @@ class SimWorker:
             case io.HangUp(peer):
                 world.break_edge(self.peer, peer, None)
             case io.Probe():
-                return self.core.handle(io.Probed(()), world.now_s)
+                return self._ask(io.Probed(()))
             case io.GiveState(peer, term, generation):
                 self._wanted.append((peer, term, generation))
             case io.TakeBlock(_, block):
@@ -239,10 +269,11 @@ class SimWorker:
             self.world.log.voided += 1  # it was off the roll, and its batch in hand is nobody's any more
         self._batch, self._batch_step = spans, self.core.step
         self._spoilt = False
-        self._workspaces = self.trainer.prepare(round_id, seat, spans)
+        skip = self.world.is_skipped(self.peer, round_id.step)
+        self._workspaces = self.trainer.prepare(round_id, seat, spans, skip)
         self.world.log.submissions.append(Submission(self.peer, round_id, spans))
         collectives = {
-            channel: workspace.collective(seat.rank, seat.world_size, False)
+            channel: workspace.collective(seat.rank, seat.world_size, skip)
             for channel, workspace in self._workspaces.items()
         }
         self.handle(io.Submit(round_id, collectives))
@@ -251,6 +282,11 @@ class SimWorker:
         if committed:
             self.trainer.commit(self._workspaces, skip)
             self.world.log.commits.append((self.peer, round_id, self.core.history))
+            if skip:
+                self.world.log.skipped.add(round_id)
+            if round_id.step % self.world.checkpoint_every == 0:
+                held = m.Held(self.core.applied, self.core.history, self.core.ledger)
+                self.disk = Disk(held, self.trainer.capture())
         else:
             self.world.log.aborts += 1
         self._workspaces = {}
@@ -265,6 +301,8 @@ class World:
         edges: see `member_io.Enter`.
         setup: what all workers bring.
         behind_nat: the part of the workers that nobody can dial.
+        skips: how often a worker's gradient is not finite.
+        slow_restore: how often a joiner takes longer to load a state than anybody waits.
     """
 
     def __init__(
@@ -278,13 +316,39 @@ class World:
         delay_s: tuple[float, float] = (0.0005, 0.02),
         compute_s: tuple[float, float] = (0.001, 0.05),
         behind_nat: float = 0.0,
+        skips: float = 0.0,
+        slow_restore: float = 0.0,
+        checkpoint_every: int = 3,
     ) -> None:
         self.random = Random(seed)
+        self.coverage = Coverage()
+        self.checkpoint_every = checkpoint_every
+        self._seed = seed
+        self._skips = skips
+        self._slow_restore = slow_restore
+        self._holes: set[tuple[m.PeerId, m.PeerId]] = set()
+        self._unaware: dict[frozenset[m.PeerId], m.PeerId] = {}
+        self._backup = 0  # so many entries of the journal are in the latest one
+        self._from_backup = False
+        self._losing: tuple[m.PeerId | None, float] | None = None
+        self.slow_next_restore = False
+        self._coordinator_frozen = False
+        self._ghost: Membership | None = None
+        self._haunted: set[m.PeerId] = set()  # whose dial of the coordinator ends at the ghost
+        self._coordinator_missed: list[cio.Event] = []
         self._nat = Random(seed)  # by itself, so that a history without NAT stays what it was
         self._behind_nat = behind_nat
         self._hidden: set[m.PeerId] = set()
         self._relayed: dict[frozenset[m.PeerId], m.PeerId] = {}
-        self.deadlines = Deadlines(first_step_s=4.0, patience_floor_s=1.0, silence_s=2.0, report_s=1.0)
+        self.deadlines = Deadlines(
+            first_step_s=4.0,
+            patience_floor_s=1.0,
+            silence_s=2.0,
+            report_s=1.0,
+            ready_s=6.0,
+            route_s=2.0,
+            regather_s=10.0,
+        )
         self.network: Network[m.PeerId, Any] = Network(seed, Link(delay_s=delay_s, in_order=True))
         self.edges = edges
         self.log = Log()
@@ -295,7 +359,6 @@ class World:
         self._connections: set[frozenset[m.PeerId]] = set()
         self._min_workers = min_workers
         self._journal: list[tuple[str, dict[str, Any]]] = []
-        self._term = 0
         self.network.attach(COORDINATOR, self._to_coordinator)
         self.start_coordinator()
         self._coordinator_ticks()
@@ -317,11 +380,16 @@ class World:
     def at(self, when_s: float, action: Callable[[], None]) -> None:
         self.network.call_at(when_s, action)
 
-    def join(self) -> SimWorker:
+    def join(self, disk: Disk | None = None) -> SimWorker:
+        """`disk`: a worker that starts again, with a new name but with what it had saved."""
         peer = self.random.randbytes(32)
         if self._nat.random() < self._behind_nat:
             self._hidden.add(peer)
-        worker = SimWorker(self, peer, self._make_trainer(), self._setup)
+        setup, trainer = self._setup, self._make_trainer()
+        if disk is not None:
+            setup = replace(setup, held=disk.held)
+            trainer.restore(disk.state)
+        worker = SimWorker(self, peer, trainer, setup)
         self.workers[peer] = worker
         self.log.joins += 1
         self.network.attach(peer, self._to_worker)
@@ -337,6 +405,7 @@ class World:
             return
         worker.alive = False
         self.log.crashes += 1
+        self.log.blackouts += not self.alive
         # Sorted: the order of a set differs from process to process, and a seed is to be a history.
         for pair in sorted((p for p in self._connections if peer in p), key=sorted):
             self._disconnect(pair)
@@ -350,30 +419,163 @@ class World:
 
     def start_coordinator(self) -> None:
         """The first time, or again with what its journal holds; living workers connect again."""
-        self._term += 1
+        told = [body["term"] for kind, body in self._journal if kind == "term"]  # as the real journal counts
         self.coordinator = Membership(
             me=COORDINATOR,
             run="sim",
-            term=self._term,
+            term=max(told, default=0) + 1,
             deadlines=self.deadlines,
             software="sim",
             min_workers=self._min_workers,
             recovered=recover(self._journal),
         )
         self.coordinator_up = True
-        self._coordinate(self.coordinator.start(self.now_s))
+        self._coordinate(self.coordinator.start(self.now_s), None)
+        self._backup = len(self._journal) if self._backup == 0 else self._backup
         for worker in self.alive:
             self.connect(worker.peer, COORDINATOR)
 
-    def crash_coordinator(self, down_s: float) -> None:
-        """As SIGKILL; it starts again after `down_s`."""
+    def back_up(self) -> None:
+        """Copy the journal as it is now."""
+        self._backup = len(self._journal)
+
+    def crash_coordinator(self, down_s: float, *, lose_disk: bool = False) -> None:
+        """As SIGKILL; it starts again after `down_s`, with `lose_disk` from the latest backup."""
         if not self.coordinator_up:
             return
+        if lose_disk:
+            self._from_backup = any(kind == "generation" for kind, _ in self._journal[self._backup :])
+            self.log.lost_disks += self._from_backup
+            del self._journal[self._backup :]
+            blank = not any(kind == "generation" for kind, _ in self._journal)
+            self.log.blank_backups += self._from_backup and blank
+        self._coordinator_frozen = False
+        self._coordinator_missed.clear()
         self.coordinator_up = False
         self.log.restarts += 1
         for pair in sorted((p for p in self._connections if COORDINATOR in p), key=sorted):
             self._disconnect(pair)
         self.at(self.now_s + down_s, self.start_coordinator)
+
+    def freeze_coordinator(self, for_s: float) -> None:
+        """As SIGSTOP: it looks at its deadlines and at what came only afterwards."""
+        if not self.coordinator_up or self._coordinator_frozen:
+            return
+        asked, self._coordinator_frozen = self.coordinator, True
+
+        def thaw() -> None:
+            if self.coordinator is not asked or not self.coordinator_up:
+                return
+            self._coordinator_frozen, missed = False, self._coordinator_missed
+            self._coordinator_missed = []
+            if self.random.random() < 0.5:
+                self._coordinator_tick()
+            for event in missed:
+                self._tell_coordinator(event)
+
+        self.at(self.now_s + for_s, thaw)
+
+    def partition(self, side: set[m.PeerId], for_s: float, *, one_way: bool = False) -> None:
+        """Nothing passes from `side` to the rest, nor (unless `one_way`) back; then all dial again.
+
+        As with TCP, a connection across breaks: each end finds out by itself, the one before the other.
+        """
+        rest = ({COORDINATOR} | set(self.workers)) - side
+        holes = {(a, b) for a in side for b in rest}
+        holes |= set() if one_way else {(b, a) for a, b in holes}
+        self._holes |= holes
+        for pair in sorted((p for p in self._connections if len(p & side) == 1), key=sorted):
+            for end in sorted(pair):
+                self.at(self.now_s + self.random.uniform(0.1, 1.0), partial(self._notice, pair, end))
+
+        def heal() -> None:
+            self._holes -= holes
+
+        self.at(self.now_s + for_s, heal)
+
+    def lose_next_decision(self, to: m.PeerId | None = None, away_s: float = 0.0) -> None:
+        """The next COMMIT (`to` this worker) is lost with its connection.
+
+        `away_s`: for so long that worker is away from root and coordinator; 0.0: its connection to the
+        root is back at once.
+        """
+        self._losing = (to, away_s)
+
+    def _lose(self, src: m.PeerId, dst: m.PeerId, to: m.PeerId | None, away_s: float) -> None:
+        if to not in (None, dst):
+            return
+        self._losing = None
+        self.break_edge(src, dst, back_after_s=max(0.03, away_s))  # longer than a message is under way
+        if away_s:
+            self.break_edge(dst, COORDINATOR, back_after_s=away_s)
+
+    def cut_link(self, a: m.PeerId, b: m.PeerId, for_s: float) -> None:
+        """Between these two alone."""
+        holes = {(a, b), (b, a)}
+        self._holes |= holes
+        pair = frozenset((a, b))
+        if pair in self._connections and pair not in self._relayed:
+            self._disconnect(pair)
+            self.connect(a, b)
+
+        def heal() -> None:
+            self._holes -= holes
+
+        self.at(self.now_s + for_s, heal)
+
+    def take_over(self) -> None:
+        """A standby has the journal as it is now, and all workers dial it; the old coordinator lives on."""
+        if not self.coordinator_up or self._ghost is not None:
+            return
+        self._ghost, self._coordinator_frozen = self.coordinator, False
+        self._coordinator_missed.clear()
+        for pair in sorted((p for p in self._connections if COORDINATOR in p), key=sorted):
+            self._disconnect(pair)
+            (peer,) = pair - {COORDINATOR}
+            self._ghost_hears(cio.Lost(peer, "connection broke"))
+        self.log.take_overs += 1
+        self.start_coordinator()
+
+    def haunt(self, peer: m.PeerId, for_s: float) -> None:
+        """This worker's way to the coordinator leads to the old one for a while.
+
+        Only if it has heard of the new one: nothing can tell a worker of a standby that it never met.
+        """
+        worker = self.workers[peer]
+        if self._ghost is None or not worker.alive or peer in self._haunted:
+            return
+        if worker.core.term <= self._ghost.term:
+            return
+        self.break_edge(peer, COORDINATOR, None)
+
+        def begin() -> None:
+            self._haunted.add(peer)
+            self._ghost_hears(cio.Up(peer, "open"))
+            self._tell(COORDINATOR, peer, _Link(True))
+
+        def end() -> None:
+            self._haunted.discard(peer)
+            self._ghost_hears(cio.Lost(peer, "connection broke"))
+            if self.workers[peer].alive:
+                self._tell(COORDINATOR, peer, _Link(False))
+                self.connect(peer, COORDINATOR)
+
+        self.at(self.now_s + 0.1, begin)
+        self.at(self.now_s + 0.1 + for_s, end)
+
+    def _ghost_hears(self, event: cio.Event | None) -> None:
+        if self._ghost is None or self.finished:
+            return
+        ghost, now_s = self._ghost, self.now_s
+        for effect in ghost.tick(now_s) if event is None else ghost.handle(event, now_s):
+            match effect:
+                case cio.Send(peer, message) if peer in self._haunted:
+                    self._tell(COORDINATOR, peer, message)
+                case cio.CallBack(peer, addresses):
+                    back = cio.CalledBack(peer, addresses[0])
+                    self.at(now_s + 0.01, partial(self._ghost_hears, back))
+                case _:
+                    pass  # what it writes is on another disk
 
     def break_edge(self, a: m.PeerId, b: m.PeerId, back_after_s: float | None) -> None:
         """The connection breaks, what was in flight is lost, and it comes back later (None: never)."""
@@ -411,18 +613,38 @@ class World:
         elif self.workers[dialler].alive and peer in self.workers[dialler].core.acquaintances:
             self.at(self.now_s + 0.1, lambda: self.dial(dialler, peer, address))
 
+    def _notice(self, pair: frozenset[m.PeerId], end: m.PeerId) -> None:
+        """One end finds that nothing comes through any more."""
+        (other,) = pair - {end}
+        if pair in self._connections and pair not in self._unaware:
+            relay = self._relayed.get(pair)
+            self._disconnect(pair, told=False)
+            self._unaware[pair] = other
+            self._tell(other, end, _Link(False))
+            self.connect(end, other, relay)  # as soon as it can
+        elif self._unaware.get(pair) == end:
+            del self._unaware[pair]
+            self._tell(other, end, _Link(False))
+
+    def _tell(self, src: m.PeerId, dst: m.PeerId, message: Any) -> None:
+        if dst == COORDINATOR:
+            self._to_coordinator(src, dst, message)
+        else:
+            self._to_worker(src, dst, message)
+
     def _replace(self, pair: frozenset[m.PeerId], relay: m.PeerId | None) -> None:
         """A relayed connection gives way to a direct one, or to one through another relay."""
         if self._relayed.get(pair, relay) != relay:
             self._disconnect(pair)
 
-    def _disconnect(self, pair: frozenset[m.PeerId]) -> None:
+    def _disconnect(self, pair: frozenset[m.PeerId], *, told: bool = True) -> None:
         """Both ends hear of it; so do those whose relayed connection needed this one."""
         self._connections.discard(pair)
         self._relayed.pop(pair, None)
         a, b = sorted(pair)
-        self.network.send(a, b, _Link(False))
-        self.network.send(b, a, _Link(False))
+        if told:
+            self.network.send(a, b, _Link(False))
+            self.network.send(b, a, _Link(False))
         through = [p for p, relay in self._relayed.items() if relay in pair and pair - {relay} <= p]
         for other in sorted(through, key=sorted):
             relay, (dialler, peer) = self._relayed[other], sorted(other)
@@ -436,8 +658,13 @@ class World:
             (p == COORDINATOR and self.coordinator_up) or (p in self.workers and self.workers[p].alive)
             for p in pair
         )
-        if pair in self._connections or not living:
+        if pair in self._connections or not living or (COORDINATOR in pair and pair & self._haunted):
             return
+        if (dialler, peer) in self._holes or (peer, dialler) in self._holes:
+            self.at(self.now_s + 0.2, lambda: self.connect(dialler, peer, relay))
+            return
+        if pair in self._unaware:
+            self._notice(pair, self._unaware[pair])  # a new greeting ends the old connection
         self._connections.add(pair)
         if relay is not None:
             self._relayed[pair] = relay
@@ -445,8 +672,12 @@ class World:
         self.network.send(peer, dialler, _Link(True))
 
     def send(self, src: m.PeerId, dst: m.PeerId, message: m.Message) -> None:
-        if self.connected(src, dst):
+        if dst == COORDINATOR and src in self._haunted:
+            self._ghost_hears(cio.Heard(src, message))
+        elif self.connected(src, dst) and (src, dst) not in self._holes:
             self.network.send(src, dst, message)
+            if isinstance(message, m.Decision) and self._losing is not None and message.verdict:
+                self._lose(src, dst, *self._losing)
 
     def later(self, delay_s: float, node: m.PeerId, action: Callable[[], None]) -> None:
         self.network.call_at(self.now_s + delay_s, action, node=node)
@@ -457,12 +688,20 @@ class World:
 
         def tell() -> None:
             if self.coordinator_up and self.coordinator is asked:
-                self._coordinate(asked.handle(event, self.now_s))
+                self._tell_coordinator(event)
 
         self.at(self.now_s + delay_s, tell)
 
     def restore_s(self) -> float:
-        return self.random.choice((0.0, 0.01, 0.5, 3.0))
+        if self.slow_next_restore:
+            self.slow_next_restore = False
+            return 3.0
+        usual_s = self.random.choice((0.0, 0.01, 0.5, 3.0))
+        return 40.0 if self._slow_restore and self.random.random() < self._slow_restore else usual_s
+
+    def is_skipped(self, peer: m.PeerId, step: int) -> bool:
+        """The same for each attempt."""
+        return bool(self._skips) and Random(f"{self._seed} {peer.hex()} {step}").random() < self._skips
 
     def compute_s(self, peer: m.PeerId) -> float:
         return self.random.uniform(*self._compute_s)
@@ -474,9 +713,21 @@ class World:
 
     def _coordinator_ticks(self) -> None:
         if not self.finished:
-            if self.coordinator_up and self.now_s >= self.coordinator.deadline_s:
-                self._coordinate(self.coordinator.tick(self.now_s))
+            if not self._coordinator_frozen:
+                self._coordinator_tick()
+            if self._ghost is not None and self.now_s >= self._ghost.deadline_s:
+                self._ghost_hears(None)
             self.at(self.now_s + 0.05, self._coordinator_ticks)
+
+    def _coordinator_tick(self) -> None:
+        if self.coordinator_up and self.now_s >= self.coordinator.deadline_s:
+            self._coordinate(self.coordinator.tick(self.now_s), None)
+
+    def _tell_coordinator(self, event: cio.Event) -> None:
+        if self._coordinator_frozen:
+            self._coordinator_missed.append(event)
+        else:
+            self._coordinate(self.coordinator.handle(event, self.now_s), event)
 
     def _to_worker(self, src: m.PeerId, dst: m.PeerId, message: Any) -> None:
         worker = self.workers[dst]
@@ -486,7 +737,7 @@ class World:
             case _Link(False):
                 worker.handle(io.EdgeDown(src, "connection broke"))
             case _:
-                if self.connected(src, dst):
+                if self.connected(src, dst) or (src == COORDINATOR and dst in self._haunted):
                     worker.handle(io.Heard(src, message))
 
     def _to_coordinator(self, src: m.PeerId, _: m.PeerId, message: Any) -> None:
@@ -499,16 +750,20 @@ class World:
                 event = cio.Lost(src, "connection broke")
             case _:
                 event = cio.Heard(src, message)
-        self._coordinate(self.coordinator.handle(event, self.now_s))
+        self._tell_coordinator(event)
 
-    def _coordinate(self, effects: list[cio.Effect]) -> None:
+    def _coordinate(self, effects: list[cio.Effect], event: cio.Event | None) -> None:
+        self.coverage.coordinator(self.coordinator, event, effects, from_backup=self._from_backup)
         for effect in effects:
             match effect:
                 case cio.Send(peer, message):
                     self.send(COORDINATOR, peer, message)
                 case cio.Note("error", "waiting"):
                     self.log.start_overs += 1
+                case cio.Note("error", "rollback"):
+                    self.log.rollbacks += 1
                 case cio.Journal(kind, body):
+                    self._from_backup = self._from_backup and kind != "generation"
                     self._journal.append((kind, json.loads(json.dumps(body))))  # as a disk gives it back
                     self.log.generations += kind == "generation"
                 case cio.CallBack(peer, addresses):
@@ -516,8 +771,6 @@ class World:
                     delay_s = self.deadlines.reach_s if not proven else 0.01
                     self.later_at_coordinator(delay_s, cio.CalledBack(peer, proven))
                 case cio.Strike(peer, reason):
-                    self._coordinate(
-                        self.coordinator.handle(cio.Expelled(peer, "offence", reason, ""), self.now_s)
-                    )
+                    self._tell_coordinator(cio.Expelled(peer, "offence", reason, ""))
                 case _:
                     pass

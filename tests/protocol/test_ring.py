@@ -142,6 +142,96 @@ def test_all_ranks_end_with_the_same_bits_and_the_sum(seeds):
             assert sum(src == rank for src, _, _ in group.sent) == messages, f"seed {seed}"
 
 
+def sent_bytes(sent, workspaces):
+    """Bytes of all payloads that were sent, RESUME's apart."""
+    resume = sum(len(workspaces[src].payload(place)) for src, _, place in sent if place.phase is Phase.RESUME)
+    data = sum(
+        len(workspaces[src].payload(place)) for src, _, place in sent if place.phase is not Phase.RESUME
+    )
+    return data, resume
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+@pytest.mark.parametrize("part", [0.0, 0.25, 0.5, 0.9, 1.0])
+def test_a_retry_sends_only_what_is_missing(world_size, part):
+    """A connection dropped after `part` of all payloads had come; what was in flight is lost."""
+    vectors = np.random.default_rng(7).standard_normal((world_size, 4000)).astype(np.float32)
+
+    def fresh():
+        return [DenseWorkspace(v.copy(), world_size, slice_bytes=64) for v in vectors]
+
+    calm = CollectiveGroup(fresh(), seed=1)
+    calm.run()
+    whole_bytes, _ = sent_bytes(calm.sent, calm.workspaces)
+    torn = CollectiveGroup(fresh(), seed=2)
+    came_bytes = 0
+    while came_bytes < part * whole_bytes and not torn.network.idle:
+        delivery = torn.network.step()
+        came_bytes += len(delivery.message.payload) if delivery is not None else 0
+    retry = CollectiveGroup(torn.workspaces, seed=3)
+    retry.run()
+
+    assert {w.seal() for w in retry.workspaces} == {calm.workspaces[0].seal()}, "the same bits"
+    assert retry.verdicts == [False] * world_size
+    again_bytes, resume_bytes = sent_bytes(retry.sent, retry.workspaces)
+    assert again_bytes == whole_bytes - came_bytes, "not one payload twice"
+    slices = world_size * retry.workspaces[0].slices
+    assert resume_bytes == world_size * slices <= 0.02 * whole_bytes + slices * world_size
+
+
+def test_retries_hold_the_skip_and_end_with_the_same_bits_however_often_they_are_torn(seeds):
+    for seed in seeds(150):
+        rng, random = np.random.default_rng(seed), Random(seed)
+        world_size = random.randint(2, 9)
+        vectors, _ = random_vectors(rng, world_size)
+        skipping = {r for r in range(world_size) if random.random() < 0.1}
+
+        def fresh(vectors=vectors, world_size=world_size):
+            return [DenseWorkspace(v.copy(), world_size, slice_bytes=16) for v in vectors]
+
+        calm = CollectiveGroup(fresh(), seed=seed, skipping=skipping)
+        calm.run()
+        workspaces = fresh()
+        for attempt in range(random.randint(1, 4)):
+            torn = CollectiveGroup(workspaces, seed=seed + attempt, skipping=skipping)
+            for _ in range(random.randint(0, len(calm.sent))):
+                if not torn.network.idle:
+                    torn.network.step()
+        last = CollectiveGroup(workspaces, seed=seed, skipping=skipping)
+        last.run()
+        assert last.verdicts == calm.verdicts, f"seed {seed}"
+        assert {w.seal() for w in workspaces} == {calm.workspaces[0].seal()}, f"seed {seed}"
+
+
+def test_a_neighbour_that_asks_for_what_it_must_have_is_dropped():
+    """Rank 0 of 3 holds the total of segment 2, rank 1 gave its part: so it had the partial sum of rank 0."""
+    ring = Ring(0, 3, slices=1, skip=False)
+    ring.start(0.0)
+    ring.handle(Arrived(2, Place(Phase.REDUCE, 0, 2), False, "partial"), 0.0)
+    ring.handle(Arrived(2, Place(Phase.GATHER, 1, 2), False, "total"), 0.0)
+    for lacks, words in (
+        (bytes([2, 1, 0]), "is in its total"),
+        (bytes([2, 0, 2]), "never is sent"),  # rank 1 starts segment 1 itself
+        (bytes([2, 1, 1]), "never is sent"),  # and completes segment 2
+        (bytes([2, 1]), "2 bytes"),
+        (bytes([2, 1, 3]), "up to 3"),
+    ):
+        again = ring.retry()
+        assert again.start(0.0) == [SendTo(2, Place(Phase.RESUME), False)]
+        assert again.has == bytes([1, 0, 2])
+        with pytest.raises(RemoteProtocolError, match=words):
+            again.handle(Arrived(1, Place(Phase.RESUME), False, lacks), 0.0)
+    again = ring.retry()
+    resume = Arrived(1, Place(Phase.RESUME), False, bytes([0, 1, 2]))
+    assert again.handle(resume, 0.0) == [SendTo(1, Place(Phase.REDUCE, 0, 0), False)]
+    came = again.handle(Arrived(2, Place(Phase.REDUCE, 1, 1), False, "partial"), 0.0)
+    assert came[1:] == [SendTo(1, Place(Phase.GATHER, 0, 1), False)], "passed on when it comes, as ever"
+    with pytest.raises(RemoteProtocolError, match="due was no RESUME"):
+        again.handle(resume, 0.0)
+    with pytest.raises(RemoteProtocolError, match="due was no RESUME"):
+        ring.handle(resume, 0.0)  # the first attempt has nothing to resume
+
+
 def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
     for seed in seeds(200):
         rng = np.random.default_rng(seed)
