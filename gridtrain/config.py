@@ -110,6 +110,7 @@ class Deadlines:
     beat_s: float = 0.5  # worker -> coordinator sign of life
     silence_s: float = 5.0  # without a beat a worker is held for lost
     regreet_s: float = 1.0  # a broken connection may come back within this
+    ended_s: float = 0.1  # the same, where another member's connection to that worker broke as well
     report_s: float = 2.0  # answers to a FREEZE
     regather_s: float = 60.0  # so long, at least, members that are all away are waited for
     ready_s: float = 60.0  # (+) verdict executed, state received, edges up

@@ -159,7 +159,7 @@ class Membership:
                 self._whereabouts.came(peer, host)
                 worker = self._workers.get(peer)
                 if worker is not None:
-                    worker.lost_s, worker.heard_s = None, now_s
+                    worker.lost_s, worker.missed_s, worker.heard_s = None, -math.inf, now_s
                 effects: list[Effect] = []
             case Lost(peer, _):
                 self._whereabouts.went(peer)
@@ -347,6 +347,8 @@ class Membership:
         if not current or not {worker.peer, message.peer} <= members or worker.peer == message.peer:
             return []
         self._breaks.note(worker.peer, message.peer, now_s)
+        if message.peer in self._workers:
+            self._workers[message.peer].missed_s = now_s
         flapping = self._breaks.common_end(now_s)
         if flapping is None:
             return []
