@@ -142,6 +142,7 @@ class JoinConfig:
         state_dir: where checkpoints go; "": the state directory, under the coordinator's key.
         relay: "no": do not pass on what other members send one another.
         unencrypted: "yes": talk in the clear, as the coordinator was told to as well.
+        faults: what is to go wrong on purpose, see `gridtrain.testing.Faults`; "": nothing.
     """
 
     coordinator: str
@@ -159,6 +160,7 @@ class JoinConfig:
     state_dir: str = ""
     relay: str = "yes"
     unencrypted: str = ""
+    faults: str = ""
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     @classmethod

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,13 @@ from gridtrain.protocol.messages import Held, LedgerSpec, Setup, Span
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import Edges, GroupSession
 from gridtrain.runtime.client import coordinator_address
+from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.entry import enter
 from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
-from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.naming import folder_name, listen_address, random_name, state_directory
 from gridtrain.transport.credits import CreditTransport
 from gridtrain.transport.curve import Identity
+from gridtrain.transport.injection import Faults
 from gridtrain.transport.limits import parse_rate
 from gridtrain.transport.stack import over
 from gridtrain.transport.zeromq import ZeroMQTransport
@@ -136,7 +138,13 @@ def join(
             upload_Bps=parse_rate(config.upload_limit) if config.upload_limit else None,
             download_Bps=parse_rate(config.download_limit) if config.download_limit else None,
         )
-        transport = over(sockets, identity, may_relay=acquaintances.may_relay)
+        planned = Faults.parse(config.faults) if config.faults else None
+        transport = over(
+            sockets,
+            identity,
+            may_relay=acquaintances.may_relay,
+            with_faults=partial(planned.over, name=config.name) if planned is not None else None,
+        )
         grid = Grid(transport, config, acquaintances)
         grid.held = held.pop_all()  # the identity is this worker's until its grid is closed
         return grid
