@@ -1,7 +1,8 @@
 """One run, calm or under faults: starts the programs, carries out the schedule, ends everything in order.
 
 Decides when a planned fault cannot be done (too few workers would be left) and when the run hangs.
-Never looks into a program: it reads what they write, and does with their processes, cables and disks what `ground` can.
+Never looks into a program: it reads what they write, and does with processes, cables and disks what `ground`
+can.
 
     start .. first step of all workers | measured: length_s, faults | all back | stop file | all "end" | leave
 """

@@ -1,6 +1,6 @@
 """What a chaos run says: figures beside those of a calm run, as JSON and Markdown.
 
-Decides which numbers are shown.  A stall is the longest time between two commits that a fault can have caused;
+Decides which numbers are shown.  A stall is the longest time between two commits that a fault has caused;
 time lost is all that the gaps until the next fault have above the usual one.
 """
 
@@ -74,8 +74,8 @@ def stall_s(commits_s: Sequence[float], struck: Struck, next_s: float) -> float:
 
 
 def lost_s(commits_s: Sequence[float], at_s: float, next_s: float, usual_s: float) -> float:
-    """What the gaps that begin between two faults have above three usual ones."""
-    gaps = (b - a for a, b in itertools.pairwise(commits_s) if b > at_s and a < next_s)
+    """What the long gaps between two faults have above a usual one."""
+    gaps = (b - a for a, b in itertools.pairwise(commits_s) if at_s <= (a + b) / 2 < next_s)
     return sum(gap - usual_s for gap in gaps if gap > 3 * usual_s)
 
 

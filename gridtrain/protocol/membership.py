@@ -124,6 +124,8 @@ class Membership:
         self._started = False  # somebody holds, or held, a model worth waiting for
         self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
         self._regathering = False  # all members are away, and waited for
+        self._regather_until_s = -math.inf
+        self._freeze_by_s: float | None = None  # while members come back the FREEZE is held, until then
         if recovered is not None:
             self._take_up(recovered)
 
@@ -150,7 +152,8 @@ class Membership:
     def start(self, now_s: float) -> list[Effect]:
         body = {"term": self.term, "run": self.run, "software": self._software}
         if self._regathering:
-            self._making_until_s = now_s + self._deadlines.regather_s
+            self._making_until_s = self._regather_until_s = now_s + self._deadlines.regather_s
+            self._freeze_by_s = math.inf
         return self._noted([Journal("term", body), Note("info", "started", dict(body))], now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -195,7 +198,12 @@ class Membership:
     def deadline_s(self) -> float:
         """When `tick` has something to do; infinite if nothing is waited for."""
         limits = self._deadlines
-        times = [self._making_until_s, *(worker.deadline_s(limits) for worker in self._workers.values())]
+        held_s = self._freeze_by_s if self._freeze_by_s is not None else math.inf
+        times = [
+            self._making_until_s,
+            held_s,
+            *(worker.deadline_s(limits) for worker in self._workers.values()),
+        ]
         enough = self._roster or sum(w.admitted for w in self._workers.values()) >= self._min_workers
         if self._making is _Making.NONE and self._change and enough and self.phase is not RunPhase.FINISHED:
             times.append(self._may_make_at_s())
@@ -251,7 +259,7 @@ class Membership:
                 worker.step, worker.figures = step, dict(figures)
                 return [Send(peer, m.BeatReply(self.term, sequence))]
             case m.Report():
-                return self._report(worker, message)
+                return self._report(worker, message, now_s)
             case m.Ready(term, generation, history):
                 if self._making is _Making.FORMING and (term, generation) == (self.term, self.generation):
                     self._ready[peer] = history
@@ -275,7 +283,7 @@ class Membership:
                 return [Strike(peer, f"sent {type(message).__name__}, which only others may send")]
         return []
 
-    def _report(self, worker: Worker, report: m.Report) -> list[Effect]:
+    def _report(self, worker: Worker, report: m.Report, now_s: float) -> list[Effect]:
         """Where a member of the frozen generation stands; what cannot be so must not reach the ledger."""
         members = {member.peer for member in self._roster}
         if self._making is not _Making.FREEZING or report.generation != self.generation:
@@ -288,6 +296,8 @@ class Membership:
         if report.synced and worker.setup is None:
             return [Strike(worker.peer, "reported a state before it said what it trains")]
         self._reports[worker.peer] = report
+        if report.synced:  # it can decide: whoever is still away is not waited for any longer
+            self._making_until_s = min(self._making_until_s, now_s + self._deadlines.silence_s)
         return []
 
     def _join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
@@ -367,6 +377,8 @@ class Membership:
             return []
         view = [Send(peer, message) for message in self._view_messages(peer)]
         match self._making:
+            case _Making.FREEZING if self._freeze_by_s is not None:
+                return []  # both come when the FREEZE does
             case _Making.FREEZING:
                 return [
                     *view,
@@ -428,6 +440,8 @@ class Membership:
         """
         members = {member.peer for member in self._roster}
         current = (stalled.round.term, stalled.round.generation) == (self.term, self.generation)
+        if self._freeze_by_s is not None and stalled.round.generation == self.generation:
+            self._freeze_by_s = min(self._freeze_by_s, now_s + self._deadlines.report_s)
         if (
             not current
             or self._making is not _Making.NONE
@@ -523,7 +537,20 @@ class Membership:
         settled_s = min((w.probe_until_s for w in unsettled), default=newest_s + limits.settle_s)
         return max(gap_s, settled_s)
 
+    def _held_back(self, now_s: float) -> bool:
+        """Members that come back train on until all are there: one FREEZE then stops all, and for a moment.
+
+        Who does not come is not waited for long: by rule 6 those who report can decide without it.
+        """
+        if self._freeze_by_s is None:
+            return False
+        awaited = {x.peer for x in self._roster} - self._departed
+        if self._freeze_by_s == math.inf and awaited & set(self._workers):
+            self._freeze_by_s = now_s + self._deadlines.silence_s
+        return not awaited <= set(self._workers) and now_s < min(self._freeze_by_s, self._making_until_s)
+
     def _freeze(self, now_s: float) -> list[Effect]:
+        self._freeze_by_s = None
         self._making, self._making_until_s = _Making.FREEZING, now_s + self._deadlines.report_s
         self._reports.clear()
         freeze = m.Freeze(self.term, self.generation, self._change, tuple(sorted(self._departed)))
@@ -532,6 +559,12 @@ class Membership:
 
     def _collect(self, now_s: float) -> list[Effect]:
         """FREEZING: once all who live have reported, or time is up, decide (rule 6)."""
+        if self._held_back(now_s):
+            return []
+        if self._freeze_by_s is not None:
+            note, *_ = self._freeze(now_s)
+            present = [x.peer for x in self._roster if x.peer in self._workers]
+            return [note, *(told for peer in present for told in self._repeat(peer))]
         absent = {x.peer for x in self._roster} - set(self._reports) - self._departed
         awaited = absent if self._regathering else absent & set(self._workers)
         if awaited and now_s < self._making_until_s:
@@ -542,10 +575,14 @@ class Membership:
             return []
         nobody = not any(report.synced for report in self._reports.values())
         newcomers = any(w.admitted and w.peer not in absent for w in self._workers.values())
-        if self._regathering and nobody and awaited and self._started and not newcomers:
-            # There is nobody who could begin anew, so there is no reason to give up what they hold.
-            self._making_until_s = now_s + self._deadlines.regather_s
-            return []
+        if self._regathering and nobody and awaited and self._started:
+            if now_s < self._regather_until_s:
+                self._making_until_s = self._regather_until_s
+                return []
+            if not newcomers:
+                # There is nobody who could begin anew, so there is no reason to give up what they hold.
+                self._making_until_s = self._regather_until_s = now_s + self._deadlines.regather_s
+                return []
         effects: list[Effect] = []
         for peer in sorted(awaited & set(self._workers)):
             effects += self._remove(peer, f"did not report within {self._deadlines.report_s:.1f} s", now_s)
@@ -607,7 +644,11 @@ class Membership:
         """Journal the next generation, then tell its members (rule 7)."""
         holding = outcome.holders
         current = {member.peer for member in self._roster}
-        taking_part = (w.peer for w in self._workers.values() if w.admitted or w.peer in current)
+        # A member's process that was started anew has no set-up yet: it joins when it has.
+        ready = (
+            w for w in self._workers.values() if w.admitted or (w.peer in current and w.setup is not None)
+        )
+        taking_part = (w.peer for w in ready)
         peers = sorted(taking_part, key=self._seniority)
         plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
@@ -724,7 +765,8 @@ class Membership:
         if not self._started or {member.peer for member in self._roster} <= self._departed:
             return self._start_over(now_s)
         self._making, self._making_until_s = _Making.FREEZING, now_s + self._deadlines.regather_s
-        self._regathering = True
+        self._regather_until_s = self._making_until_s
+        self._regathering, self._freeze_by_s = True, math.inf
         self._reports.clear()
         self.phase = RunPhase.PAUSED
         self.reason = f"all {len(self._roster)} members are away; they are waited for"
@@ -737,6 +779,7 @@ class Membership:
         """Nobody is left who holds the model: wait for workers, and begin from their checkpoints, or at 0."""
         self._roster, self._view, self._change = (), None, ""
         self._started = self._regathering = False
+        self._freeze_by_s = None
         self._departed.clear()
         self._making, self._making_until_s = _Making.NONE, math.inf
         self.phase = RunPhase.WAITING
