@@ -53,7 +53,7 @@ class Worker:
                 if both
                 else "its connection broke and did not come back"
             )
-        return f"silent for {limits.silence_s:.1f} s" if now_s - self.heard_s >= limits.silence_s else ""
+        return f"silent for {limits.silence_s:.1f} s" if now_s >= self.heard_s + limits.silence_s else ""
 
     def deadline_s(self, limits: Deadlines) -> float:
         """When to look at this worker again."""

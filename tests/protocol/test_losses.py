@@ -56,10 +56,15 @@ class Told:
         """The time goes on; those who live beat."""
         for peer in alive:
             self.say(peer, m.Beat(1, 0, round(now_s), ()), min(now_s, self.core.deadline_s))
-        while (at_s := self.core.deadline_s) <= now_s:
+        for _ in range(1000):
+            if (at_s := self.core.deadline_s) > now_s:
+                for peer in alive:
+                    self.say(peer, m.Beat(1, 0, round(now_s), ()), now_s)
+                return
             for peer in alive:
                 self.say(peer, m.Beat(1, 0, round(at_s), ()), at_s)
             self._keep(self.core.tick(at_s))
+        raise AssertionError(f"the core wants to be called again and again at {at_s}")
 
     def train(self) -> None:
         """A, B and C are in generation 1 at second 3."""
