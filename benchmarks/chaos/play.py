@@ -43,6 +43,7 @@ class Plan:
 
     Attributes:
         length_s: of the measured part.
+        planned: GRIDTRAIN_FAULTS of all workers.
         least: so many workers stay untouched; a fault that would leave fewer is left out.
     """
 
@@ -55,6 +56,7 @@ class Plan:
     compute_s: float = 0.02
     width: int = 256
     samples: int = 3000
+    planned: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -184,7 +186,8 @@ class Play:
         for name in self._plan.names:
             place = ["--name", name, "--export-dir", str(self._folder), *self._ground.cap()]
             argv = [*g.CLI, "worker", invitation, *place, "--restarts", "100000", "--", *script]
-            env = g.environment(self._state(name), GRIDTRAIN_CHECKPOINT_EVERY="50")
+            settings = {"GRIDTRAIN_CHECKPOINT_EVERY": "50", "GRIDTRAIN_FAULTS": self._plan.planned}
+            env = g.environment(self._state(name), **settings)
             self._agents[name] = self._ground.run(name, argv, self._folder / name, env)
 
     def _measure(self) -> None:

@@ -17,6 +17,9 @@ from chaos.play import Plan, Played, Struck
 AFTER_S = 2.0
 """A fault's stall begins at most so long after it; what comes later is somebody's return."""
 
+BEFORE_S = 0.5
+"""A gap that has begun so long before a fault is another one's."""
+
 
 def summary(plan: Plan, played: Played) -> dict[str, Any]:
     """Of one run."""
@@ -70,7 +73,8 @@ def stall_s(commits_s: Sequence[float], struck: Struck, next_s: float) -> float:
     if struck.kind == "kill":
         until_s = min(until_s, struck.at_s + AFTER_S / 2)  # later it is its return that costs time
     gaps = itertools.pairwise(commits_s)
-    return max((b - a for a, b in gaps if b > struck.at_s and a < until_s), default=0.0)
+    since_s = struck.at_s - BEFORE_S
+    return max((b - a for a, b in gaps if b > struck.at_s and since_s <= a < until_s), default=0.0)
 
 
 def lost_s(commits_s: Sequence[float], at_s: float, next_s: float, usual_s: float) -> float:
