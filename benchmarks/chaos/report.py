@@ -13,9 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from chaos.play import Plan, Played, Struck
+from chaos.schedule import OF_COORDINATOR
 
 AFTER_S = 2.0
 """A fault's stall begins at most so long after it; what comes later is somebody's return."""
+
+BACK_S = 3.0
+"""Until the members have come back to a coordinator that was started again."""
 
 BEFORE_S = 0.5
 """A gap that has begun so long before a fault is another one's."""
@@ -53,8 +57,9 @@ def by_kind(played: Played, usual_s: float) -> dict[str, dict[str, float]]:
     lost: dict[str, list[float]] = defaultdict(list)
     ends_s = [struck.at_s for struck in played.struck[1:]] + [played.end_s]
     for struck, next_s in zip(played.struck, ends_s, strict=False):
-        stalls[struck.kind].append(stall_s(commits_s, struck, next_s))
-        lost[struck.kind].append(lost_s(commits_s, struck.at_s, next_s, usual_s))
+        label = label_of(struck, played.struck)
+        stalls[label].append(stall_s(commits_s, struck, next_s))
+        lost[label].append(lost_s(commits_s, struck.at_s, next_s, usual_s))
     return {
         kind: {
             "count": len(found),
@@ -65,6 +70,15 @@ def by_kind(played: Played, usual_s: float) -> dict[str, dict[str, float]]:
         }
         for kind, found in sorted(stalls.items())
     }
+
+
+def label_of(struck: Struck, everything: Sequence[Struck]) -> str:
+    """Its kind, and whether the coordinator was away: without it nobody can be left behind (rule 10)."""
+    away = any(
+        other.kind in OF_COORDINATOR and other.at_s < struck.at_s < other.until_s + BACK_S
+        for other in everything
+    )
+    return f"{struck.kind}, no coordinator" if away and struck.kind not in OF_COORDINATOR else struck.kind
 
 
 def stall_s(commits_s: Sequence[float], struck: Struck, next_s: float) -> float:

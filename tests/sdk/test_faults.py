@@ -37,6 +37,11 @@ EXCHANGES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def state_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
 class Numbered:
     """Sample i is the number i, so that a batch says which ones it holds."""
 
