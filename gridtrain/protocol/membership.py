@@ -125,6 +125,7 @@ class Membership:
         self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
         self._regathering = False  # all members are away, and waited for
         self._regather_until_s = -math.inf
+        self._waited = False  # those who are not back by now have had their time
         self._freeze_by_s: float | None = None  # while members come back the FREEZE is held, until then
         if recovered is not None:
             self._take_up(recovered)
@@ -546,7 +547,7 @@ class Membership:
             return False
         awaited = {x.peer for x in self._roster} - self._departed
         if self._freeze_by_s == math.inf and awaited & set(self._workers):
-            self._freeze_by_s = now_s + self._deadlines.silence_s
+            self._freeze_by_s = now_s + self._deadlines.report_s + self._deadlines.regreet_s
         return not awaited <= set(self._workers) and now_s < min(self._freeze_by_s, self._making_until_s)
 
     def _freeze(self, now_s: float) -> list[Effect]:
@@ -563,19 +564,23 @@ class Membership:
             return []
         if self._freeze_by_s is not None:
             note, *_ = self._freeze(now_s)
+            self._waited = True
             present = [x.peer for x in self._roster if x.peer in self._workers]
             return [note, *(told for peer in present for told in self._repeat(peer))]
         absent = {x.peer for x in self._roster} - set(self._reports) - self._departed
-        awaited = absent if self._regathering else absent & set(self._workers)
+        nobody = not any(report.synced for report in self._reports.values())
+        awaited = absent & set(self._workers)
+        if self._regathering and (nobody or not self._waited):
+            awaited = absent
         if awaited and now_s < self._making_until_s:
             return []
         if any(not self._workers[peer].placed for peer in self._reports if peer in self._workers):
             # `CalledBack` always comes, and without it there is no way to plan.
             self._making_until_s = max(self._making_until_s, now_s + self._deadlines.settle_s)
             return []
-        nobody = not any(report.synced for report in self._reports.values())
         newcomers = any(w.admitted and w.peer not in absent for w in self._workers.values())
         if self._regathering and nobody and awaited and self._started:
+            self._waited = False
             if now_s < self._regather_until_s:
                 self._making_until_s = self._regather_until_s
                 return []

@@ -254,13 +254,11 @@ def test_a_script_that_failed_is_started_again(
 def test_the_pause_grows_with_early_failures_alone(
     invitation: Invitation, monkeypatch: pytest.MonkeyPatch, sound_s: float, pauses: list[float]
 ) -> None:
-    """In a storm a worker is killed again and again, hours apart: each restart came later than the one before."""
+    """Was: killed once an hour, a worker waited twice as long each time."""
     monkeypatch.setattr(agent_module, "SOUND_S", sound_s)
     lines: list[str] = []
-    assert (
-        supervise(Job(python("raise SystemExit(5)"), invitation, restarts=3, backoff_s=0.01), lines.append)
-        == 5
-    )
+    job = Job(python("raise SystemExit(5)"), invitation, restarts=3, backoff_s=0.01)
+    assert supervise(job, lines.append) == 5
     told = [line.rpartition(" in ")[2] for line in lines if line.startswith("restart ")]
     assert told == [f"{pause_s:g} s" for pause_s in pauses]
 
