@@ -11,10 +11,11 @@ BIN := .venv/bin
 SEEDS ?= 10000
 TESTS ?= tests
 MINUTES ?= 5
+EVERY ?= 30
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweep hostile fuzz lab lint types format check clean
+.PHONY: help setup demo test sweep chaos hostile fuzz lab lint types format check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,6 +39,9 @@ lab: $(READY) ## step times behind NAT and through relays, in network namespaces
 
 fuzz: $(READY) ## hostile input into all decoders and state machines for MINUTES=5; TARGET=codec SEED=7 for less
 	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED)) $(if $(JOBS),--jobs $(JOBS))
+
+chaos: $(READY) ## real processes under a fault each EVERY=30 s for MINUTES=5, and a calm run beside it; SEED=1 CHAOS="--help"
+	@cd benchmarks && ../$(BIN)/python -m chaos --minutes $(MINUTES) --every $(EVERY) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
 hostile: $(READY) ## a hostile member among real processes, and strangers at the door (minutes, all cores)
 	GRIDTRAIN_HOSTILE=1 $(BIN)/pytest tests/integration/test_hostile.py tests/integration/test_load.py

@@ -110,6 +110,7 @@ class Deadlines:
     beat_s: float = 0.5  # worker -> coordinator sign of life
     silence_s: float = 5.0  # without a beat a worker is held for lost
     regreet_s: float = 1.0  # a broken connection may come back within this
+    ended_s: float = 0.1  # the same, where another member's connection to that worker broke as well
     report_s: float = 2.0  # answers to a FREEZE
     regather_s: float = 60.0  # so long, at least, members that are all away are waited for
     ready_s: float = 20.0  # (+) verdict executed, state received, edges up
@@ -145,6 +146,7 @@ class JoinConfig:
         donate_limit: at most so much of the line goes into states for newcomers while this worker trains.
         relay: "no": do not pass on what other members send one another.
         unencrypted: "yes": talk in the clear, as the coordinator was told to as well.
+        faults: what is to go wrong on purpose, see `gridtrain.testing.Faults`; "": nothing.
     """
 
     coordinator: str
@@ -164,6 +166,7 @@ class JoinConfig:
     handover_mib: str = "16"
     relay: str = "yes"
     unencrypted: str = ""
+    faults: str = ""
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     @classmethod

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
 from gridtrain.runtime.naming import folder_name, listen_address, random_name, state_directory
 from gridtrain.transport.credits import CreditTransport
 from gridtrain.transport.curve import Identity
+from gridtrain.transport.injection import Faults
 from gridtrain.transport.limits import parse_rate
 from gridtrain.transport.stack import over
 from gridtrain.transport.zeromq import ZeroMQTransport
@@ -145,7 +147,13 @@ def join(
             upload_Bps=parse_rate(config.upload_limit) if config.upload_limit else None,
             download_Bps=parse_rate(config.download_limit) if config.download_limit else None,
         )
-        transport = over(sockets, identity, may_relay=acquaintances.may_relay)
+        planned = Faults.parse(config.faults) if config.faults else None
+        transport = over(
+            sockets,
+            identity,
+            may_relay=acquaintances.may_relay,
+            with_faults=partial(planned.over, name=config.name) if planned is not None else None,
+        )
         grid = Grid(transport, config, acquaintances)
         grid.held = held.pop_all()  # the identity is this worker's until its grid is closed
         return grid

@@ -136,6 +136,9 @@ class Membership:
         self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
         self._regathering = False  # all members are away, and waited for
         self._recall = Recall()  # what members know that the journal does not
+        self._regather_until_s = -math.inf
+        self._waited = False  # those who are not back by now have had their time
+        self._freeze_by_s: float | None = None  # while members come back the FREEZE is held, until then
         if recovered is not None:
             self._take_up(recovered)
 
@@ -163,7 +166,8 @@ class Membership:
     def start(self, now_s: float) -> list[Effect]:
         body = {"term": self.term, "run": self.run, "software": self._software}
         if self._regathering:
-            self._making_until_s = now_s + self._deadlines.regather_s
+            self._making_until_s = self._regather_until_s = now_s + self._deadlines.regather_s
+            self._freeze_by_s = math.inf
         return self._noted([Journal("term", body), Note("info", "started", dict(body))], now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -173,7 +177,7 @@ class Membership:
                 self._whereabouts.came(peer, host)
                 worker = self._workers.get(peer)
                 if worker is not None:
-                    worker.lost_s, worker.heard_s = None, now_s
+                    worker.lost_s, worker.missed_s, worker.heard_s = None, -math.inf, now_s
                 effects: list[Effect] = []
             case Lost(peer, _):
                 self._whereabouts.went(peer)
@@ -230,9 +234,11 @@ class Membership:
         limits = self._deadlines
         moved = {peer: worker.moved_s for peer, worker in self._workers.items()}
         stuck_s = self._followers.deadline_s(lambda peer: moved.get(peer, 0.0))
+        held_s = self._freeze_by_s if self._freeze_by_s is not None else math.inf
         times = [
             self._making_until_s,
             stuck_s,
+            held_s,
             *(worker.deadline_s(limits) for worker in self._workers.values()),
         ]
         enough = self._roster or sum(w.admitted for w in self._workers.values()) >= self._min_workers
@@ -295,7 +301,7 @@ class Membership:
                     self._reached = max(self._reached, step)  # so that a rollback is seen to be one
                 return [Send(peer, m.BeatReply(self.term, sequence))]
             case m.Report():
-                return self._report(worker, message)
+                return self._report(worker, message, now_s)
             case m.Ready(term, generation, history):
                 if self._making is _Making.FORMING and (term, generation) == (self.term, self.generation):
                     self._ready[peer] = history
@@ -333,7 +339,7 @@ class Membership:
                 return [Strike(peer, f"sent {type(message).__name__}, which only others may send")]
         return []
 
-    def _report(self, worker: Worker, report: m.Report) -> list[Effect]:
+    def _report(self, worker: Worker, report: m.Report, now_s: float) -> list[Effect]:
         """Where a member of the frozen generation stands; what cannot be so must not reach the ledger."""
         members = {member.peer for member in self._roster}
         if self._making is not _Making.FREEZING or report.generation != self.generation:
@@ -347,6 +353,9 @@ class Membership:
         if report.synced and worker.setup is None:
             return [Strike(worker.peer, "reported a state before it said what it trains")]
         self._reports[worker.peer] = report
+        behind = self._regathering and self._recall.behind  # then others may tell of a later generation
+        if report.synced and not behind:  # it can decide: whoever is still away is not waited for any longer
+            self._making_until_s = min(self._making_until_s, now_s + self._deadlines.silence_s)
         return []
 
     def _join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
@@ -406,6 +415,8 @@ class Membership:
         if not current or not {worker.peer, message.peer} <= members or worker.peer == message.peer:
             return []
         self._breaks.note(worker.peer, message.peer, now_s)
+        if message.peer in self._workers:
+            self._workers[message.peer].missed_s = now_s
         flapping = self._breaks.common_end(now_s)
         if flapping is None:
             return []
@@ -448,6 +459,7 @@ class Membership:
         self._view, self._started, self._regathering = None, True, True
         self._reports.clear()
         self._making, self._making_until_s = _Making.FREEZING, now_s + self._deadlines.regather_s
+        self._regather_until_s, self._freeze_by_s = self._making_until_s, math.inf
         fields = {"generation": generation, "workers": len(members), "term": self.term}
         effects += [
             Journal("state", {"state": str(self.phase), "reason": self.reason}),
@@ -486,6 +498,8 @@ class Membership:
         # Of a generation that only members know there is no View to repeat.
         view = [Send(peer, x) for x in self._view_messages(peer)] if self._view is not None else []
         match self._making:
+            case _Making.FREEZING if self._freeze_by_s is not None:
+                return []  # both come when the FREEZE does
             case _Making.FREEZING:
                 return [
                     *view,
@@ -548,6 +562,8 @@ class Membership:
         """
         members = {member.peer for member in self._roster}
         current = (stalled.round.term, stalled.round.generation) == (self.term, self.generation)
+        if self._freeze_by_s is not None and stalled.round.generation == self.generation:
+            self._freeze_by_s = min(self._freeze_by_s, now_s + self._deadlines.report_s)
         if (
             not current
             or self._making is not _Making.NONE
@@ -664,7 +680,22 @@ class Membership:
         settled_s = min((w.probe_until_s for w in unsettled), default=newest_s + limits.settle_s)
         return max(gap_s, settled_s)
 
+    def _held_back(self, now_s: float) -> bool:
+        """Members that come back train on until all are there: one FREEZE then stops all, and for a moment.
+
+        Who does not come is not waited for long: by rule 6 those who report can decide without it.
+        """
+        if self._freeze_by_s is None:
+            return False
+        awaited = {x.peer for x in self._roster} - self._departed
+        if self._recall.behind:
+            awaited |= self._recall.known  # they may tell another tale
+        elif self._freeze_by_s == math.inf and awaited & set(self._workers):
+            self._freeze_by_s = now_s + self._deadlines.report_s + self._deadlines.regreet_s
+        return not awaited <= set(self._workers) and now_s < min(self._freeze_by_s, self._making_until_s)
+
     def _freeze(self, now_s: float) -> list[Effect]:
+        self._freeze_by_s = None
         self._making, self._making_until_s = _Making.FREEZING, now_s + self._deadlines.report_s
         self._reports.clear()
         freeze = m.Freeze(self.term, self.generation, self._change, tuple(sorted(self._departed)))
@@ -673,23 +704,38 @@ class Membership:
 
     def _collect(self, now_s: float) -> list[Effect]:
         """FREEZING: once all who live have reported, or time is up, decide (rule 6)."""
+        if self._held_back(now_s):
+            return []
+        if self._freeze_by_s is not None:
+            note, *_ = self._freeze(now_s)
+            self._waited = True
+            present = [x.peer for x in self._roster if x.peer in self._workers]
+            return [note, *(told for peer in present for told in self._repeat(peer))]
         absent = {x.peer for x in self._roster} - set(self._reports) - self._departed
-        if self._regathering and self._recall.behind:
+        behind = self._regathering and self._recall.behind
+        if behind:
             arrived = {w.peer for w in self._workers.values() if w.setup is not None}
             absent |= self._recall.known - arrived  # they may tell another tale
-        awaited = absent if self._regathering else absent & set(self._workers)
+        nobody = not any(report.synced for report in self._reports.values())
+        awaited = absent & set(self._workers)
+        if behind or (self._regathering and (nobody or not self._waited)):
+            awaited = absent
         if awaited and now_s < self._making_until_s:
             return []
         if any(not self._workers[peer].placed for peer in self._reports if peer in self._workers):
             # `CalledBack` always comes, and without it there is no way to plan.
             self._making_until_s = max(self._making_until_s, now_s + self._deadlines.settle_s)
             return []
-        nobody = not any(report.synced for report in self._reports.values())
         newcomers = any(w.enters and w.peer not in absent for w in self._workers.values())
-        if self._regathering and nobody and awaited and self._started and not newcomers:
-            # There is nobody who could begin anew, so there is no reason to give up what they hold.
-            self._making_until_s = now_s + self._deadlines.regather_s
-            return []
+        if self._regathering and nobody and awaited and self._started:
+            self._waited = False
+            if now_s < self._regather_until_s:
+                self._making_until_s = self._regather_until_s
+                return []
+            if not newcomers:
+                # There is nobody who could begin anew, so there is no reason to give up what they hold.
+                self._making_until_s = self._regather_until_s = now_s + self._deadlines.regather_s
+                return []
         effects: list[Effect] = []
         for peer in sorted(awaited & set(self._workers)):
             effects += self._remove(peer, f"did not report within {self._deadlines.report_s:.1f} s", now_s)
@@ -762,7 +808,9 @@ class Membership:
         """Journal the next generation, then tell its members (rule 7)."""
         holding = outcome.holders
         current = {member.peer for member in self._roster}
-        taking_part = (w.peer for w in self._workers.values() if w.enters or w.peer in current)
+        # A member's process that was started anew has no set-up yet: it joins when it has.
+        ready = (w for w in self._workers.values() if w.enters or (w.peer in current and w.setup is not None))
+        taking_part = (w.peer for w in ready)
         peers = sorted(taking_part, key=self._seniority)
         plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
@@ -881,7 +929,8 @@ class Membership:
         if not self._started or {member.peer for member in self._roster} <= self._departed:
             return self._start_over(now_s)
         self._making, self._making_until_s = _Making.FREEZING, now_s + self._deadlines.regather_s
-        self._regathering = True
+        self._regather_until_s = self._making_until_s
+        self._regathering, self._freeze_by_s = True, math.inf
         self._reports.clear()
         self.phase = RunPhase.PAUSED
         self.reason = f"all {len(self._roster)} members are away; they are waited for"
@@ -894,6 +943,7 @@ class Membership:
         """Nobody is left who holds the model: wait for workers, and begin from their checkpoints, or at 0."""
         self._roster, self._view, self._change = (), None, ""
         self._started = self._regathering = False
+        self._freeze_by_s = None
         self._departed.clear()
         self._making, self._making_until_s = _Making.NONE, math.inf
         self.phase = RunPhase.WAITING

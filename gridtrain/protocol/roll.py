@@ -25,6 +25,7 @@ class Worker:
         caught: it has followed up to the members, or cannot (`protocol.followers`).
         placed: it is known how others reach it (`protocol.routes`); until then it is not admitted.
         lost_s: when its connection broke; None: it has one.
+        missed_s: when another member last said that its connection to this worker broke.
         progress, moved_s: the latest of its beats that showed progress, and when.
     """
 
@@ -39,6 +40,7 @@ class Worker:
     caught: bool = False
     probe_until_s: float = math.inf
     lost_s: float | None = None
+    missed_s: float = -math.inf
     progress: int = 0
     moved_s: float = 0.0
     step: int = 0
@@ -57,17 +59,32 @@ class Worker:
 
     def gone(self, limits: Deadlines, now_s: float) -> str:
         """Why this worker is held for gone; empty: it is not."""
-        if self.lost_s is not None and now_s >= self.lost_s + limits.regreet_s:
-            return "its connection broke and did not come back"
-        # Added as `deadline_s` adds: a difference may fall short by a rounding, and the timer be busy.
-        silent = now_s >= self.heard_s + limits.silence_s
-        return f"silent for {limits.silence_s:.1f} s" if silent else ""
+        if self.lost_s is not None and now_s >= self._back_by_s(limits):
+            both = self._is_missed(limits)
+            return (
+                "its connections to this coordinator and to a member broke"
+                if both
+                else "its connection broke and did not come back"
+            )
+        return f"silent for {limits.silence_s:.1f} s" if now_s >= self.heard_s + limits.silence_s else ""
 
     def deadline_s(self, limits: Deadlines) -> float:
         """When to look at this worker again."""
-        back_by_s = self.lost_s + limits.regreet_s if self.lost_s is not None else math.inf
         measured_by_s = math.inf if self.admitted else self.probe_until_s
-        return min(self.heard_s + limits.silence_s, back_by_s, measured_by_s)
+        return min(self.heard_s + limits.silence_s, self._back_by_s(limits), measured_by_s)
+
+    def _back_by_s(self, limits: Deadlines) -> float:
+        """Until when a broken connection may come back.
+
+        A connection is reset by an end that is alive: where two of one worker break at once, its process has
+        ended, as a cut cable or a frozen machine resets nothing.
+        """
+        if self.lost_s is None:
+            return math.inf
+        return self.lost_s + min(limits.regreet_s, limits.ended_s if self._is_missed(limits) else math.inf)
+
+    def _is_missed(self, limits: Deadlines) -> bool:
+        return self.lost_s is not None and abs(self.missed_s - self.lost_s) <= limits.regreet_s
 
     def line(self, rank: int | None, roster: Sequence[m.Member], now_s: float) -> dict[str, Any]:
         """For `gridtrain status`; JSON-able."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from gridtrain.config import Deadlines, JoinConfig
@@ -25,6 +26,7 @@ from gridtrain.protocol.door import Door
 from gridtrain.protocol.messages import PeerId
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.transport.curve import Identity
+from gridtrain.transport.injection import Faults
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 from gridtrain.transport.stack import over
 from gridtrain_coordinator.daemon import Coordinator
@@ -46,6 +48,7 @@ class LocalGroup:
     Args:
         min_workers: the run starts with so many.
         hub: the network; give one with a `FaultPlan` to see what happens.
+        faults: of the workers, at chosen steps: see `gridtrain.testing.Faults`.
 
     Attributes:
         keys: of the workers by name, for `FaultPlan`, `hub.kill` and the like.
@@ -54,9 +57,15 @@ class LocalGroup:
     ADDRESS = "memory://coordinator"
 
     def __init__(
-        self, *, min_workers: int = 1, hub: MemoryHub | None = None, deadlines: Deadlines | None = None
+        self,
+        *,
+        min_workers: int = 1,
+        hub: MemoryHub | None = None,
+        deadlines: Deadlines | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.hub = hub or MemoryHub()
+        self._faults = faults or Faults()
         self._deadlines = deadlines or Deadlines()
         identity = Identity.generate()
         self.key = identity.public
@@ -124,7 +133,9 @@ class LocalGroup:
             state_dir=state_dir,
             deadlines=self._deadlines,
         )
-        return Grid(over(transport, identity, may_relay=acquaintances.may_relay), config, acquaintances)
+        faulty = partial(self._faults.over, name=name, die=partial(self.hub.kill, transport.me))
+        stack = over(transport, identity, may_relay=acquaintances.may_relay, with_faults=faulty)
+        return Grid(stack, config, acquaintances)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ Credit is counted end to end, so a relay holds at most the windows of the edges 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gridtrain.transport.base import Transport
 from gridtrain.transport.credits import WINDOW_BYTES, CreditTransport
 from gridtrain.transport.curve import Identity
@@ -27,6 +29,7 @@ def over(
     may_relay: MayRelay = nobody,
     software: str = "gridtrain",
     window_bytes: int = WINDOW_BYTES,
+    with_faults: Callable[[Transport], Transport] | None = None,
 ) -> CreditTransport:
     """The whole stack over `inner`.
 
@@ -37,6 +40,9 @@ def over(
             the run; guests are never among them.
         software: our name and version.
         window_bytes: for tests; the protocol fixes it.
+        with_faults: puts planned faults under the credits (`injection.Faults.over`); None: there are none.
     """
-    relaying = RelayingTransport(inner, identity, may_relay=may_relay, software=software)
-    return CreditTransport(relaying, window_bytes=window_bytes)
+    edges: Transport = RelayingTransport(inner, identity, may_relay=may_relay, software=software)
+    if with_faults is not None:
+        edges = with_faults(edges)
+    return CreditTransport(edges, window_bytes=window_bytes)

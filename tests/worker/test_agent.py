@@ -24,6 +24,7 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.runtime.entry import NOT_VALID, Entry
 from gridtrain.transport.curve import Identity
+from gridtrain_worker import agent as agent_module
 from gridtrain_worker.agent import Job, check, supervise
 
 pytestmark = pytest.mark.integration
@@ -251,6 +252,19 @@ def test_a_script_that_failed_is_started_again(
     assert supervise(job, lines.append) == code
     assert len(log.read_text()) == starts
     assert sum("restart" in line and " in " in line for line in lines) == starts - 1
+
+
+@pytest.mark.parametrize(("sound_s", "pauses"), [(60.0, [0.01, 0.02, 0.04]), (0.0, [0.01, 0.01, 0.01])])
+def test_the_pause_grows_with_early_failures_alone(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch, sound_s: float, pauses: list[float]
+) -> None:
+    """Was: killed once an hour, a worker waited twice as long each time."""
+    monkeypatch.setattr(agent_module, "SOUND_S", sound_s)
+    lines: list[str] = []
+    job = Job(python("raise SystemExit(5)"), invitation, restarts=3, backoff_s=0.01)
+    assert supervise(job, lines.append) == 5
+    told = [line.rpartition(" in ")[2] for line in lines if line.startswith("restart ")]
+    assert told == [f"{pause_s:g} s" for pause_s in pauses]
 
 
 # -- signals, against a real agent process ---------------------------------------------------------

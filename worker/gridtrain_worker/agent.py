@@ -44,6 +44,8 @@ LEFTOVER_S = 3.0
 """What a script leaves running in its group gets so long to end after SIGTERM."""
 
 BACKOFF_MOST_S = 30.0
+SOUND_S = 10.0
+"""A script that ran so long was sound: the pause before its restart is the first one again."""
 
 WATCHDOG = """
 read -r group && ! read -r done && kill -s TERM -- "-$group" || exit
@@ -66,7 +68,7 @@ class Job:
         restarts: how often a script that failed is started again.
         prefix: begin each line of the script's output with the worker's name.
         grace_s: time for a graceful leave.
-        backoff_s: pause before the first restart; it doubles each time.
+        backoff_s: pause before the first restart; it doubles with each early failure in a row.
 
     Raises:
         ConfigError: no command, a malformed rate limit.
@@ -157,6 +159,7 @@ def check(entry: Entry) -> None:
 def _run(job: Job, machine: Machine, entry: Entry, tell: Tell) -> int:
     """Start the script, again after a failure, until it ends well or a signal comes; its exit code."""
     with Signals() as signals:
+        in_a_row = 0
         for attempt in range(job.restarts + 1):
             started_s = time.monotonic()
             code = _run_once(job, job.environment(machine, entry), machine, signals)
@@ -165,9 +168,11 @@ def _run(job: Job, machine: Machine, entry: Entry, tell: Tell) -> int:
                 return 128 + signals.first
             if code == 0:
                 return 0
-            tell(_failure(job, code, time.monotonic() - started_s))
+            ran_s = time.monotonic() - started_s
+            tell(_failure(job, code, ran_s))
+            in_a_row = 0 if ran_s >= SOUND_S else in_a_row + 1
             if attempt < job.restarts:
-                pause_s = min(BACKOFF_MOST_S, job.backoff_s * 2**attempt)
+                pause_s = min(BACKOFF_MOST_S, job.backoff_s * 2 ** max(0, in_a_row - 1))
                 tell(f"restart {attempt + 1} of {job.restarts} in {pause_s:g} s")
                 if signals.wait(pause_s):
                     return 128 + signals.first

@@ -1,0 +1,91 @@
+"""`python -m chaos`: a calm run and one under faults, of the same length, and the report.
+
+    python -m chaos --minutes 2 --every 5 --seed 1 --workers 6 --out FOLDER
+
+Exit code 1: a promise was broken, or 60 s passed without a committed step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from chaos import report
+from chaos.ground import Loopback
+from chaos.play import Plan, play
+from chaos.schedule import LASTS_S, draw
+from lab.net import why_not
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=2.0, help="of each of the two runs")
+    parser.add_argument("--every", type=float, default=30.0, help="seconds from one fault to the next")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--rate", default="100Mbit", help="of each worker's cable, both ways")
+    parser.add_argument("--exchange", default="dense", choices=("dense", "topk", "gtopk"))
+    parser.add_argument("--compute", type=float, default=0.02, metavar="SECONDS", help="of each step")
+    parser.add_argument("--kinds", default="", help="only these, separated by commas")
+    parser.add_argument("--loopback", action="store_true", help="no namespaces: no cuts and holes")
+    parser.add_argument("--out", type=Path, help="where logs and reports go; default: a new folder")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    options = parsed(argv)
+    folder = options.out or Path(tempfile.mkdtemp(prefix="chaos-"))
+    kinds = set(options.kinds.split(",")) if options.kinds else set(LASTS_S)
+    missing = why_not() if not options.loopback else "--loopback was given"
+    if missing:
+        kinds &= Loopback("").kinds
+        say(f"no namespaces ({missing}): loopback with rate caps, without {sorted(set(LASTS_S) - kinds)}")
+    length_s = 60.0 * options.minutes
+    schedule = draw(
+        options.seed, length_s=length_s, every_s=options.every, workers=options.workers, kinds=kinds
+    )
+    summaries: dict[str, Any] = {}
+    for name, faults in (("calm", ()), ("chaos", tuple(schedule))):
+        plan = Plan(
+            workers=options.workers,
+            length_s=length_s,
+            rate=options.rate,
+            loopback=bool(missing),
+            faults=faults,
+            exchange=options.exchange,
+            compute_s=options.compute,
+        )
+        say(f"-- {name}: {plan.workers} workers, {length_s:.0f} s, {len(faults)} faults, in {folder / name}")
+        summaries[name] = report.summary(plan, play(plan, folder / name, say))
+    return finish(options, argv, missing, summaries, folder)
+
+
+def finish(
+    options: argparse.Namespace, argv: list[str], missing: str, summaries: dict[str, Any], folder: Path
+) -> int:
+    where = "loopback, capped" if missing else "a namespace for each worker"
+    arguments = {
+        "command": shlex.join(["python", "-m", "chaos", *argv]),
+        "seed": options.seed,
+        "every_s": options.every,
+        "ground": f"{where}, {options.rate} each way, {options.exchange}",
+    }
+    result = report.whole(arguments, summaries["calm"], summaries["chaos"])
+    (folder / "report.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "report.md").write_text(report.markdown(result))
+    say(report.markdown(result))
+    say(f"report in {folder}")
+    return 1 if result["calm"]["broken"] or result["chaos"]["broken"] else 0
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""What the workers wrote, and whether every promise was kept.
+
+Decides which attempts were committed and what is wrong with the run.  Touches no process: it is given lines.
+
+    round  [3, 120, 0]  positions 960-968      of each worker, before it sends anything
+    outcome [3, 120, 0] committed              of whoever lives to hear it: then it counts for all
+    state   step 120    digest                 the same on all
+
+A position is handed out once for each pass over the data; `end` tells which ones were given back at last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+Line = dict[str, Any]
+Round = tuple[int, int, int]  # generation, step, attempt
+
+MOST_FINDINGS = 20
+
+
+@dataclass(slots=True)
+class Record:
+    """Attributes:
+    committed_s: of each committed step, when the first worker heard of it.
+    """
+
+    committed: dict[int, set[Round]] = field(default_factory=lambda: defaultdict(set))
+    committed_s: dict[int, float] = field(default_factory=dict)
+    world_sizes: dict[Round, int] = field(default_factory=dict)
+    positions: dict[Round, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    samples: dict[Round, list[int]] = field(default_factory=lambda: defaultdict(list))
+    digests: dict[int, dict[str, set[str]]] = field(default_factory=dict)
+    loaded: dict[str, list[Line]] = field(default_factory=lambda: defaultdict(list))
+    latest_s: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, Line] = field(default_factory=dict)
+
+    def take(self, worker: str, line: Line) -> None:
+        """One line of a worker's output."""
+        name: Round = tuple(line.get("round", ()))  # type: ignore[assignment]
+        match line.get("mark"):
+            case "loaded":
+                self.loaded[worker].append(line)
+            case "round":
+                self.world_sizes[name] = line["of"]
+                self.positions[name] += [(start, stop) for start, stop in line["spans"]]
+                self.samples[name] += line["samples"]
+            case "outcome" if line["committed"]:
+                self.committed[name[1]].add(name)
+                before_s = self.committed_s.get(name[1], line["at_s"])
+                self.committed_s[name[1]] = min(before_s, line["at_s"])
+                self.latest_s[worker] = line["at_s"]
+            case "state":
+                self.digests.setdefault(line["step"], defaultdict(set))[line["digest"]].add(worker)
+            case "end":
+                self.ends[worker] = line
+
+    @property
+    def last_commit_s(self) -> float:
+        return max(self.committed_s.values(), default=0.0)
+
+    def commits_s(self) -> list[float]:
+        """When a step was committed, in order."""
+        return sorted(self.committed_s.values())
+
+    def samples_between(self, begin_s: float, end_s: float) -> int:
+        """How many samples the steps took that were committed in this time."""
+        steps = (step for step, at_s in self.committed_s.items() if begin_s <= at_s < end_s)
+        return sum(len(self.samples[name]) for step in steps for name in self.committed[step])
+
+    def steps_between(self, begin_s: float, end_s: float) -> int:
+        return sum(begin_s <= at_s < end_s for at_s in self.committed_s.values())
+
+    def broken(self, workers: Iterable[str], size: int) -> list[str]:
+        """Promises that were not kept, in words; empty: all were."""
+        found = [*self._forks(), *self._replicas(), *self._ends(set(workers))]
+        if self.ends:
+            found += self._positions(next(iter(self.ends.values())))
+        return (found + self._passes(size))[:MOST_FINDINGS]
+
+    # -- one promise each ----------------------------------------------------------------------------
+
+    def _forks(self) -> list[str]:
+        twice = {step: sorted(names) for step, names in self.committed.items() if len(names) > 1}
+        missing = sorted(set(range(max(self.committed, default=-1) + 1)) - set(self.committed))
+        found = [f"step {step} was committed in several rounds: {names}" for step, names in twice.items()]
+        return found + ([f"nobody heard of the commit of steps {missing[:10]}"] if missing else [])
+
+    def _replicas(self) -> list[str]:
+        return [
+            f"after step {step} the models differ: {dict(digests)}"
+            for step, digests in sorted(self.digests.items())
+            if len(digests) > 1
+        ]
+
+    def _ends(self, workers: set[str]) -> list[str]:
+        found = [f"{name} did not reach the end" for name in sorted(workers - set(self.ends))]
+        names = ("step", "digest", "cursor", "consumed", "requeued")
+        told = Counter(str([line[name] for name in names]) for line in self.ends.values())
+        return found + ([f"the workers end differently: {dict(told)}"] if len(told) > 1 else [])
+
+    def _positions(self, end: Line) -> list[str]:
+        """Each position below the ledger's cursor was committed once, or is given out next."""
+        held: Counter[int] = Counter()
+        for names in self.committed.values():
+            for name in names:
+                for start, stop in self.positions[name]:
+                    held.update(range(start, stop))
+        consumed = sum(held.values())
+        for start, stop in end["requeued"]:
+            held.update(range(start, stop))
+        wrong = {position: held[position] for position in range(end["cursor"]) if held[position] != 1}
+        beyond = [position for position in held if position >= end["cursor"]]
+        found = [
+            f"position {position} was counted {n} times" for position, n in itertools.islice(wrong.items(), 5)
+        ]
+        if beyond:
+            found.append(f"positions {sorted(beyond)[:5]} lie beyond the ledger's cursor {end['cursor']}")
+        if consumed != end["consumed"]:
+            found.append(f"the ledger counts {end['consumed']} samples, the workers {consumed}")
+        return found
+
+    def _passes(self, size: int) -> list[str]:
+        """In a whole pass over the data each sample was taken once: of the samples themselves."""
+        taken: dict[int, Counter[int]] = defaultdict(Counter)
+        for names in self.committed.values():
+            for name in names:
+                positions = [p for start, stop in self.positions[name] for p in range(start, stop)]
+                if len(positions) != len(self.samples[name]):
+                    return [f"round {name} has {len(positions)} positions, {len(self.samples[name])} samples"]
+                for position, sample in zip(positions, self.samples[name], strict=True):
+                    taken[position // size][sample] += 1
+        return [
+            f"pass {number}: {len(counts)} different ones of {size} samples"
+            for number, counts in sorted(taken.items())
+            if sum(counts.values()) == size and len(counts) != size
+        ]

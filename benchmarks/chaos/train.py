@@ -1,0 +1,148 @@
+"""What the workers run: an ordinary training loop that writes down everything that can be checked.
+
+    python -m chaos.train '{"stop": "/path/of/a/file", ...}'         see `Options`
+
+Each line of stdout is one JSON object with a `mark`:
+
+    loaded    torch is imported, the group is joined next; `pid`
+    round     an attempt begins: `round` = [generation, step, attempt], its positions and its samples
+    outcome   of that attempt
+    state     digest of model and optimizer after the committed step
+    end       the step in the file `stop` is reached: digest and ledger
+
+Not a part of the product: it reaches into the session, to see attempts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gridtrain
+from gridtrain.optim import state_sync
+
+FEATURES, CLASSES = 16, 8
+FOREVER = 100_000_000
+
+EXCHANGES = {
+    "dense": (gridtrain.Dense(), 0.9),
+    "topk": (gridtrain.TopK(density=0.05, momentum=0.9), 0.0),
+    "gtopk": (gridtrain.GTopK(density=0.05, momentum=0.9), 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """One JSON object on the command line.
+
+    Attributes:
+        stop: a file that will hold the step to end before; until then there is none.
+        compute_s: a pause in each step that stands for a volunteer's GPU: workers share few cores here.
+    """
+
+    stop: str
+    exchange: str = "dense"
+    width: int = 256
+    samples: int = 3000
+    batch_size: int = 8
+    compute_s: float = 0.02
+
+
+def say(mark: str, **fields: object) -> None:
+    """One write for one line: two threads cannot mix theirs."""
+    os.write(1, (json.dumps({"mark": mark, "at_s": time.monotonic(), **fields}) + "\n").encode())
+
+
+class Points:
+    """(features, class, its own index), from a fixed random teacher."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._x = torch.randn(count, FEATURES, generator=generator)
+        self._y = (self._x @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1)
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self._x[index], self._y[index], index
+
+
+class Witness:
+    """Wraps `session.run`: tells of every attempt; `committed`: the latest step applied here."""
+
+    def __init__(self, grid: gridtrain.Grid) -> None:
+        self.batch: list[int] = []
+        self.committed = -1
+        self._session: Any = grid._session
+        self._run, self._session.run = self._session.run, self.run
+
+    def run(self, plan: Any, workspaces: Any, skip: bool, salt: bytes) -> Any:
+        turn = self._session._turn
+        name = [turn.open_round.generation, turn.open_round.step, turn.open_round.attempt]
+        spans = [[span.start, span.stop] for span in turn.spans]
+        samples = self.batch if plan.samples else []  # else: a stand-in, which counts nothing
+        say("round", round=name, of=plan.world_size, spans=spans, samples=samples)
+        outcome = self._run(plan, workspaces, skip, salt)
+        say("outcome", round=name, committed=outcome.committed)
+        if outcome.committed:
+            self.committed = plan.step
+        return outcome
+
+
+def last_step(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return FOREVER
+
+
+def train(options: Options) -> None:
+    torch.manual_seed(os.getpid())
+    width, stop = options.width, Path(options.stop)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+    )
+    exchange, momentum = EXCHANGES[options.exchange]
+    say("loaded", pid=os.getpid())
+    grid = gridtrain.join()
+    inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
+    optimizer = grid.optimizer(inner, model, exchange=exchange)
+    witness = Witness(grid)
+    for x_BF, y_B, indices_B in grid.batches(
+        Points(options.samples), batch_size=options.batch_size, steps=FOREVER
+    ):
+        if grid.step >= last_step(stop):
+            break
+        time.sleep(options.compute_s)
+        nn.functional.cross_entropy(model(x_BF), y_B).backward()
+        witness.batch, before = indices_B.tolist(), witness.committed
+        optimizer.step()
+        optimizer.zero_grad()
+        if witness.committed != before:
+            say("state", step=witness.committed, digest=state_sync.digest(model, inner).hex()[:16])
+    ledger = grid._session.picture.ledger
+    say(
+        "end",
+        step=grid.step,
+        digest=state_sync.digest(model, inner).hex()[:16],
+        cursor=ledger.cursor,
+        consumed=ledger.consumed,
+        requeued=[[span.start, span.stop] for span in ledger.requeued],
+    )
+    with grid.evaluation():
+        signal.pause()  # SIGTERM ends it: everybody has to reach the end before anybody leaves
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(Options(**json.loads(sys.argv[1])))

@@ -1,0 +1,184 @@
+"""`gridtrain.testing.Faults`: what goes wrong at which step is planned, and what comes of it is seen."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.config import Deadlines
+from gridtrain.errors import ConfigError
+from gridtrain.optim import state_sync
+from gridtrain.runtime.local import LocalGroup
+from gridtrain.testing import Faults, InjectedFailure
+from gridtrain.transport.memory import EndpointKilled
+
+BRISK = Deadlines(
+    beat_s=0.05,
+    settle_s=0.02,
+    probe_s=0.2,
+    generation_gap_s=0.02,
+    regreet_s=0.3,
+    silence_s=1.0,
+    connect_s=5.0,
+)
+NAMES = ("anna", "bert", "carl")
+SAMPLES, STEP = 120, 5
+EXCHANGES = {
+    "dense": gridtrain.Dense(),
+    "topk": gridtrain.TopK(density=0.3),
+    "gtopk": gridtrain.GTopK(density=0.3),
+}
+
+
+@pytest.fixture(autouse=True)
+def state_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+class Numbered:
+    """Sample i is the number i, so that a batch says which ones it holds."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(index), 1.0]), index
+
+
+class Runs:
+    """Three workers in threads, under a plan of faults."""
+
+    def __init__(self, faults: Faults, exchange: str) -> None:
+        self.ends: dict[str, Any] = {}
+        self.attempts: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self.committed: set[tuple[int, ...]] = set()
+        with LocalGroup(min_workers=3, deadlines=BRISK, faults=faults) as group:
+            work = [threading.Thread(target=self._work, args=(group, name, exchange)) for name in NAMES]
+            for thread in work:
+                thread.start()
+            for thread in work:
+                thread.join(30.0)
+        assert set(self.ends) == set(NAMES), f"only {set(self.ends)} have ended"
+
+    def _work(self, group: LocalGroup, name: str, exchange: str) -> None:
+        try:
+            with group.join(name) as grid:
+                self.ends[name] = self._train(grid, exchange)
+        except BaseException as error:
+            self.ends[name] = error
+
+    def _train(self, grid: gridtrain.Grid, exchange: str) -> str:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+        inner = torch.optim.SGD(model.parameters(), lr=0.001)
+        optimizer = grid.optimizer(inner, model, exchange=EXCHANGES[exchange])
+        session: Any = grid._session
+        run, batch = session.run, []
+
+        def seen(plan: Any, *rest: Any) -> Any:
+            name = session._turn.open_round
+            self.attempts[name.generation, name.step, name.attempt] += batch[0] if plan.samples else []
+            outcome = run(plan, *rest)
+            if outcome.committed:
+                self.committed.add((name.generation, name.step, name.attempt))
+            return outcome
+
+        session.run = seen
+        for inputs, indices in grid.batches(Numbered(), batch_size=4, epochs=1):
+            batch[:] = [indices.tolist()]
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_sync.digest(model, inner).hex()
+
+    def assert_whole(self, *, survivors: int) -> None:
+        """The survivors hold one model, and every sample went into exactly one committed attempt."""
+        digests = [end for end in self.ends.values() if isinstance(end, str)]
+        assert len(digests) == survivors and len(set(digests)) == 1, self.ends
+        taken = sorted(index for name in self.committed for index in self.attempts[name])
+        assert taken == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("exchange", ["dense", "gtopk"])
+@pytest.mark.parametrize("point", ["before", "during", "after"])
+@pytest.mark.parametrize(("action", "left_with"), [("kill", EndpointKilled), ("fail", InjectedFailure)])
+def test_a_worker_ends_at_the_step_and_point_that_was_planned(
+    action: str, left_with: type[Exception], point: Any, exchange: str
+) -> None:
+    faults = Faults()
+    getattr(faults, f"{action}_at")("bert", STEP, point)
+    run = Runs(faults, exchange)
+    assert isinstance(run.ends["bert"], left_with), run.ends["bert"]
+    run.assert_whole(survivors=2)
+    ((planned, name),) = faults.fired
+    assert (planned.action, planned.point, name) == (action, point, "bert") and not faults.pending
+    generations = {committed[0] for committed in run.committed}
+    assert len(generations) == 2 and max(name[1] for name in run.committed if name[0] == 1) <= STEP
+
+
+@pytest.mark.parametrize("point", ["before", "during", "after"])
+def test_rank_0_can_be_killed_by_its_rank(point: Any) -> None:
+    faults = Faults().kill_at(0, STEP, point)
+    run = Runs(faults, "dense")
+    run.assert_whole(survivors=2)
+    ((_, name),) = faults.fired
+    assert isinstance(run.ends[name], EndpointKilled)
+
+
+@pytest.mark.parametrize("exchange", ["dense", "topk"])  # gtopk may drop the very entry that is wrong
+def test_one_corrupt_payload_costs_one_attempt_and_nothing_else(exchange: str) -> None:
+    """All vote, the digests differ, ABORT; the next attempt commits with the same gradient."""
+    faults = Faults().corrupt_at(1, STEP)
+    run = Runs(faults, exchange)
+    run.assert_whole(survivors=3)
+    assert len(faults.fired) == 1
+    attempts = sorted(name for name in run.attempts if name[1] == STEP)
+    assert attempts == [(1, STEP, 0), (1, STEP, 1)] and attempts[1] in run.committed
+
+
+def test_a_slow_worker_is_waited_for() -> None:
+    faults = Faults().slow_at(1, STEP, seconds=0.4)
+    run = Runs(faults, "dense")
+    run.assert_whole(survivors=3)
+    assert len(faults.fired) == 1 and {name[0] for name in run.committed} == {1}
+
+
+def test_a_worker_that_freezes_for_long_is_left_behind_and_comes_back() -> None:
+    faults = Faults().freeze_at("carl", STEP, seconds=2.5, point="during")
+    run = Runs(faults, "dense")
+    assert len(faults.fired) == 1
+    run.assert_whole(survivors=sum(isinstance(end, str) for end in run.ends.values()))
+    assert isinstance(run.ends["anna"], str) and isinstance(run.ends["bert"], str)
+    assert len({name[0] for name in run.committed}) >= 2, "the others went on without it"
+
+
+def test_the_text_of_a_plan_is_the_plan(tmp_path: Path) -> None:
+    plan = Faults().kill_at("anna", 3, "after").slow_at(2, 4, 0.5).freeze_at(0, 9, 1.5).corrupt_at(1, 1)
+    assert Faults.parse(plan.text()).pending == plan.pending
+    path = tmp_path / "faults.json"
+    path.write_text(plan.text())
+    first, again = Faults.parse(f"@{path}"), Faults.parse(f"@{path}")
+    assert [fault.action for fault in first.strike("anna", 5, 3, ["after"])] == ["kill"]
+    assert again.strike("anna", 5, 3, ["after"]) == [], "it struck before the process was started again"
+
+
+@pytest.mark.parametrize(
+    "text", ["no json", "[3]", '[{"action": "explode", "who": 1, "step": 2}]', "@/no/such/file", '{"a": 1}']
+)
+def test_a_malformed_plan_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"fault|GRIDTRAIN_FAULTS"):
+        Faults.parse(text)
+
+
+def test_a_plan_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="step"):
+        Faults().kill_at(1, -1)
+    with pytest.raises(ConfigError, match="seconds"):
+        Faults().freeze_at(1, 1, 0.0)
