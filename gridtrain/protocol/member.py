@@ -108,6 +108,7 @@ class MemberCore:
         self.history = HISTORY_START
         self.ledger = m.LedgerState()
         self.synced = False
+        self._touched = False  # the model is not the one any more that the script made
         self.welcomed = False
         self._fenced = False  # whoever answers for the coordinator does so in a term that is over
         self.run_state = ("", "")
@@ -262,7 +263,7 @@ class MemberCore:
             case Restored(term, generation):
                 if self.seat is None or (term, generation) != (self.seat.term, self.seat.generation):
                     return []  # a state of an earlier generation: the one that counts is on its way
-                self.synced, self._donors, self._caught = True, (), None
+                self.synced, self._donors, self._caught, self._touched = True, (), None, True
                 return self._maybe_ready()
             case Pulse():
                 return self._pulse(event, now_s)
@@ -275,6 +276,7 @@ class MemberCore:
                     return []
                 return self._compared(self._drift.compare(step, digest))
             case CaughtUp(applied, history):
+                self._touched = True
                 self._caught = m.Caught(applied, history)
                 return [Post(self.coordinator, self._caught)] if self.welcomed and self.seat is None else []
             case Strayed(reason):
@@ -510,8 +512,10 @@ class MemberCore:
         if not self.synced:
             self.applied, self.history = view.applied, view.history  # what we shall hold once restored
             # The first generation starts from the state of the member that is not `joining`.
-            untouched = self._setup is not None and self._setup.held is None
-            self.synced = untouched and view.applied < 0 and not roster[seat.rank].joining
+            begins = view.applied < 0 and not roster[seat.rank].joining
+            if begins and self._touched:
+                return [*effects, Stop(_stale_model())]
+            self.synced = begins and self._setup is not None and self._setup.held is None
         effects += self._handover.viewed(seat, view.applied, view.history, self.synced)
         fields = {"generation": view.generation, "rank": seat.rank, "of": len(roster), "reason": view.reason}
         effects.append(Note("view", fields))
@@ -620,7 +624,7 @@ class MemberCore:
         if mine is not None and self.synced and mine.prepared is not None and view.applied == self.step:
             history = extend_history(self.history, mine.prepared.digest)
             if history == view.history:
-                self.applied, self.history = view.applied, history
+                self.applied, self.history, self._touched = view.applied, history, True
                 return [Resolve(mine.prepared.id, True, mine.skip, view.reason)]
         self.synced = self.synced and (view.applied, view.history) == (self.applied, self.history)
         return [] if pending is None else [Resolve(pending.id, False, False, view.reason)]
@@ -771,7 +775,7 @@ class MemberCore:
         assert self._setup is not None
         spec, assignment = self._setup.ledger, self.assignment()
         self.ledger = ledger.commit(spec, self.ledger, assignment, skipped=committed.skip)
-        self.applied = committed.round.step
+        self.applied, self._touched = committed.round.step, True
         self.history = extend_history(self.history, committed.digest)
         self._stall_told = False
         if self._step_began_s is not None:
@@ -802,3 +806,11 @@ class MemberCore:
         return effects + [
             Post(x.peer, progress) for x in audience if x.peer != self.me and x.peer in self._up
         ]
+
+
+def _stale_model() -> JoinRefused:
+    return JoinRefused(
+        "stale-model",
+        "nobody holds the run's state any more, and this worker's model is of steps that are gone",
+        remedy="restart this worker: it begins from its latest checkpoint, or as the script does",
+    )

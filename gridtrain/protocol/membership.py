@@ -459,7 +459,7 @@ class Membership:
         self._view, self._started, self._regathering = None, True, True
         self._reports.clear()
         self._making, self._making_until_s = _Making.FREEZING, now_s + self._deadlines.regather_s
-        self._regather_until_s, self._freeze_by_s = self._making_until_s, math.inf
+        self._regather_until_s, self._freeze_by_s = self._making_until_s, None
         fields = {"generation": generation, "workers": len(members), "term": self.term}
         effects += [
             Journal("state", {"state": str(self.phase), "reason": self.reason}),
@@ -726,7 +726,7 @@ class Membership:
             # `CalledBack` always comes, and without it there is no way to plan.
             self._making_until_s = max(self._making_until_s, now_s + self._deadlines.settle_s)
             return []
-        newcomers = any(w.enters and w.peer not in absent for w in self._workers.values())
+        newcomers = any(w.admitted and w.peer not in absent for w in self._workers.values())
         if self._regathering and nobody and awaited and self._started:
             self._waited = False
             if now_s < self._regather_until_s:

@@ -51,6 +51,9 @@ class Trainer(Protocol):
     def restore(self, state: Any) -> None: ...
 
 
+MOST_FOLLOWING_S = 2.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Link:
     """Sent through the network when a connection comes up or breaks."""
@@ -87,6 +90,7 @@ class Log:
     take_overs: int = 0
     lost_disks: int = 0  # of the coordinator, with a generation that no backup knew
     skipped: set[m.RoundId] = field(default_factory=set)
+    followed: int = 0
     refused: list[str] = field(default_factory=list)
 
 
@@ -216,15 +220,26 @@ class SimWorker:
             case io.TakeBlock(_, block):
                 world.log.state_transfers += 1
                 self._offered = block
+            case io.Follow():
+                # What it copies meanwhile is not simulated: it gets the state when it enters.
+                world.later(world.follow_s(), self.peer, self._catch_up)
             case io.Stop(error):
                 self._stop(error)
             case io.Note():
                 pass
         return []
 
+    def _catch_up(self) -> None:
+        if self.core.seat is None and not self._frozen:
+            fails = self.world.follow_s() > MOST_FOLLOWING_S * 0.9
+            self.handle(io.Strayed("on purpose") if fails else io.CaughtUp(0, b""))
+            self.world.log.followed += 1
+
     def _stop(self, error: JoinRefused) -> None:
         self.world.log.refused.append(str(error))
         self.world.crash(self.peer)
+        if error.code == "stale-model":  # as an agent does with --restarts
+            self.world.at(self.world.now_s + 1.0, self.world.come_anew)
 
     def _go_on(self) -> None:
         """What the training thread does when it may: hand out its state, begin a step."""
@@ -379,6 +394,10 @@ class World:
 
     def at(self, when_s: float, action: Callable[[], None]) -> None:
         self.network.call_at(when_s, action)
+
+    def come_anew(self) -> None:
+        """An agent starts its script again."""
+        self.join()
 
     def join(self, disk: Disk | None = None) -> SimWorker:
         """`disk`: a worker that starts again, with a new name but with what it had saved."""
@@ -691,6 +710,10 @@ class World:
                 self._tell_coordinator(event)
 
         self.at(self.now_s + delay_s, tell)
+
+    def follow_s(self) -> float:
+        """How long a follower takes to catch up."""
+        return self.random.uniform(0.05, MOST_FOLLOWING_S)
 
     def restore_s(self) -> float:
         if self.slow_next_restore:

@@ -159,6 +159,7 @@ def test_what_a_coordinator_made_itself_binds() -> None:
     standby = Coordinator(backup(), term=2)
     for peer in (A, B):
         standby.join(peer)
+    for peer in (A, B):
         standby.report(peer, 5, at_step(5))
     standby.start(A, B)
     standby.join(C, m.Seated(2, 9, ((C, 4),)))

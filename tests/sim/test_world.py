@@ -29,7 +29,16 @@ SAMPLES = 60
 KINDS = ("dense", "topk", "gtopk")
 FORMAT: Any = {"n": N, "kind": ValueKind.FP16}
 EDGES = {"dense": ring.neighbours, "topk": allgather.neighbours, "gtopk": gtopk.neighbours}
-WHAT_HAPPENS = ("aborts", "joins", "crashes", "generations", "state_transfers", "restarts", "rollbacks")
+WHAT_HAPPENS = (
+    "aborts",
+    "joins",
+    "crashes",
+    "generations",
+    "state_transfers",
+    "restarts",
+    "rollbacks",
+    "followed",
+)
 Seeds = Callable[[int], Iterator[int]]
 
 
@@ -122,7 +131,8 @@ def build(
     seed: int, kind: str, workers: int, **more: Any
 ) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
-    setup = m.Setup((("kind", kind),), m.LedgerSpec(SAMPLES, 1, epochs=2), 3, None)
+    follows = Random(seed).random() < 0.5  # newcomers take over the state while the others train on
+    setup = m.Setup((("kind", kind),), m.LedgerSpec(SAMPLES, 1, epochs=2), 3, None, follows=follows)
     more = {
         "behind_nat": Random(seed).choice((0.0, 0.0, 0.5, 1.0)),
         "compute_s": (0.001, 0.1),
