@@ -425,6 +425,7 @@ class Grid:
             ("exchange", wrapped.exchange_config.describe()),
             ("optimizer", _optimizer_text(wrapped.inner)),
             ("clip_norm", str(self._clip_norm)),
+            ("compared", f"every {wrapped.compare_every} steps" if wrapped.compare_every else "never"),
             ("data", data_text),
         )
         share = self._share = sizes.share

@@ -96,7 +96,7 @@ class GridOptimizer(torch.optim.Optimizer):
         self._exchanger = exchanger(exchange, self._flat.n, self._flat.flat_N.device)
         self.averages = BufferAverage(model, average_buffers_every)
         self._trackers: dict[str, state_sync.Stateful] = {}
-        self._compare_every = compare_every
+        self.compare_every = compare_every
         self._step = -1
         self._exchanged = False
         self._in_flight: Attempt | None = None  # in a round whose outcome is not known here
@@ -246,7 +246,7 @@ class GridOptimizer(torch.optim.Optimizer):
 
     def _compare(self) -> None:
         step, self._step = self._step, -1
-        if step >= 0 and self._compare_every and (step + 1) % self._compare_every == 0:
+        if step >= 0 and self.compare_every and (step + 1) % self.compare_every == 0:
             self._session.compare(step, state_sync.digest(self.model, self.inner))
 
     def _unscale(self) -> bool:

@@ -5,7 +5,7 @@ enters a generation: that is `protocol.membership`, which lets a follower in whe
 
     admitted --Fetch(donors)--> follows --Caught--> enters the next generation
                                    |
-                                   +-- no progress for `stuck_s`: enters all the same, and the others wait
+                                   +-- no progress for `STUCK_S`: enters all the same, and the others wait
     donors <--Donate(step, followers)-- the eldest members that hold the state; told again when it changes
 """
 
@@ -20,7 +20,10 @@ from gridtrain.protocol.roll import Worker
 
 MOST_DONORS = 3
 MOST_FOLLOWERS = 64
-AHEAD_S, AHEAD_STEPS = 1.5, 2
+STUCK_S = 60.0
+"""Without progress.  A donor's trainer may be in a long step, and gives its state after it."""
+
+AHEAD_S, AHEAD_STEPS = 1.5, 1
 """All donors are to take their images after the same step, so it has to be one that none has begun yet."""
 
 
@@ -31,9 +34,8 @@ class Followers:
         address: how the first of two workers reaches the second.
     """
 
-    def __init__(self, address: Callable[[m.PeerId, m.PeerId], str], stuck_s: float) -> None:
+    def __init__(self, address: Callable[[m.PeerId, m.PeerId], str]) -> None:
         self._address = address
-        self._stuck_s = stuck_s
         self._since_s: dict[m.PeerId, float] = {}
         self._donors: tuple[m.PeerId, ...] = ()
         self._told: tuple[m.PeerId, ...] = ()
@@ -52,9 +54,9 @@ class Followers:
         following: list[Worker] = []
         for worker in followers[:MOST_FOLLOWERS]:
             since_s = self._since_s.setdefault(worker.peer, now_s)
-            if now_s - max(since_s, worker.moved_s) >= self._stuck_s:
+            if now_s - max(since_s, worker.moved_s) >= STUCK_S:
                 worker.caught = True
-                fields = {"name": worker.name, "reason": f"no progress for {self._stuck_s:.0f} s"}
+                fields = {"name": worker.name, "reason": f"no progress for {STUCK_S:.0f} s"}
                 effects.append(Note("warning", "not_following", fields))
             else:
                 following.append(worker)
@@ -79,7 +81,7 @@ class Followers:
 
     def deadline_s(self, moved_s: Callable[[m.PeerId], float]) -> float:
         """When somebody may be stuck."""
-        times = (max(since_s, moved_s(peer)) + self._stuck_s for peer, since_s in self._since_s.items())
+        times = (max(since_s, moved_s(peer)) + STUCK_S for peer, since_s in self._since_s.items())
         return min(times, default=math.inf)
 
     def forget(self, peer: m.PeerId) -> None:

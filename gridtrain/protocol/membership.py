@@ -116,7 +116,7 @@ class Membership:
         self._accepted: set[m.PeerId] = set()  # who has obeyed this coordinator
         self._breaks = Breaks()
         self._drifts = 0  # states that were found to differ, and replaced
-        self._followers = Followers(self._whereabouts.address, deadlines.ready_s)
+        self._followers = Followers(self._whereabouts.address)
         self._sharing = Sharing()
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()

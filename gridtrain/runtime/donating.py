@@ -24,6 +24,9 @@ from gridtrain.transport.base import Transport
 
 log = logging.getLogger("gridtrain")
 
+MAX_ASKS = 32
+"""How often one follower is sent the updates; an honest one asks again when its donor has gone."""
+
 BACKLOG_BYTES = 2 << 20  # how much is queued in the transport for one follower
 
 Parts = tuple[bytes, bytes]
@@ -44,6 +47,7 @@ class Donating:
         self._outlet = ImageOutlet()
         self._log = UpdateLog()
         self._n = 0
+        self._asks: dict[m.PeerId, int] = {}
         self._next: dict[m.PeerId, int] = {}  # the next step for each who has subscribed
         self._followers: tuple[m.PeerId, ...] = ()
         self._wanted_step: int | None = None
@@ -67,6 +71,7 @@ class Donating:
         self._followers = donating.followers
         self._outlet.only(donating.followers)
         self._next = {peer: step for peer, step in self._next.items() if peer in donating.followers}
+        self._asks = {peer: asks for peer, asks in self._asks.items() if peer in donating.followers}
         image = self._outlet.image
         fresh = image is not None and self._log.has_after(image.applied)
         self._wanted_step = donating.step if donating.followers and not fresh and not self.unable else None
@@ -101,6 +106,9 @@ class Donating:
             case m.ImageAsk() | m.BlocksAsk():
                 return self._outlet.asked(peer, message)
             case m.UpdatesAsk(applied):
+                asks = self._asks[peer] = self._asks.get(peer, 0) + 1
+                if asks_too_often(asks):
+                    return [m.NoImage(f"the updates were asked for {asks} times")]
                 if not self._log.has_after(applied):
                     return [m.NoImage(f"the updates after step {applied} are not here")]
                 self._next[peer] = applied + 1
@@ -141,3 +149,8 @@ class Donating:
             payload = updates.write(update, self._n)
             transport.send(peer, m.Update(update.step, self._log.latest, payload))
             self._next[peer] += 1
+
+
+def asks_too_often(asks: int) -> bool:
+    """The defence: an answer may be as long as a hundred updates, a request is a few bytes."""
+    return asks > MAX_ASKS

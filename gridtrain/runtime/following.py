@@ -102,7 +102,9 @@ class Following:
     @property
     def arrived(self) -> bool:
         """The trainer's model is what the VIEW names."""
-        return self._target is not None and self._at == self._target
+        if self._target is None or self._at is None:
+            return False
+        return self._at[0] == self._target[0] and updates.vouched_for(self._at[1], self._target[1])
 
     @property
     def due_s(self) -> float | None:
@@ -207,7 +209,8 @@ class Following:
         """Histories chain: one that is another at the VIEW's step was another from some update on."""
         if self._target is None or self._received is None:
             return
-        if self._received[0] == self._target[0] and self._received[1] != self._target[1]:
+        there = self._received[0] == self._target[0]
+        if there and not updates.vouched_for(self._received[1], self._target[1]):
             self.failed = "the updates that came are not those of the group"
 
     def _subscribe(self) -> Asks:

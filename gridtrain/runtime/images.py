@@ -44,6 +44,11 @@ def block_digest(block: bytes | memoryview) -> bytes:
     return hashlib.blake2b(block, digest_size=_DIGEST_BYTES).digest()
 
 
+def is_as_told(block: memoryview, digest: bytes) -> bool:
+    """The defence: the block is the one that the donors agree on."""
+    return block_digest(block) == digest
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
     """What a donor keeps: the state after step `applied`, in two parts."""
@@ -242,7 +247,7 @@ class ImageIntake:
             (self._common, block.index) if block.index < first_own else (self._own, block.index - first_own)
         )
         expected = min(BLOCK_BYTES, len(part) - at * BLOCK_BYTES)
-        if len(data) != expected or block_digest(data) != self._digests[block.index]:
+        if len(data) != expected or not is_as_told(data, self._digests[block.index]):
             self._missing.appendleft(block.index)
             raise RemoteProtocolError(
                 f"block {block.index} of the image of step {chosen.applied} ({len(data)} bytes) is not what "

@@ -65,6 +65,11 @@ def vote_digest(settings: bytes, skip: bool, seals: Sequence[bytes]) -> bytes:
     return digest.digest()
 
 
+def vouched_for(history: bytes, voted: bytes) -> bool:
+    """The defence: what was replayed is what the members voted for, step by step."""
+    return history == voted
+
+
 class UpdateLog:
     """The last updates, oldest first, without a gap."""
 

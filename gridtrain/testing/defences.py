@@ -177,6 +177,20 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
     "gridtrain.protocol.handover": [
         ("heir", "_check_heir", _nothing, "any member fills any other with residuals"),
     ],
+    "gridtrain.runtime.donating": [
+        (
+            "update-asks",
+            "asks_too_often",
+            _no,
+            "a few bytes, again and again, each answered with all updates",
+        ),
+    ],
+    "gridtrain.runtime.images": [
+        ("image-block", "is_as_told", _yes, "a donor puts its own numbers into a newcomer's model"),
+    ],
+    "gridtrain.runtime.updates": [
+        ("vote-digest", "vouched_for", _yes, "a donor lets a newcomer replay what nobody voted for"),
+    ],
     "gridtrain.protocol.collective": [
         ("turn", "_is_due", _yes, "a payload twice, or of a rank whose turn it is not"),
     ],

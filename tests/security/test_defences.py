@@ -179,7 +179,7 @@ def a_block_of_another_size() -> Any:
 
 def asking_again_and_again() -> Any:
     outlet, wire = StateOutlet(), Wire()
-    outlet.fill(5, [bytes(1000)])
+    outlet.fill(5, [b"own", bytes(1000)])
     for _ in range(10 * MAX_ASKS):
         outlet.ask(C, 1, 5)
         outlet.pump(wire)  # type: ignore[arg-type]

@@ -1,0 +1,250 @@
+"""A follower's side of the updates: what it applies is what the members voted for, whoever sends it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol import member_io as io
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.round import extend_history
+from gridtrain.runtime import updates
+from gridtrain.runtime.donating import MAX_ASKS, Donating
+from gridtrain.runtime.following import Following, ImageWork, UpdatesWork, line
+from gridtrain.runtime.images import BLOCK_BYTES, Image
+from gridtrain.runtime.updates import StepUpdate, UpdateLog
+from gridtrain.testing.defences import without
+from gridtrain.wire.sparse import Sparse
+
+N = 1000
+A, B = b"a" * 32, b"b" * 32
+COMMON = random.Random(3).randbytes(BLOCK_BYTES + 77)
+START = (4, b"history of step 4".ljust(32))
+
+
+def step_update(step: int, *, skip: bool = False) -> StepUpdate:
+    dice = np.random.RandomState(step)
+    indices = np.sort(dice.choice(N, 10, replace=False)).astype(np.int64)
+    update = None if skip else Sparse(indices, dice.standard_normal(10).astype(np.float32))
+    return StepUpdate(step, b'["SGD", [{"lr": 0.1}]]', skip, update, (b"s" * 32,) if step % 2 else ())
+
+
+STEPS = [step_update(step, skip=step == 7) for step in range(5, 12)]
+
+
+def history_after(step: int) -> bytes:
+    history = START[1]
+    for update in STEPS:
+        if update.step <= step:
+            history = extend_history(history, update.digest)
+    return history
+
+
+class Wire:
+    """As much of a transport as a donor needs; what it sent is in `sent`."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[m.PeerId, m.Message]] = []
+
+    def connected(self, peer: m.PeerId) -> bool:
+        return True
+
+    def backlog_bytes(self, peer: m.PeerId) -> int:
+        return 0
+
+    def send(self, peer: m.PeerId, message: m.Message) -> None:
+        self.sent.append((peer, message))
+
+
+class Donor:
+    """A donor with an image of step 4 and the updates up to `latest`."""
+
+    def __init__(self, latest: int = 11) -> None:
+        self.donating = Donating(None, lambda: None)
+        self.donating.told(io.Donating(4, (A,)))
+        self.donating._outlet.fill(Image.of(*START, b"own", COMMON))
+        for update in STEPS:
+            if update.step <= latest:
+                self.donating.committed(update, N)
+        self.wire: Any = Wire()
+
+    def answers(self, asks: list[tuple[m.PeerId, m.Message]]) -> list[m.Message]:
+        told = [answer for _, ask in asks for answer in self.donating.heard(A, ask)]
+        told += [message for _, message in self.donating.turn(self.wire, 0.0)]
+        sent, self.wire.sent = self.wire.sent, []
+        return told + [message for _, message in sent]
+
+
+def follow(following: Following, donor: Donor, peer: m.PeerId = A) -> None:
+    """Until nothing is asked or answered any more; the trainer does its work at once."""
+    asks = following.donor_up(peer)
+    for _ in range(50):
+        answers = donor.answers(asks)
+        asks = [ask for answer in answers for ask in following.heard(peer, answer, 0.0)] + following.tick(0.0)
+        while following.has_work:
+            following.done(following.work())
+
+
+def test_it_loads_the_image_then_replays_what_was_voted_for() -> None:
+    following, donor = Following(1 << 30, N), Donor()
+    done: list[Any] = []
+    asks = following.donor_up(A)
+    for _ in range(20):
+        answers = donor.answers(asks)
+        asks = [ask for answer in answers for ask in following.heard(A, answer, 0.0)] + following.tick(0.0)
+        while following.has_work:
+            work = following.work()
+            assert not following.has_work, "one thing at a time"
+            done.append(work)
+            following.done(work)
+    image, *replayed = done
+    assert isinstance(image, ImageWork) and bytes(image.common) == COMMON and bytes(image.own) == b"own"
+    steps = [step for work in replayed if isinstance(work, UpdatesWork) for step in work.steps]
+    assert [step.step for step in steps] == [5, 6, 7, 8, 9, 10, 11]
+    for got, expected in zip(steps, STEPS, strict=True):
+        assert got.digest == expected.digest and got.skip == expected.skip
+        if got.update is not None and expected.update is not None:
+            assert got.update.values.tobytes() == expected.update.values.tobytes()
+    assert following.at == (11, history_after(11)) and following.caught_up
+    following.enter(11, history_after(11))
+    assert following.arrived and not following.failed
+
+
+def test_it_goes_on_with_another_donor_where_the_first_one_ended() -> None:
+    following = Following(1 << 30, N)
+    follow(following, Donor(latest=8))
+    assert following.at == (8, history_after(8))
+    asks = following.donor_down(A) + following.donor_up(B)
+    assert asks == [(B, m.UpdatesAsk(8))]
+    for answer in Donor().answers([(B, m.UpdatesAsk(8))]):
+        following.heard(B, answer, 0.0)
+    while following.has_work:
+        following.done(following.work())
+    assert following.at == (11, history_after(11))
+
+
+def changed(update: StepUpdate) -> StepUpdate:
+    assert update.update is not None
+    values = update.update.values.copy()
+    values[0] += 1
+    return StepUpdate(
+        update.step, update.settings, False, Sparse(update.update.indices, values), update.other_seals
+    )
+
+
+def replay_a_lie() -> Following:
+    following = Following(1 << 30, N)
+    follow(following, Donor(latest=8))
+    lie = m.Update(9, 9, updates.write(changed(STEPS[4]), N))
+    following.heard(A, lie, 0.0)
+    while following.has_work:
+        following.done(following.work())
+    following.enter(9, history_after(9))
+    return following
+
+
+def test_a_donor_that_changes_an_update_is_found_out() -> None:
+    following = replay_a_lie()
+    assert not following.arrived and "not those of the group" in following.failed
+
+
+def test_without_the_votes_it_would_be_believed() -> None:
+    with without("vote-digest"):
+        following = replay_a_lie()
+        assert following.arrived and not following.failed
+
+
+def test_a_donor_that_changes_a_block_is_found_out() -> None:
+    def attack() -> Following:
+        following = Following(1 << 30, N)
+        donor = Donor()
+        asks = following.donor_up(A)
+        for answer in donor.answers(asks):
+            asks = following.heard(A, answer, 0.0)
+        following.heard(A, m.ImageBlock(4, 0, bytes(BLOCK_BYTES)), 0.0)
+        return following
+
+    with pytest.raises(RemoteProtocolError, match="block 0 of the image of step 4"):
+        attack()
+    with without("image-block"):
+        assert attack()._image.progress[0] == 1
+
+
+def test_updates_are_not_sent_again_and_again() -> None:
+    donor = Donor()
+    for _ in range(MAX_ASKS):
+        assert len(donor.answers([(A, m.UpdatesAsk(4))])) == 7
+    (refused,) = donor.answers([(A, m.UpdatesAsk(4))])[:1]
+    assert isinstance(refused, m.NoImage)
+    with without("update-asks"):
+        assert len(donor.answers([(A, m.UpdatesAsk(4))])) == 7
+
+
+def test_who_is_no_follower_any_more_gets_no_updates() -> None:
+    donor = Donor(latest=8)
+    donor.answers([(A, m.UpdatesAsk(4))])
+    donor.donating.told(io.Donating(-1, ()))
+    donor.donating.committed(STEPS[4], N)
+    assert donor.answers([]) == []
+
+
+def test_what_the_log_does_not_hold_is_not_followed() -> None:
+    following = Following(1 << 30, N)
+    donor = Donor(latest=4)
+    donor.donating.committed(STEPS[3], N)  # step 8: steps 5 to 7 are not here
+    follow(following, donor)
+    assert following.failed == "the updates after step 4 are not here"
+
+
+def test_a_script_that_cannot_be_replayed_says_so() -> None:
+    following, donor = Following(1 << 30, N), Donor()
+    donor.donating.cannot("its script changes updates")
+    follow(following, donor)
+    assert following.failed == "its script changes updates"
+
+
+@pytest.mark.parametrize("update", STEPS, ids=lambda u: f"step {u.step}")
+def test_an_update_is_the_same_after_its_way(update: StepUpdate) -> None:
+    got = updates.read(update.step, updates.write(update, N), N)
+    assert got.digest == update.digest and updates.write(got, N) == updates.write(update, N)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"12345",
+        b"\xff\xff\xff\xff\0\0",
+        b"\0\0\0\0\2\0",
+        b"\0\0\0\0\0\5",
+        b"\0\0\0\0\1\0rest",
+        b"\0\0\0\0\0\0",
+    ],
+)
+def test_what_is_no_update_is_refused(payload: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        updates.read(5, payload, N)
+
+
+def test_the_log_is_bounded_and_has_no_gap() -> None:
+    log = UpdateLog(most=3)
+    for update in STEPS:
+        log.add(update)
+    assert [log.get(step) is not None for step in range(5, 13)] == [False] * 4 + [True] * 3 + [False]
+    assert log.has_after(8) and log.has_after(11) and not log.has_after(7) and not log.has_after(12)
+    log.add(step_update(20))
+    assert log.latest == 20 and not log.has_after(11)
+    small = UpdateLog(most_bytes=1)
+    for update in STEPS:
+        small.add(update)
+    assert small.has_after(10) and not small.has_after(9), "the latest is always kept"
+
+
+def test_progress_in_words() -> None:
+    assert line((0, 0, -1, -1)) == "waiting for a copy of the state"
+    assert line((5, 10, -1, 7), width=4) == "[##..] 5 of 10 blocks of the state"
+    assert line((10, 10, 6, 9)) == "at step 6, the others at 9"
