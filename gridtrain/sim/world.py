@@ -86,7 +86,7 @@ class Log:
     state_transfers: int = 0
     rollbacks: int = 0
     blackouts: int = 0  # moments in which no worker was alive any more
-    blank_backups: int = 0  # of the lost ones: nothing was left that names a member
+    blank_backups: int = 0  # of the lost ones, and of take-overs: nothing was left that names a member
     take_overs: int = 0
     lost_disks: int = 0  # of the coordinator, with a generation that no backup knew
     skipped: set[m.RoundId] = field(default_factory=set)
@@ -553,6 +553,8 @@ class World:
             (peer,) = pair - {COORDINATOR}
             self._ghost_hears(cio.Lost(peer, "connection broke"))
         self.log.take_overs += 1
+        # Neither knows a member: each may begin with whom it meets, and nobody can tell them of the other.
+        self.log.blank_backups += not any(kind == "generation" for kind, _ in self._journal)
         self.start_coordinator()
 
     def haunt(self, peer: m.PeerId, for_s: float) -> None:
