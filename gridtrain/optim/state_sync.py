@@ -36,6 +36,7 @@ from gridtrain.optim.flat import canonical_names, canonical_parameters
 
 _LENGTHS = struct.Struct("<2Q")
 _MAX_DEPTH = 32
+_PARTS = ("parameters", "buffers", "optimizer", "settings")
 
 
 class Stateful(Protocol):
@@ -242,7 +243,7 @@ def _parse(data: bytes, start: int) -> tuple[dict[str, Any], int]:
 def _read(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     try:
         trackers = document.get("trackers")
-        values = {name: _unpack(node, tensors) for name, node in document.items() if name != "trackers"}
+        values = {name: _unpack(document[name], tensors) for name in _PARTS if name in document}
         if trackers is not None:
             values["trackers"] = {name: _unpack(state, tensors) for name, state in trackers.items()}
         return values

@@ -23,7 +23,7 @@ from gridtrain.transport.curve import Identity
 pytestmark = pytest.mark.integration
 
 STEP, SAMPLES = 10, 1600
-JOB = {"exchange": "gtopk", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
+JOB = {"exchange": "dense", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
 FINE, FAILED, REFUSED = 0, 1, 4
 
 
