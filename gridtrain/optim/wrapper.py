@@ -98,6 +98,7 @@ class GridOptimizer(torch.optim.Optimizer):
         self._trackers: dict[str, state_sync.Stateful] = {}
         self.compare_every = compare_every
         self._step = -1
+        self._compare_next = False
         self._exchanged = False
         self._in_flight: Attempt | None = None  # in a round whose outcome is not known here
         self._committing = False
@@ -209,7 +210,7 @@ class GridOptimizer(torch.optim.Optimizer):
             self._in_flight = None
             if compared is not None:
                 self._refuse_fork(plan, compared)
-        self.last_skipped, self._step = outcome.skip, plan.step
+        self.last_skipped, self._step, self._compare_next = outcome.skip, plan.step, plan.compare
         if outcome.skip:
             self._in_flight = None
             self.skipped_steps += 1
@@ -246,7 +247,8 @@ class GridOptimizer(torch.optim.Optimizer):
 
     def _compare(self) -> None:
         step, self._step = self._step, -1
-        if step >= 0 and self.compare_every and (step + 1) % self.compare_every == 0:
+        due = self._compare_next or (self.compare_every and (step + 1) % self.compare_every == 0)
+        if step >= 0 and self.compare_every and due:
             self._session.compare(step, state_sync.digest(self.model, self.inner))
 
     def _unscale(self) -> bool:
@@ -284,17 +286,18 @@ class GridOptimizer(torch.optim.Optimizer):
         """What the members did in a step in which this worker did not take part.
 
         Raises:
-            RemoteProtocolError: it was done with another optimizer.
+            RemoteProtocolError: it cannot be replayed; the model is of no use then.
         """
         if step.update is None:
             return
         try:
             _, groups = json.loads(step.settings)
             state_sync.load_settings(self.inner, groups)
-        except ValueError as error:
-            raise RemoteProtocolError(f"step {step.step} was made otherwise: {error}") from error
-        self._put(step.update)
-        self.inner.step()
+            self._put(step.update)
+            self.inner.step()
+        except Exception as error:  # other people's code, given what a peer made up: it may raise anything
+            text = f"step {step.step} cannot be replayed: {type(error).__name__}: {error}"
+            raise RemoteProtocolError(text, remedy="take the whole state") from error
         self.inner.zero_grad()
 
     def _put(self, update: npt.NDArray[np.float32] | Sparse) -> None:

@@ -1,74 +1,62 @@
 """Whether all members still hold the same model: compared now and then, beside the training (promise 1).
 
-Decides whose state is another one.  Never looks at a state, and never repairs one: who has drifted says so
-to the coordinator (Astray), reports in the next generation that it does not hold the state, and gets it anew.
+Decides whose state is another one.  Never looks at a state, and never repairs one: who has drifted is told,
+reports in the next generation that it does not hold the state, and gets it anew.
 
-    every N steps   Fingerprint(step, digest of parameters and optimizer) --> root
-    root            all are here: the largest party is right, of equal ones that with the lowest rank
-                    Drifted(step) --> the others
+    every N steps   member --Fingerprint(step, digest of parameters, optimizer, settings)--> coordinator
+    coordinator     all are here, or the next comparison has begun and most were here:
+                    the largest party is right, of equal ones that with the lowest rank
+                    --Drifted(step)--> the others, and another generation
 
-Equal updates do not prove equal models: a memory may flip a bit, and another kind of processor may round
-otherwise.  Members go on meanwhile; a drifted one contributes gradients of its model until it is repaired.
+Equal updates do not prove equal models: a memory may flip a bit, another kind of processor may round
+otherwise, a script may change what it holds by itself.  Members go on meanwhile.
 """
 
 from __future__ import annotations
 
-from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Seat
-from gridtrain.protocol.round import ROOT
+from collections.abc import Sequence
+
+from gridtrain.protocol.messages import PeerId
 
 MOST_OPEN = 4
 """Comparisons that may be under way; an older one is given up."""
 
 
 class Drift:
-    """The comparisons of one generation, as one member sees them."""
+    """The comparisons of one generation.
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-        self._told: dict[int, dict[int, bytes]] = {}  # at the root: by step and rank
+    Args:
+        members: in rank order.
+    """
 
-    def compare(self, step: int, digest: bytes) -> tuple[list[tuple[m.PeerId, m.Message]], bool]:
-        """This member's own; what is to be sent, and whether this member itself has drifted."""
-        seat = self._seat
-        if seat.rank == ROOT:
-            return self._collect(step, ROOT, digest)
-        return [(seat.roster[ROOT].peer, m.Fingerprint(seat.term, seat.generation, step, digest))], False
+    def __init__(self, members: Sequence[PeerId] = ()) -> None:
+        self._ranks = {peer: rank for rank, peer in enumerate(members)}
+        self._told: dict[int, dict[int, bytes]] = {}  # by step and rank
 
-    def heard(
-        self, peer: m.PeerId, message: m.Fingerprint | m.Drifted
-    ) -> tuple[list[tuple[m.PeerId, m.Message]], bool]:
-        """A member's, or the root's verdict; dropped if it is of another generation.
+    def tell(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
+        """One member's; who has drifted, once it is known."""
+        if peer not in self._ranks:
+            return []
+        wrong: list[PeerId] = []
+        if step not in self._told:
+            wrong += self._decide([old for old in self._told if old < step])
+            if len(self._told) >= MOST_OPEN:
+                del self._told[min(self._told)]
+        self._told.setdefault(step, {})[self._ranks[peer]] = digest
+        if len(self._told[step]) == len(self._ranks):
+            wrong += self._decide([step])
+        return wrong
 
-        Raises:
-            RemoteProtocolError: only the root compares, and only the root tells.
-        """
-        rank, seat = self._seat.rank_of(peer), self._seat
-        if rank is None or (message.term, message.generation) != (seat.term, seat.generation):
-            return [], False
-        if rank != ROOT if isinstance(message, m.Drifted) else seat.rank != ROOT:
-            raise RemoteProtocolError(
-                f"rank {rank} sent {type(message).__name__} to rank {seat.rank}; states are compared by "
-                f"rank {ROOT}",
-                remedy="drop that peer; an honest one of the same version never sends this",
-            )
-        if isinstance(message, m.Drifted):
-            return [], True
-        return self._collect(message.step, rank, message.digest)
-
-    def _collect(self, step: int, rank: int, digest: bytes) -> tuple[list[tuple[m.PeerId, m.Message]], bool]:
-        seat = self._seat
-        if step not in self._told and len(self._told) >= MOST_OPEN:
-            del self._told[min(self._told)]
-        told = self._told.setdefault(step, {})
-        told[rank] = digest
-        if len(told) < seat.world_size:
-            return [], False
-        del self._told[step]
-        wrong = drifted(told)
-        verdict = m.Drifted(seat.term, seat.generation, step)
-        return [(seat.roster[r].peer, verdict) for r in wrong if r != ROOT], ROOT in wrong
+    def _decide(self, steps: Sequence[int]) -> list[PeerId]:
+        """By those who are here, if they are most."""
+        wrong: list[PeerId] = []
+        for step in steps:
+            told = self._told[step]
+            if 2 * len(told) > len(self._ranks):
+                del self._told[step]
+                ranks = drifted(told)
+                wrong += [peer for peer, rank in self._ranks.items() if rank in ranks]
+        return wrong
 
 
 def drifted(digests: dict[int, bytes]) -> list[int]:

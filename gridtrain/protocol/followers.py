@@ -41,7 +41,13 @@ class Followers:
         self._told: tuple[m.PeerId, ...] = ()
 
     def turn(
-        self, followers: Sequence[Worker], holders: Sequence[m.PeerId], step: int, term: int, now_s: float
+        self,
+        followers: Sequence[Worker],
+        holders: Sequence[m.PeerId],
+        step: int,
+        term: int,
+        now_s: float,
+        entering: Sequence[Worker] = (),
     ) -> list[Effect]:
         """Bring everybody up to date.
 
@@ -62,6 +68,8 @@ class Followers:
                 following.append(worker)
         peers = tuple(worker.peer for worker in following)
         self._since_s = {peer: since for peer, since in self._since_s.items() if peer in peers}
+        following += [worker for worker in entering if worker.peer in self._told]
+        peers = tuple(worker.peer for worker in following)
         donors = tuple(holders[:MOST_DONORS]) if following else ()
         if (donors, peers) == (self._donors, self._told):
             return effects

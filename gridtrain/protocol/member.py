@@ -24,7 +24,6 @@ from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolErro
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Offended, Seat
-from gridtrain.protocol.drift import Drift
 from gridtrain.protocol.handover import Handover
 from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import (
@@ -50,6 +49,7 @@ from gridtrain.protocol.member_io import (
     HangUp,
     Heard,
     Inherited,
+    Loading,
     MeanKnown,
     Note,
     Offence,
@@ -120,7 +120,7 @@ class MemberCore:
         self._edges: Callable[[int, int], frozenset[int]] = lambda rank, world_size: frozenset()
         self._attempts: Attempts | None = None  # of the generation that this worker is in
         self._means: Means | None = None
-        self._drift: Drift | None = None
+        self._first_step = 0  # of this generation
         self._handover = Handover()
         self._pages: dict[int, m.Roster] = {}
         self._early_requests: dict[m.PeerId, m.StateRequest] = {}
@@ -272,9 +272,13 @@ class MemberCore:
                     return [MeanKnown(None)]
                 return self._means.ask((step, index), value)
             case Compare(step, digest):
-                if self._drift is None or self.stage is not Stage.RUNNING or step != self.applied:
+                if self.seat is None or self.stage is not Stage.RUNNING or step != self.applied:
                     return []
-                return self._compared(self._drift.compare(step, digest))
+                here = self.seat
+                return [Post(self.coordinator, m.Fingerprint(here.term, here.generation, step, digest))]
+            case Loading():
+                self._touched = True
+                return []
             case CaughtUp(applied, history):
                 self._touched = True
                 self._caught = m.Caught(applied, history)
@@ -365,10 +369,6 @@ class MemberCore:
             case m.Progress():
                 mine.progressed(peer, message, now_s)
                 return []
-            case m.Fingerprint() | m.Drifted():
-                if self._drift is None or self.stage is not Stage.RUNNING:
-                    return []
-                return self._compared(self._drift.heard(peer, message))
             case m.MeanAsk() | m.MeanTell():
                 return self._means.heard(peer, message) if self._means is not None else []
             case m.HandOver():
@@ -413,6 +413,8 @@ class MemberCore:
                 return [Note("reach", {"address": address})]
             case m.Expect(peers):
                 return self._expect(peers)
+            case m.Drifted():
+                return self._drifted(message)
             case m.Fetch(term, donors):
                 return self._follow(term, donors)
             case m.Donate(term, step, to):
@@ -503,9 +505,11 @@ class MemberCore:
         if len(roster) != view.world_size or seat.rank_of(self.me) is None:
             raise RemoteProtocolError(f"VIEW of {view.world_size} came with a roster of {len(roster)}")
         effects = self._execute_verdict(view)
+        if self.synced and self.seat is None and self._touched:
+            return [*effects, Stop(_stale_model())]  # a checkpoint's step, but the model has followed since
         effects += self._means.give_up() if self._means is not None else []
         self._attempts, self._means = Attempts(seat, view.applied + 1), Means(seat)
-        self._drift = Drift(seat)
+        self._first_step = view.applied + 1
         self.term, self.ledger, self.stage = view.term, view.ledger, Stage.FORMING
         self._stall_told = self._ready_sent = False
         self._edges_down_since_s, self._step_began_s = now_s, None
@@ -621,7 +625,7 @@ class MemberCore:
         """Bring this member to `view.applied` and `view.history`, or mark it as lacking the state."""
         mine = self._attempts
         pending = mine.round if mine is not None else None
-        if mine is not None and self.synced and mine.prepared is not None and view.applied == self.step:
+        if mine is not None and mine.prepared is not None and view.applied == self.step:
             history = extend_history(self.history, mine.prepared.digest)
             if history == view.history:
                 self.applied, self.history, self._touched = view.applied, history, True
@@ -652,16 +656,19 @@ class MemberCore:
         stalled = m.Stalled(round_id, tuple(suspects), silent_s, reason)
         return [Note("stalled", {"reason": reason}), Post(self.coordinator, stalled)]
 
-    def _compared(self, outcome: tuple[list[tuple[m.PeerId, m.Message]], bool]) -> list[Effect]:
-        """What has drifted is no state of this run any more; the coordinator makes a generation for it."""
-        messages, drifted = outcome
-        effects: list[Effect] = [Post(peer, message) for peer, message in messages]
-        if drifted and self.synced and self.seat is not None:
-            self.synced = False
-            effects.append(Note("drifted", {"step": self.applied}))
-            astray = m.Astray(self.seat.term, self.seat.generation, max(0, self.applied))
-            effects.append(Post(self.coordinator, astray))
-        return effects
+    def _drifted(self, drifted: m.Drifted) -> list[Effect]:
+        """What this worker holds is no state of this run any more; another generation gives it anew."""
+        here = self.seat
+        if here is None or (drifted.term, drifted.generation) != (here.term, here.generation):
+            return []
+        self.synced = False
+        return [Note("drifted", {"step": drifted.step})]
+
+    @property
+    def compares_next(self) -> bool:
+        """The step that comes next is followed by a comparison, as newcomers have just entered."""
+        here = self.seat
+        return here is not None and self.step == self._first_step and any(x.joining for x in here.roster)
 
     # -- the way into a generation: state and edges ------------------------------------------------
 

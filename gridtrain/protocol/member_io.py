@@ -103,6 +103,11 @@ class Compare:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """The trainer begins to load an image: its model is not any more what it was."""
+
+
+@dataclass(frozen=True, slots=True)
 class CaughtUp:
     """A follower's model is that after step `applied`, and hardly behind."""
 
@@ -179,6 +184,7 @@ Event = (
     | Offence
     | Restored
     | Compare
+    | Loading
     | CaughtUp
     | Strayed
     | Pulse

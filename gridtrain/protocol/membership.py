@@ -19,6 +19,7 @@ import math
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from statistics import median_low
 from typing import Any
 
 from gridtrain.config import Deadlines
@@ -26,6 +27,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.breaks import MOST_BREAKS, WINDOW_S, Breaks
+from gridtrain.protocol.drift import Drift
 from gridtrain.protocol.followers import Followers, step_ahead
 from gridtrain.protocol.membership_io import (
     CalledBack,
@@ -57,6 +59,8 @@ ROSTER_PAGE = 128
 STALLS_BEFORE_REMOVAL, STALLS_BEFORE_YOUNGEST = 3, 6
 MAX_WORKERS = 1000  # what the lists of one message hold
 MAX_PROBES = 256
+MOST_STEPS = 2**62
+"""What a worker may say of a step has to stay a number of the protocol when something is added to it."""
 MOST_FORMING_S = 900.0
 """So long a generation may take to form, whatever progress its newcomers show."""
 
@@ -115,6 +119,7 @@ class Membership:
         self._wakefulness = Wakefulness()
         self._accepted: set[m.PeerId] = set()  # who has obeyed this coordinator
         self._breaks = Breaks()
+        self._drift = Drift()
         self._drifts = 0  # states that were found to differ, and replaced
         self._followers = Followers(self._whereabouts.address)
         self._sharing = Sharing()
@@ -309,15 +314,8 @@ class Membership:
                 return self._stalled(worker, message, now_s)
             case m.NoRoute():
                 return self._no_route(worker, message)
-            case m.Astray(term, generation, step):
-                here = (term, generation) == (self.term, self.generation)
-                if not here or peer not in {member.peer for member in self._roster}:
-                    return []
-                self._drifts += 1
-                self._change = self._change or f"{worker.name} holds another state than most"
-                return [
-                    Note("warning", "drifted", {"name": worker.name, "step": step, "so_far": self._drifts})
-                ]
+            case m.Fingerprint():
+                return self._compare(peer, message)
             case m.Caught(applied):
                 worker.caught = True
                 return [Note("info", "caught_up", {"name": worker.name, "step": applied})]
@@ -333,7 +331,7 @@ class Membership:
                 return self._remove(peer, f"left: {reason}", now_s, dismiss=True)
             case m.Finished(applied):
                 self._finished.add(peer)
-                self._reached = max(self._reached, applied + 1)
+                self._reached = max(self._reached, min(applied, MOST_STEPS) + 1)
                 return [Note("info", "worker_finished", {"name": worker.name, "step": applied})]
             case _:
                 return [Strike(peer, f"sent {type(message).__name__}, which only others may send")]
@@ -407,6 +405,21 @@ class Membership:
         if self._making is _Making.FORMING:
             self._making, self._making_until_s = _Making.NONE, math.inf
         return [Note("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})]
+
+    def _compare(self, peer: m.PeerId, told: m.Fingerprint) -> list[Effect]:
+        """States are compared beside the training; who has another one than most gets it anew."""
+        if (told.term, told.generation) != (self.term, self.generation) or self._making is not _Making.NONE:
+            return []
+        effects: list[Effect] = []
+        for wrong in self._drift.tell(peer, told.step, told.digest):
+            if (worker := self._workers.get(wrong)) is None:
+                continue
+            self._drifts += 1
+            self._change = self._change or f"{worker.name} holds another state than most"
+            fields = {"name": worker.name, "step": told.step, "so_far": self._drifts}
+            effects.append(Note("warning", "drifted", fields))
+            effects.append(Send(wrong, m.Drifted(self.term, self.generation, told.step)))
+        return effects
 
     def _broken(self, worker: Worker, message: m.Broken, now_s: float) -> list[Effect]:
         """A connection broke; the member that all such connections have in common goes."""
@@ -648,10 +661,13 @@ class Membership:
             for worker in followers:
                 worker.caught = True  # there is nobody to follow
             followers = []
-        latest = max((self._workers[x].step for x in holders), default=-1)
+        # Of what they say the middle: one that lies moves nothing.
+        latest = min(median_low([self._workers[x].step for x in holders] or [-1]), MOST_STEPS)
         before = self._view.applied if self._view is not None else -1
         step = step_ahead(latest, latest - before, now_s - self._made_s)
-        return self._followers.turn(followers, sorted(holders, key=self._seniority), step, self.term, now_s)
+        entering = [w for w in self._workers.values() if w.caught and w.enters and w.peer not in current]
+        eldest_first = sorted(holders, key=self._seniority)
+        return self._followers.turn(followers, eldest_first, step, self.term, now_s, entering)
 
     def _begin_making(self, now_s: float) -> list[Effect]:
         current = {member.peer for member in self._roster}
@@ -824,6 +840,7 @@ class Membership:
             m.Member(w.peer, w.name, w.address, share, joining=w.peer not in holding)
             for w, share in zip(ordered, dealt.counts, strict=True)
         )
+        self._drift = Drift([member.peer for member in self._roster])
         reason, self._change = self._change, ""
         self._view = m.View(
             term=self.term,

@@ -338,12 +338,13 @@ class NoRoute:
 
 
 @dataclass(frozen=True, slots=True)
-class Astray:
-    """This member's state is not that of most after step `step`: it has to get it anew."""
+class Fingerprint:
+    """Digest of this member's parameters, optimizer and settings after step `step`."""
 
     term: int
     generation: int
     step: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +411,15 @@ class Reach:
     """The coordinator called back: `address` reaches this worker; empty: nobody from outside can."""
 
     address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drifted:
+    """This member's fingerprint of `step` is not that of most: it has to get the state anew."""
+
+    term: int
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -665,25 +675,6 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """Member to root: digest of parameters and optimizer after step `step`."""
-
-    term: int
-    generation: int
-    step: int
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Drifted:
-    """Root to a member whose fingerprint of `step` is not that of most."""
-
-    term: int
-    generation: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class NoImage:
     """The donor cannot give what was asked for (any more)."""
 
@@ -798,7 +789,6 @@ Message = (
     | NoImage
     | Fingerprint
     | Drifted
-    | Astray
     | Caught
     | Fetch
     | Donate

@@ -88,7 +88,7 @@ class Sharing:
         known = self._speeds.get(peer)
         if known is None or known.observations < MIN_OBSERVATIONS or known.seconds_s < MIN_SECONDS_S:
             return None
-        return known.samples / known.seconds_s
+        return min(max(known.samples / known.seconds_s, 1e-6), 1e12)
 
     def plan(self, peers: Sequence[PeerId], names: Sequence[str], total: int, most: Sequence[int]) -> Shares:
         """Shares of `total` for `peers`; who has not been measured counts as the median of the others."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gridtrain.config import JoinConfig
-from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
@@ -167,11 +167,15 @@ class GroupSession:
         """Load an image, or replay updates: the members go on meanwhile."""
         assert self._restore is not None and self._replay is not None
         while (work := self._driver.take_work()) is not None:
-            if isinstance(work, ImageWork):
-                self._restore([bytes(work.own), bytes(work.common)])
-            else:
-                for step in work.steps:
-                    self._replay(step)
+            try:
+                if isinstance(work, ImageWork):
+                    self._restore([bytes(work.own), bytes(work.common)])
+                else:
+                    for step in work.steps:
+                        self._replay(step)
+            except RemoteProtocolError as error:
+                self._driver.fail_work(error.reason)
+                break
             self._driver.did_work(work)
         self._driver.wait(lambda p: not p.offered_work, LOOK_AGAIN_S)
 
@@ -255,6 +259,7 @@ class GroupSession:
             world_size=picture.world_size,
             samples=sum(span.stop - span.start for span in picture.spans),
             total_samples=picture.total_samples,
+            compare=picture.compares_next,
         )
 
     def run(

@@ -65,7 +65,6 @@ class Donating:
     def cannot(self, reason: str) -> None:
         """What this script does in a step is not told by its update."""
         self.unable = reason
-        self._log.clear()
 
     def told(self, donating: io.Donating) -> None:
         self._followers = donating.followers
@@ -73,7 +72,7 @@ class Donating:
         self._next = {peer: step for peer, step in self._next.items() if peer in donating.followers}
         self._asks = {peer: asks for peer, asks in self._asks.items() if peer in donating.followers}
         image = self._outlet.image
-        fresh = image is not None and self._log.has_after(image.applied)
+        fresh = self._making or (image is not None and self._log.has_after(image.applied))
         self._wanted_step = donating.step if donating.followers and not fresh and not self.unable else None
 
     def committed(self, update: StepUpdate, n: int) -> None:
@@ -145,6 +144,9 @@ class Donating:
         while transport.connected(peer) and transport.backlog_bytes(peer) < BACKLOG_BYTES:
             update = self._log.get(self._next[peer])
             if update is None:
+                if self._next[peer] <= self._log.latest:  # the follower is slower than the group
+                    del self._next[peer]
+                    transport.send(peer, m.NoImage("the next update is not here any more"))
                 return
             payload = updates.write(update, self._n)
             transport.send(peer, m.Update(update.step, self._log.latest, payload))

@@ -34,7 +34,7 @@ from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import ButterflyWorkspace, GatherWorkspace, Workspace
 from gridtrain.runtime.donating import Donating, Parts
-from gridtrain.runtime.following import Bar, Following, Work
+from gridtrain.runtime.following import Bar, Following, ImageWork, Work
 from gridtrain.runtime.handover import Inheritance
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
@@ -73,6 +73,7 @@ class Picture:
         spans: this worker's positions in the open step; `total_samples`: everybody's.
         wanted_state: generation for which a joiner waits for our state (0: none), and whether for the whole.
         wanted_image: followers wait for a copy of our state after this step, or a later one.
+        compares_next: after the open step all members compare their states.
         offered_work: this follower has an image to load, or updates to replay.
         shares: of the generation's members, in rank order.
         offered_state: the donor's state is complete and waits to be restored.
@@ -97,6 +98,7 @@ class Picture:
     offered_state: bool = False
     wanted_image: int | None = None
     offered_work: bool = False
+    compares_next: bool = False
     inherited: bool = False
 
 
@@ -150,6 +152,7 @@ class Driver:
         self._following: Following | None = None
         self._bounds = (MAX_STATE_BYTES, 0)  # of the largest state, and elements of the flat gradient
         self._caught_again_s = -math.inf
+        self._follow_moved: tuple[object, float] = (None, 0.0)
         self._bar = Bar()
         self._inheritance = Inheritance()
         self._handed: io.Handed | None = None
@@ -309,7 +312,17 @@ class Driver:
         """What a follower's trainer has to do next; `did_work` is to follow."""
         with self._changed:
             following = self._following
-            return following.work() if following is not None and following.has_work else None
+            work = following.work() if following is not None and following.has_work else None
+        if isinstance(work, ImageWork):
+            self.command(io.Loading())
+        return work
+
+    def fail_work(self, reason: str) -> None:
+        """What a donor gave cannot be loaded or replayed: this worker takes the whole state instead."""
+        with self._changed:
+            if self._following is not None:
+                self._following.failed = self._following.failed or reason
+        self._transport.wake()
 
     def did_work(self, work: Work) -> None:
         with self._changed:
@@ -619,6 +632,10 @@ class Driver:
                 self._following = None
                 return
             asks = following.tick(now_s)
+            if self._core.seat is None or following.idle is None or following.idle != self._follow_moved[0]:
+                self._follow_moved = (following.idle, now_s)
+            elif now_s - self._follow_moved[1] >= self._config.deadlines.ready_s / 4:
+                following.failed = following.failed or "nothing more came of what the VIEW names"
             at, caught, failed, arrived = (
                 following.at,
                 following.caught_up,
@@ -676,7 +693,7 @@ class Driver:
         workspace = mine.workspaces[m.Channel()]
         if isinstance(workspace, GatherWorkspace | ButterflyWorkspace):
             update = None if skip else workspace.update
-            kept = StepUpdate(mine.id.step, mine.settings, skip, update, mine.seals[1:])
+            kept = StepUpdate(mine.id.step, mine.settings, skip, update, () if skip else mine.seals[1:])
             self._donating.committed(kept, workspace.n)
 
     def _log(self, event: str, fields: Mapping[str, Any]) -> None:
@@ -727,6 +744,7 @@ class Driver:
             offered_state=self._intake.complete_for(here.generation) and not here.synced and may_load,
             wanted_image=self._donating.wanted,
             offered_work=self._following is not None and self._following.has_work,
+            compares_next=here.compares_next,
             inherited=bool(self._inheritance.counting),
         )
         with self._changed:

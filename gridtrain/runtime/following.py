@@ -78,6 +78,7 @@ class Following:
         self._pending_bytes = 0
         self._at: tuple[int, bytes] | None = None  # what the trainer's model is
         self._busy = False
+        self._doing: Work | None = None
         self._target: tuple[int, bytes] | None = None
         self.failed = ""
         self.latest = -1
@@ -107,6 +108,11 @@ class Following:
         return self._at[0] == self._target[0] and updates.vouched_for(self._at[1], self._target[1])
 
     @property
+    def idle(self) -> object | None:
+        """Equal as long as nothing comes; None: the trainer has something to do, or all is there."""
+        return None if self._busy or self.has_work or self.arrived else (self.progress, self._received)
+
+    @property
     def due_s(self) -> float | None:
         return self._image.due_s
 
@@ -134,7 +140,7 @@ class Following:
             case m.ImageBlock():
                 return self._image.take_block(peer, message)
             case m.Update(step, latest, payload):
-                self.latest = max(self.latest, latest)
+                self.latest = max(step, min(latest, step + updates.MOST_UPDATES))
                 if self._received is not None and step == self._received[0] + 1:
                     self._take(updates.read(step, payload, self._n), len(payload))
                 return []
@@ -166,12 +172,16 @@ class Following:
         """To be called only if `has_work`; `done` is to follow."""
         self._busy = True
         if self._at is None:
-            return ImageWork(*self._image.parts())
-        return UpdatesWork(tuple(update for update, _ in list(self._pending)[:AT_A_TIME]))
+            self._doing = ImageWork(*self._image.parts())
+            return self._doing
+        self._doing = UpdatesWork(tuple(update for update, _ in list(self._pending)[:AT_A_TIME]))
+        return self._doing
 
     def done(self, work: Work) -> None:
         """The trainer has carried it out."""
-        self._busy = False
+        if work is not self._doing:
+            return  # it was given by one that this one has replaced
+        self._busy, self._doing = False, None
         if isinstance(work, ImageWork):
             assert self._image.applied is not None
             self._at = (self._image.applied, self._image.history)

@@ -30,8 +30,8 @@ BLOCK_BYTES = 1 << 20
 WINDOW = 4
 """Blocks that are under way from one donor."""
 
-SETTLE_S = 2.0
-"""So long after the first table the others are waited for."""
+SETTLE_S, LONGEST_SETTLE_S = 2.0, 20.0
+"""So long after the first table the others are waited for, if most are there; so long if not."""
 
 MAX_QUEUED = 64
 _TABLE = struct.Struct("<2Q")
@@ -47,6 +47,11 @@ def block_digest(block: bytes | memoryview) -> bytes:
 def is_as_told(block: memoryview, digest: bytes) -> bool:
     """The defence: the block is the one that the donors agree on."""
     return block_digest(block) == digest
+
+
+def blocks_too_often(asked: int, blocks: int) -> bool:
+    """The defence: an honest follower asks for a block again when a donor has gone, not for ever."""
+    return asked > 4 * blocks + WINDOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,10 @@ class Image:
         table = _TABLE.pack(len(common), len(own)) + b"".join(digests)
         return cls(applied, history, parts[1], parts[0], table)
 
+    @property
+    def blocks(self) -> int:
+        return _blocks(len(self.own)) + _blocks(len(self.common))
+
     def block(self, index: int) -> memoryview | None:
         common_blocks = _blocks(len(self.common))
         part, at = (self.common, index) if index < common_blocks else (self.own, index - common_blocks)
@@ -84,11 +93,13 @@ class ImageOutlet:
         self.image: Image | None = None
         self._waiting: set[m.PeerId] = set()
         self._queues: dict[m.PeerId, deque[int]] = {}
+        self._asked: dict[m.PeerId, int] = {}
 
     def only(self, followers: Sequence[m.PeerId]) -> None:
         """Nobody else gets anything any more; with nobody left the image goes."""
         self._waiting &= set(followers)
         self._queues = {peer: queue for peer, queue in self._queues.items() if peer in followers}
+        self._asked = {peer: count for peer, count in self._asked.items() if peer in followers}
         if not followers:
             self.image = None
 
@@ -108,6 +119,9 @@ class ImageOutlet:
             return []
         if self.image is None or ask.applied != self.image.applied:
             return [m.NoImage(f"there is no image of step {ask.applied} here")]
+        asked = self._asked[peer] = self._asked.get(peer, 0) + len(ask.blocks)
+        if blocks_too_often(asked, self.image.blocks):
+            return [m.NoImage(f"{asked} blocks were asked for")]
         queue = self._queues.setdefault(peer, deque())
         queue.extend(ask.blocks[: MAX_QUEUED - len(queue)])
         return []
@@ -265,7 +279,12 @@ class ImageIntake:
         return None if self._first_s is None or self._chosen is not None else self._first_s + SETTLE_S
 
     def tick(self, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
-        return self._choose() if self.due_s is not None and now_s >= self.due_s else []
+        if self.due_s is None or now_s < self.due_s:
+            return []
+        assert self._first_s is not None
+        told = sum(donor.table is not None for donor in self._donors.values())
+        most = 2 * told > len(self._donors)  # one that is quick to lie is not alone with its tale
+        return self._choose() if most or now_s >= self._first_s + LONGEST_SETTLE_S else []
 
     def _choose(self) -> list[tuple[m.PeerId, m.Message]]:
         tables = {peer: donor.table for peer, donor in self._donors.items() if donor.table is not None}

@@ -18,6 +18,7 @@ class StepPlan:
         rank, world_size: in the generation that runs it.
         samples: samples behind this worker's gradient, n_i (0: it takes part with zeros).
         total_samples: samples of the whole step, N = sum of all n_i.
+        compare: newcomers have entered: after this step all members compare their states.
     """
 
     step: int
@@ -26,6 +27,7 @@ class StepPlan:
     world_size: int
     samples: int
     total_samples: int
+    compare: bool = False
 
     @property
     def weight(self) -> float:

@@ -186,6 +186,12 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ),
     ],
     "gridtrain.runtime.images": [
+        (
+            "image-asks",
+            "blocks_too_often",
+            _no,
+            "a few bytes, again and again, answered with a mebibyte",
+        ),
         ("image-block", "is_as_told", _yes, "a donor puts its own numbers into a newcomer's model"),
     ],
     "gridtrain.runtime.updates": [

@@ -159,7 +159,7 @@ MESSAGES: dict[int, Record] = {
     21: Record(m.NoRoute, term=UINT, generation=UINT, peers=Many(PEER, 1024)),
     22: Record(m.Broken, term=UINT, generation=UINT, peer=PEER),
     23: Record(m.Seated, term=UINT, generation=UINT, members=Many(Group(PEER, COUNT), 1024)),
-    24: Record(m.Astray, term=UINT, generation=UINT, step=UINT),
+    24: Record(m.Fingerprint, term=UINT, generation=UINT, step=UINT, digest=DIGEST),
     25: Record(m.Caught, applied=APPLIED, history=DIGEST),
     # coordinator -> worker
     30: Record(m.Welcome, term=UINT, run=NAME, software=NAME),
@@ -198,6 +198,7 @@ MESSAGES: dict[int, Record] = {
     44: Record(m.Expect, peers=Many(Group(PEER, ADDRESS), 256)),
     45: Record(m.Fetch, term=UINT, donors=Many(Group(PEER, ADDRESS), 16)),
     46: Record(m.Donate, term=UINT, step=APPLIED, to=Many(PEER, 64)),
+    47: Record(m.Drifted, term=UINT, generation=UINT, step=UINT),
     # worker <-> worker
     50: Record(m.Data, round=ROUND, channel=CHANNEL, place=PLACE, skip=FLAG, payload=FRAME),
     51: Record(m.Vote, round=ROUND, yes=FLAG, digest=DIGEST, reason=REASON),
@@ -219,8 +220,6 @@ MESSAGES: dict[int, Record] = {
     74: Record(m.UpdatesAsk, applied=APPLIED),
     75: Record(m.Update, step=UINT, latest=UINT, payload=FRAME),
     76: Record(m.NoImage, reason=REASON),
-    77: Record(m.Fingerprint, term=UINT, generation=UINT, step=UINT, digest=DIGEST),
-    78: Record(m.Drifted, term=UINT, generation=UINT, step=UINT),
     # of a member that leaves, to another one
     63: Record(
         m.HandOver,

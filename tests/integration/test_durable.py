@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 KILLED, STOPPED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 MORTAL = (sys.executable, str(Path(__file__).parent / "scripts" / "mortal.py"))
 SAMPLES, HELD = 800, 12
-JOB = {"exchange": "gtopk", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
+JOB = {"exchange": "dense", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
 
 
 def one_digest(ends: list[dict]) -> bool:

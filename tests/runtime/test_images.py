@@ -10,6 +10,7 @@ import pytest
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import messages as m
 from gridtrain.runtime.images import BLOCK_BYTES, SETTLE_S, Image, ImageIntake, ImageOutlet
+from gridtrain.testing.defences import without
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 COMMON = random.Random(7).randbytes(10 * BLOCK_BYTES + 123)
@@ -114,7 +115,34 @@ def test_a_donor_without_an_answer_is_not_waited_for_for_ever() -> None:
     assert exchange.intake.donor_up(B) == [(B, m.ImageAsk())]
     exchange.turn()
     assert exchange.intake.due_s == pytest.approx(SETTLE_S)
+    exchange.finish(turns=400)
+
+
+def test_one_that_is_quick_to_lie_is_not_alone_with_its_tale() -> None:
+    """Its table comes at once; honest ones take their images first."""
+    exchange = Exchange(a=image(common=b"a lie" * 1000))
+    for peer in (B, C):
+        exchange.intake.donor_up(peer)
+    for _ in range(30):  # longer than SETTLE_S
+        exchange.turn()
+    for peer in (B, C):
+        exchange.outlets[peer] = ImageOutlet()
+        exchange.outlets[peer].fill(image())
+        exchange.asks.append((peer, m.ImageAsk()))
     exchange.finish()
+    assert bytes(exchange.intake.parts()[1]) == COMMON
+
+
+def test_blocks_are_not_given_again_and_again() -> None:
+    outlet = ImageOutlet()
+    outlet.fill(image())
+    for _ in range(100):
+        for answer in outlet.asked(A, m.BlocksAsk(5, (0,))):
+            assert isinstance(answer, m.NoImage)
+        outlet.next_block(A)
+    assert isinstance(outlet.asked(A, m.BlocksAsk(5, (0,)))[0], m.NoImage)
+    with without("image-asks"):
+        assert outlet.asked(A, m.BlocksAsk(5, (0,))) == []
 
 
 def test_if_all_go_it_begins_anew_with_whoever_comes() -> None:
