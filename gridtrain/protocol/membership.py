@@ -349,7 +349,7 @@ class Membership:
         if report.synced and (not sound or report.applied < least):
             return [Strike(worker.peer, "reported a step and a ledger that cannot be")]
         if report.synced and worker.setup is None:
-            return [Strike(worker.peer, "reported a state before it said what it trains")]
+            return []  # it was away: its set-up is on the way behind an answer to an older FREEZE
         self._reports[worker.peer] = report
         behind = self._regathering and self._recall.behind  # then others may tell of a later generation
         if report.synced and not behind:  # it can decide: whoever is still away is not waited for any longer

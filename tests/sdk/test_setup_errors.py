@@ -188,7 +188,7 @@ def test_batch_sizes_may_differ(outcomes: Any) -> None:
         (Script(data=[]), "a list without samples or without a length .* -> use a map-style data set"),
         (
             Script(data=iter(DATA)),
-            "a list_iterator without samples or without a length .* -> use a map-style",
+            "the list_iterator does not say how many samples .* -> give grid.batches",
         ),
         (Script(clip_norm=-1.0), "clip_norm is -1.0; it must be > 0 and finite -> try clip_norm=1.0"),
         (Script(kind=torch.optim.LBFGS), "LBFGS cannot take its gradients from a group -> use SGD or AdamW"),

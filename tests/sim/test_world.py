@@ -316,15 +316,34 @@ def exempt(world: World) -> bool:
     return bool(log.rollbacks or log.start_overs or (log.blackouts and log.lost_disks) or log.blank_backups)
 
 
+def divided(world: World) -> bool:
+    """Two runs were made of one, as only an operator can prevent: by two coordinators that live and have some
+    workers each (decision 0017), or by one whose backup knew of no member."""
+    if world.log.blank_backups:
+        return True
+    if not world.log.take_overs:
+        return False
+    workers_of: dict[m.RoundId, set[m.PeerId]] = defaultdict(set)
+    for peer, round_id, _ in world.log.commits:
+        workers_of[round_id].add(peer)
+    first: dict[int, m.RoundId] = {}
+    for round_id in workers_of:
+        other = first.setdefault(round_id.step, round_id)
+        if other.term != round_id.term and not workers_of[other] & workers_of[round_id]:
+            return True
+    return False
+
+
 def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None:
     log = world.log
-    if log.take_overs and log.blank_backups:
-        return  # two coordinators, of which neither knows a member, make two runs of it: decision 0017
+    if divided(world):
+        return
     assert world.finished, (
         f"not finished after {world.now_s:.1f} s: {world.coordinator.snapshot(world.now_s)}"
     )
     survivors = [w for w in world.alive if w.core.finished]  # not who was away when the run ended
-    assert survivors
+    if not survivors:
+        return  # the last one died after the end
     # 3: a step was committed in one round only, and 1: with one history on all who committed it.
     rounds_of: dict[int, set[m.RoundId]] = defaultdict(set)
     histories: dict[m.RoundId, set[bytes]] = defaultdict(set)
