@@ -65,6 +65,10 @@ class Backups:
         self._wanted = True
 
     @property
+    def wanted(self) -> bool:
+        return self._wanted
+
+    @property
     def due_s(self) -> float:
         return self._next_s if self._wanted else float("inf")
 

@@ -203,6 +203,8 @@ class Coordinator:
             self._perform(self._core.start(now_s), now_s)
             while not stop.is_set() and not self._over():
                 self._turn()
+            if self._backups is not None and self._backups.wanted and self._standstill is None:
+                self._back_up(self._backups)  # so that the latest one knows all that this one knew
         finally:
             self._transport.close()
             self._store.close()

@@ -108,8 +108,14 @@ def worker(
     run gracefully; a second one kills it.
     """
     from gridtrain.protocol.invitation import parse
+    from gridtrain.wire.kinds import BoundError
+    from gridtrain.wire.schema import NAME
     from gridtrain_worker.agent import Job, supervise
 
+    try:
+        NAME.pack(name)
+    except BoundError as error:
+        raise ConfigError(f"--name is {error.problem}", remedy="choose a shorter, plain one") from None
     job = Job(
         command=command,
         invitation=parse(_read(invitation)),

@@ -14,6 +14,8 @@ the folder when everything is on the disk, so that there is either a whole check
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -95,6 +97,39 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
         self._failed = ""
         self._latest: int | None = None
+        self._mine: list[Path] = []  # oldest first; others on the disk may be of a history that was left
+        self._lock: int | None = None
+
+    def claim(self) -> None:
+        """For this worker alone, until `release`.  What cannot be written to is said now, not after hours.
+
+        Raises:
+            ConfigError: another worker has it.
+        """
+        if not self._every:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ConfigError(
+                f"the folder of checkpoints {self.folder} is in use by another worker",
+                remedy="give each worker a state directory of its own: --state-dir",
+            ) from None
+        except OSError as error:
+            log.warning("there will be no checkpoints: %s cannot be written to: %s", self.folder, error)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def adopt(self) -> None:
+        """The training goes on from the latest one: what is on the disk is of this history."""
+        with contextlib.suppress(OSError):
+            self._mine = _folders(self.folder)
 
     def due(self, step: int) -> bool:
         """After `step` committed steps; later, if the one before is still being written then."""
@@ -144,8 +179,10 @@ class Checkpoints:
         step = snapshot.held.applied + 1
         try:
             save(snapshot, step_folder(self.folder, step))
-            for old in _folders(self.folder)[: -self._keep]:
-                shutil.rmtree(old)
+            self._mine = [path for path in self._mine if path.name != snapshot_name(step)]
+            self._mine.append(step_folder(self.folder, step))
+            while len(self._mine) > self._keep:
+                shutil.rmtree(self._mine.pop(0), ignore_errors=True)
             self._failed = ""
         except OSError as error:
             if self._failed != str(error):
@@ -155,7 +192,11 @@ class Checkpoints:
 
 def step_folder(folder: Path, step: int) -> Path:
     """Where the checkpoint after so many steps lies."""
-    return folder / f"step-{step:08d}"
+    return folder / snapshot_name(step)
+
+
+def snapshot_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def save(snapshot: Snapshot, path: Path) -> None:

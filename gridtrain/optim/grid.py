@@ -29,7 +29,7 @@ from torch import nn
 
 from gridtrain._version import __version__
 from gridtrain.config import Deadlines, Dense, Exchange, GTopK, JoinConfig, TopK
-from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
 from gridtrain.optim import reading, sampler, state_sync
 from gridtrain.optim.checkpoint import Checkpoints, Snapshot
 from gridtrain.optim.figures import Figures, check_names
@@ -111,6 +111,7 @@ def join(
         CoordinatorUnreachable: nobody answered in time.
         JoinRefused: the coordinator does not want this worker; the text says why.
     """
+    speak_plainly()
     given: dict[str, str | None] = {
         "name": name or os.environ.get("GRIDTRAIN_NAME") or random_name(),
         "listen": listen,
@@ -135,7 +136,6 @@ def join(
         config = JoinConfig.from_environment(None, **given)
         config = replace(config, coordinator=coordinator_address(config.coordinator))
         check_names(config)
-        speak_plainly()
         identity, encrypted = Identity.read(Path(config.identity)), config.unencrypted != "yes"
         acquaintances = Acquaintances(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
         sockets = ZeroMQTransport(
@@ -182,6 +182,7 @@ class Grid:
         self._facts: Facts = ()
         self._inherited_mass = 0.0
         self._left: Left | None = None  # the residual with which this worker left, not added yet
+        self._held_step: int | None = None  # of the checkpoint that was found
         self._resumed = False  # state and residual are a checkpoint's, and no step was taken since
         atexit.register(self.close)
         leave_on_sigterm()
@@ -450,7 +451,7 @@ class Grid:
         latest: Sequence[Span] = (Span(0, min(self._spec.size, max(2, self._share))),)
         while (picture := self._session.await_turn()) is not None:
             assert picture.open_round is not None
-            self._resumed = False
+            self._settle_checkpoints(picture.applied + 1)
             self._take_back(picture)
             self._checkpoint(picture)
             latest = picture.spans or latest
@@ -475,18 +476,38 @@ class Grid:
             every=_whole("checkpoint_every", self._config.checkpoint_every),
             keep=_whole("checkpoint_keep", self._config.checkpoint_keep),
         )
+        self._checkpoints.claim()
+        self.held.callback(self._checkpoints.release)
         found = self._checkpoints.latest(self._facts)
         self._left = pick_up(self._checkpoint_folder(), self._facts, self._wrapped().residual_size)
         if found is None:
             return None
-        self._wrapped().unpack(found.document, found.tensors)
+        try:
+            self._wrapped().unpack(found.document, found.tensors)
+        except RemoteProtocolError as error:
+            raise ConfigError(
+                f"the checkpoint {found.path} of step {found.step} cannot be used: {error.reason}",
+                remedy="move it away: this worker then begins from an older one, or takes the others' state",
+            ) from None
         if found.residual:  # none: another worker has it (`leaving.void`)
             self._wrapped().load_residual_state(found.residual)
         if self._left is not None and self._left.history == found.held.history:
             self._wrapped().forget_residual()  # what was left is what remains of it
-        self._resumed = True
+        self._resumed, self._held_step = True, found.step
         log.warning("this worker holds a checkpoint of step %d: %s", found.step, found.path)
         return found.held
+
+    def _settle_checkpoints(self, step: int) -> None:
+        """At the first turn: what was found on the disk is this training's past, or it is left alone."""
+        assert self._checkpoints is not None
+        if self._resumed:
+            self._checkpoints.adopt()
+        elif self._held_step is not None:
+            text = (
+                "the run goes on from step %d, not from this worker's checkpoint of step %d: it stays in %s"
+            )
+            log.warning(text, step, self._held_step, self._checkpoints.folder)
+        self._resumed, self._held_step = False, None
 
     def _restore(self, blobs: Sequence[bytes]) -> None:
         """Another worker's state.  A residual from a checkpoint belongs to the checkpoint's step alone: what

@@ -66,7 +66,8 @@ class Identity:
         if mode & 0o077:
             raise ConfigError(
                 f"the key file {path} has mode {mode:04o}, so others may read it",
-                remedy=f"chmod 600 {path}; if it may have been read, delete it and ask for a new invitation",
+                remedy=f"chmod 600 {path}; if it may have been read, a worker deletes it and asks for a new "
+                "invitation; with another key of the coordinator everybody has to be invited anew",
             )
         try:
             if not text.startswith(_HEADER):
@@ -75,7 +76,8 @@ class Identity:
         except (ValueError, ConfigError):
             raise ConfigError(
                 f"the key file {path} holds no key",
-                remedy="restore it from a backup, or delete it and ask for a new invitation",
+                remedy="restore it from a backup; a worker may delete it and ask for a new invitation, but "
+                "without a coordinator's key no worker knows the run again",
             ) from None
 
     @classmethod

@@ -103,7 +103,7 @@ def test_the_same_number_of_workers_ends_as_if_nothing_had_happened(tmp_path: Pa
 
 def test_only_so_many_are_kept_and_none_is_half_written(tmp_path: Path) -> None:
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=STEPS), every=2)
-    assert sorted(path.name for path in (tmp_path / "worker-0").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "worker-0").glob("step-*")) == [
         "step-00000008",
         "step-00000010",
     ]
@@ -181,3 +181,69 @@ def test_the_ledger_is_in_the_checkpoint_and_every_sample_counts_once_over_a_res
     run(tmp_path, 3, lambda grid: work(grid, until=-1))
     taken = sorted(index for _, indices in counted for index in indices)
     assert taken == sorted(list(range(len(DATA))) * 3)
+
+
+def test_one_folder_is_one_workers(tmp_path: Path) -> None:
+    folder = str(tmp_path / "ours")
+    with LocalGroup(min_workers=1) as group:
+        first = group.join("first", checkpoint_every=3, state_dir=folder)
+        other = group.join("other", checkpoint_every=3, state_dir=folder)
+        with first, other:
+            next(grid_turns(first))
+            with pytest.raises(ConfigError, match="ours is in use by another worker"):
+                next(grid_turns(other))
+
+
+def grid_turns(grid: gridtrain.Grid) -> Any:
+    model = nn.Linear(2, 1)
+    grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.001), model, exchange=gridtrain.Dense())
+    return grid.batches(DATA, global_batch_size=6, steps=STEPS)
+
+
+def test_what_another_history_left_on_the_disk_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run begins anew with a worker that knows of nothing; who comes later holds a checkpoint."""
+    run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=5))
+    kept = tmp_path / "worker-0" / "step-00000003"
+    assert kept.exists()
+    started, over = threading.Event(), threading.Event()
+
+    def fresh() -> None:
+        with group.join("fresh") as grid:
+            for _ in steps_of(grid):
+                started.set()
+                if over.is_set():
+                    break
+
+    def old() -> None:
+        folder = str(tmp_path / "worker-0")
+        with group.join("old", checkpoint_every=1, state_dir=folder) as grid:
+            for number, _ in enumerate(steps_of(grid)):
+                grid._checkpoints.wait()
+                if number == 6:
+                    break
+        over.set()
+
+    with LocalGroup(min_workers=1) as group:
+        threads = [threading.Thread(target=fresh, daemon=True), threading.Thread(target=old, daemon=True)]
+        threads[0].start()
+        assert started.wait(20.0)
+        threads[1].start()
+        for thread in threads:
+            thread.join(60.0)
+    assert kept.exists()
+    assert "not from this worker's checkpoint of step 3: it stays in" in caplog.text
+
+
+def steps_of(grid: gridtrain.Grid) -> Any:
+    """Batches, each with a step taken after it."""
+    torch.manual_seed(7)
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+    for x, y in grid.batches(DATA, global_batch_size=6, steps=100_000):
+        yield x, y
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
