@@ -654,7 +654,8 @@ class Membership:
     def _let_follow(self, now_s: float) -> list[Effect]:
         """Who cannot enter yet takes over the state of those who train."""
         current = {member.peer for member in self._roster}
-        holders = [x.peer for x in self._roster if x.peer in self._workers and not x.joining]
+        # All were READY: those who joined with this generation hold the state by now.
+        holders = [x.peer for x in self._roster if x.peer in self._workers]
         holders = [x for x in holders if self._workers[x].lost_s is None]
         followers = [w for w in self._workers.values() if w.follows and w.peer not in current]
         if not holders or self._view is None:

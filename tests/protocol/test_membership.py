@@ -371,3 +371,49 @@ def test_whoever_joins_is_dealt_the_median_of_the_others() -> None:
     run.join(C)
     run.report(A), run.report(B)
     assert run.shares == {A: 30, B: 10, C: 20}
+
+
+FOLLOWS = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None, follows=True)
+
+
+def newcomer(run: Run, peer: m.PeerId) -> list[Effect]:
+    """One that can follow joins; everything that is sent."""
+    effects = run.say(peer, m.Join("r", peer[:1].decode(), "memory://new"))
+    effects += run.hear(CalledBack(peer, "memory://new"))
+    return effects + run.say(peer, FOLLOWS) + run.say(peer, m.Links(()))
+
+
+def donations(effects: list[Effect]) -> list[tuple[m.PeerId, m.Donate]]:
+    return [(e.peer, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, m.Donate)]
+
+
+def test_a_follower_is_served_until_it_is_a_member() -> None:
+    run = Run(A, B)
+    told = donations(newcomer(run, C))
+    assert {peer for peer, _ in told} == {A, B} and all(donate.to == (C,) for _, donate in told)
+    assert run.core._view is not None and run.core._view.world_size == 2, "the members train on"
+    effects = run.say(C, m.Caught(7, b"h"))
+    assert not [donate for _, donate in donations(effects) if donate.to == ()], "there are updates to come"
+    assert any(isinstance(e, Send) and isinstance(e.message, m.Freeze) for e in effects)
+
+
+def test_a_step_that_a_member_makes_up_delays_no_image() -> None:
+    run = Run(A, B, C)
+    run.say(A, m.Beat(1, 2**63 - 1, 1, ()))
+    run.say(B, m.Beat(1, 5, 1, ()))
+    run.say(C, m.Beat(1, 6, 1, ()))
+    told = donations(newcomer(run, b"d" * 32))
+    assert told and all(7 <= donate.step < 100 for _, donate in told)
+
+
+def test_states_are_compared_by_the_coordinator_and_a_liar_moves_only_itself() -> None:
+    run = Run(A, B, C)
+    generation = run.core.generation
+    effects = run.say(A, m.Fingerprint(1, generation, 9, b"same"))
+    effects += run.say(B, m.Fingerprint(1, generation, 9, b"other"))
+    effects += run.say(b"e" * 32, m.Fingerprint(1, generation, 9, b"a stranger's"))
+    assert not [e for e in effects if isinstance(e, Send) and isinstance(e.message, m.Drifted)]
+    effects = run.say(C, m.Fingerprint(1, generation, 9, b"same"))
+    told = [e for e in effects if isinstance(e, Send) and isinstance(e.message, m.Drifted)]
+    assert [e.peer for e in told] == [B]
+    assert run.core.snapshot(run.now_s)["drifts"] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 from torch import nn
 
 import gridtrain
+from gridtrain.config import Deadlines
 from gridtrain.optim import state_sync
+from gridtrain.protocol import followers
+from gridtrain.runtime import images
 
 DATA = [(torch.tensor([float(i % 7), 1.0]), torch.tensor([2.0 * (i % 5)])) for i in range(50_000)]
 EXCHANGES = [
@@ -19,6 +23,7 @@ EXCHANGES = [
     gridtrain.TopK(density=0.01, momentum=0.9),
 ]
 WITHIN_S = 60.0
+BRISK = Deadlines(beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, report_s=2.0, connect_s=5.0)
 
 
 class Stage:
@@ -45,6 +50,7 @@ def train(
     width: int = 160_000,
     explicit: bool = False,
     adam: bool = False,
+    shrinks: bool = False,
 ) -> dict[str, Any]:
     """Until `stage.stop_at`; digests of parameters and optimizer after each step, and how it came in."""
     model = model_of(width)
@@ -72,17 +78,21 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        if shrinks:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.999)
         if grid.step > 10:
             stage.warm.set()
     return seen
 
 
 def run(
-    new_group: Any, exchange: Any, workers: int = 2, **options: Any
+    new_group: Any, exchange: Any, workers: int = 2, deadlines: Deadlines = BRISK, **options: Any
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """`workers` train, one more joins; what they saw, and the coordinator's events."""
     stage = Stage()
-    with new_group(workers=workers) as group:
+    with new_group(workers=workers, deadlines=deadlines) as group:
         for _ in range(workers):
             group.start(lambda grid, _: train(grid, exchange, stage, late=False, **options))
         assert stage.warm.wait(WITHIN_S)
@@ -135,3 +145,33 @@ def test_a_script_that_may_change_updates_is_not_replayed(new_group: Any) -> Non
     assert equal(results) >= 15
     (caught,) = [event for event in events if event["event"] == "caught_up"]
     assert caught["step"] == -1
+
+
+def test_it_is_kept_up_until_it_enters(new_group: Any) -> None:
+    """Between Caught and the VIEW the coordinator may let time pass; the others do not wait."""
+    slow = replace(BRISK, generation_gap_s=3.0, ready_s=6.0)
+    results, events = run(new_group, EXCHANGES[0], width=1000, deadlines=slow)
+    assert equal(results) >= 15
+    caught = next(event["step"] for event in events if event["event"] == "caught_up")
+    print(f"caught up at {caught}, entered at {results[-1]['first']}")
+    assert not any(event["event"] == "lost" for event in events if "not ready" in str(event))
+
+
+def test_without_an_image_it_enters_as_ever(new_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no room for a second copy")
+
+    monkeypatch.setattr(images.Image, "of", fails)
+    monkeypatch.setattr(followers, "STUCK_S", 1.0)
+    results, events = run(new_group, EXCHANGES[0], width=1000, deadlines=replace(BRISK, ready_s=4.0))
+    assert equal(results) >= 15
+    assert any(event["event"] == "not_following" for event in events)
+
+
+def test_what_a_script_does_besides_is_found_after_the_first_step(new_group: Any) -> None:
+    """Updates do not tell of it: the newcomer's model is another one, until the states are compared."""
+    results, events = run(new_group, EXCHANGES[0], width=1000, shrinks=True)
+    (drifted,) = [event for event in events if event["event"] == "drifted"]
+    assert drifted["step"] == results[-1]["first"]
+    last = max(set.intersection(*(set(seen["digests"]) for seen in results)))
+    assert len({seen["digests"][last] for seen in results}) == 1
