@@ -33,6 +33,8 @@ class Speedometer:
 
     def observe(self, snapshot: dict[str, Any], now_s: float) -> None:
         figures = {member["peer"]: member["figures"] for member in snapshot["members"]}
+        if self._samples and not any(self._samples[-1].figures.values()):
+            self._samples.clear()  # nobody had said yet where the run is
         self._samples.append(_Sample(now_s, snapshot["step"], figures))
         while now_s - self._samples[0].at_s > WINDOW_S:
             self._samples.popleft()

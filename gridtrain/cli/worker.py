@@ -16,17 +16,32 @@ MAX_READ = 4096
 @click.argument("invitation")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @click.option(
-    "--name", envvar="GRIDTRAIN_NAME", default="", help="This worker's name.  [default: a random one]"
+    "--name",
+    envvar="GRIDTRAIN_NAME",
+    show_envvar=True,
+    default="",
+    help="This worker's name.  [default: a random one]",
 )
 @click.option(
-    "--upload-limit", envvar="GRIDTRAIN_UPLOAD_LIMIT", default="", metavar="RATE", help="Such as 20Mbit."
+    "--upload-limit",
+    envvar="GRIDTRAIN_UPLOAD_LIMIT",
+    show_envvar=True,
+    default="",
+    metavar="RATE",
+    help="Such as 20Mbit.",
 )
 @click.option(
-    "--download-limit", envvar="GRIDTRAIN_DOWNLOAD_LIMIT", default="", metavar="RATE", help="Such as 100Mbit."
+    "--download-limit",
+    envvar="GRIDTRAIN_DOWNLOAD_LIMIT",
+    show_envvar=True,
+    default="",
+    metavar="RATE",
+    help="Such as 100Mbit.",
 )
 @click.option(
     "--listen",
     envvar="GRIDTRAIN_LISTEN",
+    show_envvar=True,
     default="",
     metavar="ADDRESS",
     help="Where to wait for other workers.  [default: a free port towards the coordinator]",
@@ -34,6 +49,7 @@ MAX_READ = 4096
 @click.option(
     "--advertise",
     envvar="GRIDTRAIN_ADVERTISE",
+    show_envvar=True,
     default="",
     metavar="ADDRESS",
     help="The address that other workers should dial instead.",
@@ -41,6 +57,7 @@ MAX_READ = 4096
 @click.option(
     "--export-dir",
     envvar="GRIDTRAIN_EXPORT_DIR",
+    show_envvar=True,
     default="",
     metavar="FOLDER",
     help="Where the final model goes.",
@@ -48,6 +65,7 @@ MAX_READ = 4096
 @click.option(
     "--state-dir",
     envvar="GRIDTRAIN_STATE_DIR",
+    show_envvar=True,
     default="",
     metavar="FOLDER",
     help="Where this worker's own checkpoints go.  [default: under ~/.local/state/gridtrain]",
@@ -55,6 +73,7 @@ MAX_READ = 4096
 @click.option(
     "--checkpoint-every",
     envvar="GRIDTRAIN_CHECKPOINT_EVERY",
+    show_envvar=True,
     type=click.IntRange(min=0),
     metavar="STEPS",
     help="Steps between two checkpoints; 0: none.  [default: 500]",
@@ -62,6 +81,7 @@ MAX_READ = 4096
 @click.option(
     "--checkpoint-keep",
     envvar="GRIDTRAIN_CHECKPOINT_KEEP",
+    show_envvar=True,
     type=click.IntRange(min=1),
     help="So many checkpoints stay.  [default: 2]",
 )
