@@ -25,8 +25,14 @@ def test_rates_over_the_window() -> None:
 
 
 def test_old_samples_are_forgotten() -> None:
-    speed = observed((0, snapshot(0)), (5, snapshot(50)), (12, snapshot(50)))
+    speed = observed((0, snapshot(0, a=1)), (5, snapshot(50, a=2)), (12, snapshot(50, a=2)))
     assert speed.steps_per_s() == 0.0
+
+
+def test_before_anybody_has_said_where_the_run_is_there_is_no_speed() -> None:
+    """A coordinator that was restarted begins at step 0 until the workers are back."""
+    speed = observed((0, snapshot(0)), (1, snapshot(2000, a=1)), (2, snapshot(2003, a=2)))
+    assert speed.steps_per_s() == 3.0
 
 
 def test_what_is_not_known_is_none() -> None:
