@@ -83,7 +83,7 @@ def test_what_honest_ones_do_is_accepted(name: str) -> None:
 # -- that it finds what there is: a defence is taken away, and the fuzzer says so -------------------
 
 PLANTED = {
-    "codec": ("gridtrain.wire.kinds.Int.pack", lambda self, value: value, 2000),
+    "codec": ("gridtrain.wire.kinds.Int.pack", lambda self, value: value, 20000),
     "sparse": ("gridtrain.wire.sparse._EXPONENT_MAX", 400, 2000),
     "status": ("gridtrain.runtime.client._printable", lambda value: value, 200),
     "stateblocks": (

@@ -146,7 +146,7 @@ def test_a_standby_from_an_old_backup_takes_over(new_group, tmp_path: Path) -> N
         shutil.copytree(backups, tmp_path / "old")
         group.start_coordinator()
         door.open()
-        group.wait("clara's joining", lambda: len(group.events("freeze")) >= 1)
+        group.wait("clara's joining", lambda: any(f["workers"] == 3 for f in group.events("generation")))
         step.open()
         group.wait("clara", lambda: any(f["workers"] == 3 for f in group.events("training")))
         group.wait("step 20", lambda: bool(clara.marked("holding")))
