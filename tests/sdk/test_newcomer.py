@@ -134,8 +134,8 @@ def test_a_script_without_an_agent_and_without_an_invitation() -> None:
     done = run(sys.executable, "-c", "import gridtrain; gridtrain.join()")
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "gridtrain: <string>, line 1: ConfigError: this script does not know which run to join -> start it with "
-        "`gridtrain worker INVITATION -- python train.py`, or pass the invitation: "
+        "gridtrain: <string>, line 1: ConfigError: this script does not know which run to join -> "
+        "start it with `gridtrain worker INVITATION -- python train.py`, or pass the invitation: "
         'gridtrain.join("gridtrain1:...")'
     )
 
