@@ -13,6 +13,7 @@ of the model's size that costs nothing, and a pause as long as a GPU would compu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -61,8 +62,6 @@ def train(options: argparse.Namespace) -> None:
         )
         for _ in grid.batches(range(10**5), batch_size=1, steps=10**6):
             print(json.dumps({"step": grid.step, "at": time.monotonic(), "of": grid.world_size}), file=out)
-            if Path(options.stop).exists() and grid.step >= int(Path(options.stop).read_text()):
-                break
             time.sleep(options.compute)  # what a GPU would do meanwhile
             for layer in model:
                 layer.weight.grad = noise * (1 + grid.rank)
@@ -70,6 +69,10 @@ def train(options: argparse.Namespace) -> None:
 
 
 # -- the measurement -----------------------------------------------------------------------------
+
+
+class _EnoughError(Exception):
+    """All that is measured has happened."""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -81,11 +84,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Raises `LabError` with the ends of the logs."""
     names = (*(f"worker-{number}" for number in range(1, options.workers + 1)), LATE)
-    leaves_it = {"GRIDTRAIN_HANDOVER_MIB": "0"}  # what happens afterwards is not measured
-    plan = Plan(workers=len(names), line=options.line, names=names, late=1, environment=leaves_it)
-    gate, stop = folder / "gate", folder / "stop"
+    plan = Plan(workers=len(names), line=options.line, names=names, late=1)
+    gate = folder / "gate"
     os.mkfifo(gate)
-    common = [sys.executable, "-m", "lab.joiner", "--train", "--stop", str(stop)]
+    common = [sys.executable, "-m", "lab.joiner", "--train"]
     common += ["--parameters", str(options.parameters), "--density", str(options.density)]
     common += ["--compute", str(options.compute)]
 
@@ -103,12 +105,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             opened_s = time.monotonic()
             gate.write_text("go")
         entered = [line for line in lines(late) if "step" in line]
-        if entered and not stop.exists():
-            stop.write_text(str(entered[0]["step"] + AFTERWARDS_STEPS))
+        if len(entered) > AFTERWARDS_STEPS:
+            raise _EnoughError
 
     with Net() as net:
         group = start(net, plan, folder, script)
-        group.wait(options.timeout, tick)
+        with contextlib.suppress(_EnoughError):
+            group.wait(options.timeout, tick)
     return evaluate(lines(first), lines(late), opened_s)
 
 
@@ -142,7 +145,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE")
     for name in ("--train",):
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
-    for name in ("--out", "--stop", "--gate"):
+    for name in ("--out", "--gate"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
