@@ -42,9 +42,9 @@ STEPS_AFTERWARDS = 20
 OUT_S = 0.5
 """The others hear of it so much later than she."""
 
-MEMORY_MIB = 192.0 + 2 * 64.0
+MEMORY_MIB = 192.0 + 3 * 64.0
 """What a peer may have under way to us (`entrance.MOST_UNREAD_BYTES`), and one message of the largest kind
-while it is decrypted."""
+as it came, decrypted, and handed on."""
 
 PROVABLE = {
     "illegal": "only the coordinator may send it|which only others may send",
