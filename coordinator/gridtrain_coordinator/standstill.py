@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from gridtrain.protocol import membership_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.transport.base import PeerDown, PeerUp, Received, TransportEvent, Violation
+from gridtrain.transport.base import PeerUp, Received, TransportEvent
 
 RETRY_S = 1.0
 MAX_EVENTS = 20_000
@@ -71,8 +71,3 @@ class Standstill:
             self.events.append(event)
             return []
         return [io.Dismiss(event.peer)]
-
-
-def of_peer(event: TransportEvent) -> m.PeerId | None:
-    """Whom an event is of, if it says."""
-    return event.peer if isinstance(event, Received | PeerUp | PeerDown | Violation) else None

@@ -14,7 +14,6 @@ carries the settings of all ranks as text, in one more dense vector of the same 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ import torch
 from gridtrain.errors import ConfigError
 from gridtrain.optim import state_sync
 from gridtrain.protocol.ring import Ring
+from gridtrain.protocol.round import largest_party
 from gridtrain.runtime.buffers import DenseWorkspace
 from gridtrain.runtime.plan import StepPlan
 
@@ -61,10 +61,7 @@ def refuse_fork(plan: StepPlan, sums: DenseWorkspace) -> None:
     rows = [row for row in read if row is not None]
     if len(rows) < plan.world_size:
         return  # the exchange broke off: another reason than a fork, or none that can be known
-    parties: dict[bytes, list[int]] = defaultdict(list)
-    for rank, (digest, _) in enumerate(rows):
-        parties[digest].append(rank)
-    staying = max(parties.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    staying = largest_party({rank: digest for rank, (digest, _) in enumerate(rows)})
     if plan.rank in staying:
         return
     mine, theirs = _difference(rows[plan.rank], rows[staying[0]])

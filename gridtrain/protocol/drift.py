@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gridtrain.protocol.messages import PeerId
+from gridtrain.protocol.round import largest_party
 
 MOST_OPEN = 4
 """Comparisons that may be under way; an older one is given up."""
@@ -61,8 +62,4 @@ class Drift:
 
 def drifted(digests: dict[int, bytes]) -> list[int]:
     """Ranks that hold something else than the largest party; of equal ones the one with the lowest rank."""
-    parties: dict[bytes, list[int]] = {}
-    for rank in sorted(digests):
-        parties.setdefault(digests[rank], []).append(rank)
-    right = max(parties.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-    return sorted(set(digests) - set(right))
+    return sorted(set(digests) - set(largest_party(digests)))

@@ -12,7 +12,7 @@ enters a generation: that is `protocol.membership`, which lets a follower in whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import Effect, Note, Send
@@ -40,6 +40,11 @@ class Followers:
         self._donors: tuple[m.PeerId, ...] = ()
         self._told: tuple[m.PeerId, ...] = ()
 
+    @property
+    def serving(self) -> bool:
+        """Somebody follows, or has to be told that it is over."""
+        return bool(self._told or self._donors or self._since_s)
+
     def turn(
         self,
         followers: Sequence[Worker],
@@ -66,8 +71,7 @@ class Followers:
                 effects.append(Note("warning", "not_following", fields))
             else:
                 following.append(worker)
-        peers = tuple(worker.peer for worker in following)
-        self._since_s = {peer: since for peer, since in self._since_s.items() if peer in peers}
+        self._since_s = {worker.peer: self._since_s[worker.peer] for worker in following}
         following += [worker for worker in entering if worker.peer in self._told]
         peers = tuple(worker.peer for worker in following)
         donors = tuple(holders[:MOST_DONORS]) if following else ()
@@ -87,15 +91,15 @@ class Followers:
         self._donors, self._told = donors, peers
         return effects
 
-    def deadline_s(self, moved_s: Callable[[m.PeerId], float]) -> float:
+    def deadline_s(self, workers: Mapping[m.PeerId, Worker]) -> float:
         """When somebody may be stuck."""
-        times = (max(since_s, moved_s(peer)) + STUCK_S for peer, since_s in self._since_s.items())
-        return min(times, default=math.inf)
-
-    def forget(self, peer: m.PeerId) -> None:
-        """Its connection is another one now: it has to be told again."""
-        self._told = tuple(x for x in self._told if x != peer)
-        self._donors = tuple(x for x in self._donors if x != peer)
+        return min(
+            (
+                (max(since_s, workers[peer].moved_s) if peer in workers else since_s) + STUCK_S
+                for peer, since_s in self._since_s.items()
+            ),
+            default=math.inf,
+        )
 
 
 def step_ahead(latest: int, made: int, running_s: float) -> int:

@@ -237,12 +237,10 @@ class Membership:
     def deadline_s(self) -> float:
         """When `tick` has something to do; infinite if nothing is waited for."""
         limits = self._deadlines
-        moved = {peer: worker.moved_s for peer, worker in self._workers.items()}
-        stuck_s = self._followers.deadline_s(lambda peer: moved.get(peer, 0.0))
         held_s = self._freeze_by_s if self._freeze_by_s is not None else math.inf
         times = [
             self._making_until_s,
-            stuck_s,
+            self._followers.deadline_s(self._workers),
             held_s,
             *(worker.deadline_s(limits) for worker in self._workers.values()),
         ]
@@ -654,10 +652,12 @@ class Membership:
     def _let_follow(self, now_s: float) -> list[Effect]:
         """Who cannot enter yet takes over the state of those who train."""
         current = {member.peer for member in self._roster}
+        followers = [w for w in self._workers.values() if w.follows and w.peer not in current]
+        if not followers and not self._followers.serving:
+            return []  # as almost always, and this is asked after every message
         # All were READY: those who joined with this generation hold the state by now.
         holders = [x.peer for x in self._roster if x.peer in self._workers]
         holders = [x for x in holders if self._workers[x].lost_s is None]
-        followers = [w for w in self._workers.values() if w.follows and w.peer not in current]
         if not holders or self._view is None:
             for worker in followers:
                 worker.caught = True  # there is nobody to follow

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
@@ -33,6 +33,14 @@ _REMEDY = "drop that peer; an honest one of the same version never sends this"
 def extend_history(history: bytes, digest: bytes) -> bytes:
     """Chain one more update's digest: equal histories mean the same updates from the same start."""
     return hashlib.blake2b(history + digest, digest_size=32).digest()
+
+
+def largest_party(held: Mapping[int, Hashable]) -> list[int]:
+    """Of what each rank holds: the ranks of the largest party, of equal ones of that with the lowest rank."""
+    parties: dict[Hashable, list[int]] = {}
+    for rank in sorted(held):
+        parties.setdefault(held[rank], []).append(rank)
+    return max(parties.values(), key=lambda ranks: (len(ranks), -ranks[0]))
 
 
 # -- events ------------------------------------------------------------------------------------
@@ -225,14 +233,10 @@ class Round:
             return self._decide(Verdict.ABORT, f"rank {vote.rank} voted NO: {vote.reason}", (vote.rank,))
         if len(self._votes) < self.world_size:
             return []
-        by_digest: dict[bytes, list[int]] = {}
-        for rank in sorted(self._votes):
-            by_digest.setdefault(self._votes[rank].digest, []).append(rank)
-        if len(by_digest) == 1:
+        right = largest_party({rank: cast.digest for rank, cast in self._votes.items()})
+        if len(right) == self.world_size:
             return self._decide(Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
-        # The largest party is right; of equal ones that with the lowest rank.
-        right = max(by_digest.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-        wrong = tuple(rank for ranks in by_digest.values() if ranks is not right for rank in ranks)
+        wrong = tuple(sorted(set(self._votes) - set(right)))
         reason = f"updates differ: ranks {_listed(right)} agree, ranks {_listed(wrong)} hold something else"
         return self._decide(Verdict.ABORT, reason, wrong)
 

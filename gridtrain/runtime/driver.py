@@ -604,21 +604,18 @@ class Driver:
         return []
 
     def _follow(self, effect: io.Follow | io.DonorUp | io.DonorDown | io.Arrive) -> None:
+        asks: Sequence[tuple[m.PeerId, m.Message]] = ()
         with self._changed:
-            if isinstance(effect, io.Follow):
-                self._following = Following(*self._bounds)
-            if self._following is None:
-                return
+            following = self._following
             match effect:
-                case io.DonorUp(peer):
-                    asks = self._following.donor_up(peer)
-                case io.DonorDown(peer):
-                    asks = self._following.donor_down(peer)
-                case io.Arrive(applied, history):
-                    self._following.enter(applied, history)
-                    asks = []
-                case _:
-                    asks = []
+                case io.Follow():
+                    self._following = Following(*self._bounds)
+                case io.DonorUp(peer) if following is not None:
+                    asks = following.donor_up(peer)
+                case io.DonorDown(peer) if following is not None:
+                    asks = following.donor_down(peer)
+                case io.Arrive(applied, history) if following is not None:
+                    following.enter(applied, history)
         self._post(asks)
 
     def _mind_following(self, now_s: float) -> None:
@@ -636,12 +633,8 @@ class Driver:
                 self._follow_moved = (following.idle, now_s)
             elif now_s - self._follow_moved[1] >= self._config.deadlines.ready_s / 4:
                 following.failed = following.failed or "nothing more came of what the VIEW names"
-            at, caught, failed, arrived = (
-                following.at,
-                following.caught_up,
-                following.failed,
-                following.arrived,
-            )
+            at, caught = following.at, following.caught_up
+            failed, arrived = following.failed, following.arrived
             if failed:
                 self._following = None
                 self._intake.forget()

@@ -15,6 +15,7 @@ follow.  Never opens a socket and never touches the model: that is the trainer's
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -77,8 +78,7 @@ class Following:
         self._pending: deque[tuple[StepUpdate, bytes]] = deque()
         self._pending_bytes = 0
         self._at: tuple[int, bytes] | None = None  # what the trainer's model is
-        self._busy = False
-        self._doing: Work | None = None
+        self._doing: Work | None = None  # by the trainer
         self._target: tuple[int, bytes] | None = None
         self.failed = ""
         self.latest = -1
@@ -110,11 +110,11 @@ class Following:
     @property
     def idle(self) -> object | None:
         """Equal as long as nothing comes; None: the trainer has something to do, or all is there."""
-        return None if self._busy or self.has_work or self.arrived else (self.progress, self._received)
-
-    @property
-    def due_s(self) -> float | None:
-        return self._image.due_s
+        return (
+            None
+            if self._doing is not None or self.has_work or self.arrived
+            else (self.progress, self._received)
+        )
 
     # -- from the loop -----------------------------------------------------------------------------
 
@@ -164,24 +164,25 @@ class Following:
 
     @property
     def has_work(self) -> bool:
-        if self._busy or self.failed:
+        if self._doing is not None or self.failed:
             return False
         return self._image.complete if self._at is None else bool(self._pending)
 
     def work(self) -> Work:
         """To be called only if `has_work`; `done` is to follow."""
-        self._busy = True
         if self._at is None:
             self._doing = ImageWork(*self._image.parts())
-            return self._doing
-        self._doing = UpdatesWork(tuple(update for update, _ in list(self._pending)[:AT_A_TIME]))
+        else:
+            self._doing = UpdatesWork(
+                tuple(update for update, _ in itertools.islice(self._pending, AT_A_TIME))
+            )
         return self._doing
 
     def done(self, work: Work) -> None:
         """The trainer has carried it out."""
         if work is not self._doing:
             return  # it was given by one that this one has replaced
-        self._busy, self._doing = False, None
+        self._doing = None
         if isinstance(work, ImageWork):
             assert self._image.applied is not None
             self._at = (self._image.applied, self._image.history)
