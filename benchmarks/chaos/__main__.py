@@ -1,4 +1,4 @@
-"""`python -m chaos`: a calm run and one under faults, of the same length, and the report.
+"""`python -m chaos`: a calm run, one under faults, and the report that compares their rates.
 
     python -m chaos --minutes 2 --every 5 --seed 1 --workers 6 --out FOLDER
 
@@ -24,7 +24,8 @@ from lab.net import why_not
 
 def parsed(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=2.0, help="of each of the two runs")
+    parser.add_argument("--minutes", type=float, default=2.0, help="of the run under faults")
+    parser.add_argument("--calm", type=float, metavar="MINUTES", help="of the calm run (as long, at most 5)")
     parser.add_argument("--every", type=float, default=30.0, help="seconds from one fault to the next")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=6)
@@ -50,17 +51,18 @@ def main(argv: list[str]) -> int:
         options.seed, length_s=length_s, every_s=options.every, workers=options.workers, kinds=kinds
     )
     summaries: dict[str, Any] = {}
-    for name, faults in (("calm", ()), ("chaos", tuple(schedule))):
+    calm_s = min(length_s, 300.0) if options.calm is None else 60.0 * options.calm
+    for name, lasts_s, faults in (("calm", calm_s, ()), ("chaos", length_s, tuple(schedule))):
         plan = Plan(
             workers=options.workers,
-            length_s=length_s,
+            length_s=lasts_s,
             rate=options.rate,
             loopback=bool(missing),
             faults=faults,
             exchange=options.exchange,
             compute_s=options.compute,
         )
-        say(f"-- {name}: {plan.workers} workers, {length_s:.0f} s, {len(faults)} faults, in {folder / name}")
+        say(f"-- {name}: {plan.workers} workers, {lasts_s:.0f} s, {len(faults)} faults, in {folder / name}")
         summaries[name] = report.summary(plan, play(plan, folder / name, say))
     return finish(options, argv, missing, summaries, folder)
 
