@@ -7,6 +7,9 @@ Never decides when a generation begins or ends, and never opens a payload.
                      ^                                       ABORT: the next attempt, same gradient
                      +---- held: what came early ----+       two in a row: the root wants a FREEZE
 
+While the trainer still computes its last buckets the first ones may travel already (`begin`).  There is no
+`Round` yet then: votes, decisions and failures wait, as they do for a trainer that has not submitted at all.
+
 What a member sends is taken, held or dropped where an honest one may have sent it, and otherwise raises
 `RemoteProtocolError`, as PROTOCOL.md section 6 tells them apart.  So does whatever fits no collective.
 """
@@ -148,7 +151,7 @@ class Attempts:
         self._held: dict[m.PeerId, _Held] = {}
         self._last_committed: m.RoundId | None = None
         self._progress_of: dict[m.PeerId, int] = {}
-        self._torn = False
+        self._torn = ""  # why what was sent for the next round may be lost
         self._stale_of: Counter[m.PeerId] = Counter()
 
     @property
@@ -174,6 +177,12 @@ class Attempts:
 
     # -- what happens ----------------------------------------------------------------------------
 
+    def begin(self, collectives: Mapping[m.Channel, Collective], now_s: float) -> list[AttemptEffect]:
+        """A bucket of the trainer's part is prepared; `submit` will bring what else the round has."""
+        if self.round is not None:
+            raise LocalProtocolError(f"a part of round {self.next_round} begun while {self.round.id} is open")
+        return self._add(collectives, now_s) + self._replay_all(now_s)
+
     def submit(
         self,
         round_id: m.RoundId,
@@ -181,26 +190,22 @@ class Attempts:
         patience_s: float,
         now_s: float,
     ) -> list[AttemptEffect]:
-        """The trainer's part is prepared: open the round."""
+        """The trainer's part, or the rest of it, is prepared: open the round."""
         if self.round is not None:
             raise LocalProtocolError(f"round {round_id} submitted while {self.round.id} is open")
         self.round = Round(round_id, self.rank, self.seat.world_size, patience_s, now_s)
-        self._collectives, self.skip = dict(collectives), False
-        held, self._held = self._held, {}
-        effects: list[AttemptEffect] = []
         before, self._before = self._before, {}
-        torn, self._torn = self._torn, False
-        if not _goes_on(self._collectives, before):
-            effects += self.advance(Failed("what had arrived for this ring is not held any more"), now_s)
-        elif torn:
-            effects += self.advance(Failed("a connection broke before the round began"), now_s)
+        torn, self._torn = self._torn, ""
+        if not _goes_on({**self._collectives, **collectives}, before):
+            why = "what had arrived for this ring is not held any more"
         else:
-            for channel, collective in self._collectives.items():
-                effects += self._translate(channel, collective.start(now_s))
-            effects += self._if_complete()
-        for peer, early in held.items():
-            effects += self._replay(peer, early, now_s)
-        return effects
+            why = torn and f"{torn}, before the round began"
+        if why:
+            self._collectives |= collectives
+            effects = self.advance(Failed(why), now_s)
+        else:
+            effects = self._add(collectives, now_s) + self._if_complete()
+        return effects + self._replay_all(now_s)
 
     def receive(self, peer: m.PeerId, message: OfRound, nbytes: int, now_s: float) -> list[AttemptEffect]:
         """Older ids are dropped, later ones held, bounded for each peer (commit rule 1).
@@ -221,7 +226,8 @@ class Attempts:
         if _is_over(there, here):
             self._count_stale(peer, rank)
             return self._late(peer, message)
-        if there == here and self.round is not None:
+        begun = isinstance(message, m.Data) and message.channel in self._collectives
+        if there == here and (self.round is not None or begun):
             return self._deliver(peer, message, now_s)
         self._hold(peer, message, nbytes)
         if there.step == here.step + 1 and self.prepared is not None and _proves_commit(rank):
@@ -235,6 +241,8 @@ class Attempts:
     def advance(self, event: RoundEvent, now_s: float) -> list[AttemptEffect]:
         """Something happened to the open round; nothing if none is open."""
         if self.round is None:
+            if self._collectives and isinstance(event, Failed):
+                self._torn = event.reason
             return []
         if isinstance(event, Prepared) and self.round.voted is not None:
             return []  # an effect before the Seal failed, and the vote was NO
@@ -258,7 +266,7 @@ class Attempts:
 
     def edge_down(self, reason: str, now_s: float) -> list[AttemptEffect]:
         """Payloads may be lost: of this round, or, as peers can be a step ahead, of the next."""
-        self._torn = self.round is None or self.round.voted is not None
+        self._torn = reason if self.round is None or self.round.voted is not None else ""
         return self.advance(Failed(reason), now_s)
 
     def progressed(self, peer: m.PeerId, message: m.Progress, now_s: float) -> None:
@@ -284,6 +292,20 @@ class Attempts:
         _check_room(self._rank_of[peer], len(held.messages) + 1, held.nbytes + nbytes)
         held.messages.append((message, nbytes))
         held.nbytes += nbytes
+
+    def _add(self, collectives: Mapping[m.Channel, Collective], now_s: float) -> list[AttemptEffect]:
+        if not self._collectives:
+            self.skip = False
+        self._collectives |= collectives
+        return [
+            effect
+            for channel, collective in collectives.items()
+            for effect in self._translate(channel, collective.start(now_s))
+        ]
+
+    def _replay_all(self, now_s: float) -> list[AttemptEffect]:
+        held, self._held = self._held, {}
+        return [effect for peer, early in held.items() for effect in self._replay(peer, early, now_s)]
 
     def _replay(self, peer: m.PeerId, early: _Held, now_s: float) -> list[AttemptEffect]:
         """What was held finds its round, or is held on."""
@@ -319,7 +341,6 @@ class Attempts:
         return []
 
     def _deliver(self, peer: m.PeerId, message: OfRound, now_s: float) -> list[AttemptEffect]:
-        assert self.round is not None
         rank = self._rank_of[peer]
         match message:
             case m.Vote(_, yes, digest, reason):
@@ -327,12 +348,12 @@ class Attempts:
             case m.Decision(_, verdict, reason):
                 return self.advance(DecisionCame(rank, verdict, reason), now_s)
             case m.Data(_, channel, place, skip, payload):
-                if self.round.voted is False:
+                if self.round is not None and self.round.voted is False:
                     return []
                 collective = self._collectives.get(channel)
                 if collective is None:
                     raise RemoteProtocolError(
-                        f"rank {rank} sent data for {channel}; round {self.round.id} has "
+                        f"rank {rank} sent data for {channel}; round {self._here} has "
                         f"{len(self._collectives)} channels, and no such one",
                         remedy=_REMEDY,
                     )
@@ -340,12 +361,11 @@ class Attempts:
                 return self._translate(channel, arrived) + self._if_complete()
 
     def _translate(self, channel: m.Channel, effects: list[CollectiveEffect]) -> list[AttemptEffect]:
-        assert self.round is not None
         out: list[AttemptEffect] = []
         for effect in effects:
             match effect:
                 case SendTo(to_rank, place, skip):
-                    out.append(Ship(self.seat.roster[to_rank].peer, self.round.id, channel, place, skip))
+                    out.append(Ship(self.seat.roster[to_rank].peer, self._here, channel, place, skip))
                 case Complete(skip):
                     self.skip = self.skip or skip
                 case _:

@@ -757,6 +757,8 @@ class MemberCore:
         if mine is None or self.stage is not Stage.RUNNING or submit.round != mine.next_round:
             return [Resolve(submit.round, False, False, "the generation changed before the round began")]
         self._step_began_s = now_s if self._step_began_s is None else self._step_began_s
+        if not submit.whole:
+            return self._settled(mine.begin(submit.collectives, now_s), now_s)
         return self._settled(mine.submit(submit.round, submit.collectives, self.patience_s, now_s), now_s)
 
     def _running(self, do: Callable[[Attempts], list[AttemptEffect]], now_s: float) -> list[Effect]:

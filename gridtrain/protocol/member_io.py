@@ -58,10 +58,14 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """The trainer's contribution to `round` is prepared; here are its collectives by channel."""
+    """The trainer's contribution to `round` is prepared; here are its collectives by channel.
+
+    `whole`: none is still to come.  Until then payloads travel, and nothing is voted on or decided here.
+    """
 
     round: m.RoundId
     collectives: Mapping[m.Channel, Collective]
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
