@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gridtrain._version import __version__
-from gridtrain.config import Deadlines, Dense, GTopK, TopK
+from gridtrain.config import Deadlines, Dense, GTopK, Overlap, TopK
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
@@ -49,6 +49,7 @@ __all__ = [
     "GridtrainError",
     "JoinRefused",
     "LocalProtocolError",
+    "Overlap",
     "RemoteProtocolError",
     "RunPaused",
     "TopK",

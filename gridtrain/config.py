@@ -100,6 +100,35 @@ class GTopK(_Sparse):
 Exchange = Dense | TopK | GTopK
 
 
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Exchange while backward still computes: the gradient travels in buckets, last layers first.
+
+    The same on all workers.  A bucket is worth its messages from about alpha / (rho e beta) elements on
+    (a message's latency, the density, bytes an entry and seconds a byte): 14 M at 1 Gbit/s, 6 M at 10 Mbit/s
+    for rho = 0.001; dense ones, where rho e is 4 bytes, much earlier.
+
+    Attributes:
+        buckets: at most so many.
+        least: elements of a bucket, at least.
+        adaptive: each worker tries both ways now and then, and sends early only where steps get shorter.
+    """
+
+    buckets: int = 4
+    least: int = 1 << 16
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.buckets <= 256:
+            raise ConfigError(f"buckets is {self.buckets}; it must be 1 .. 256", remedy="try buckets=4")
+        if self.least < 1:
+            raise ConfigError(f"least is {self.least}; it must be >= 1", remedy="try least=1_000_000")
+
+    def describe(self) -> str:
+        """What has to be equal on all workers."""
+        return f" in at most {self.buckets} buckets of at least {self.least} elements"
+
+
 # -- deadlines -----------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ aborted attempt needs no undoing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gridtrain.config import Dense, Exchange, GTopK, TopK
+from gridtrain.runtime.buckets import BucketedWorkspace
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
 from gridtrain.runtime.plan import StepPlan
 from gridtrain.sparsify.feedback import ErrorFeedback, Prepared
@@ -28,18 +30,47 @@ _KINDS = {"fp16": ValueKind.FP16, "fp32": ValueKind.FP32}
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one worker brings into one attempt.  `skip`: its values cannot travel, nobody may apply."""
+    """What one worker brings into one attempt.
 
-    workspace: DenseWorkspace | GatherWorkspace | ButterflyWorkspace
+    Attributes:
+        skip: its values cannot travel, nobody may apply.
+        parts: of a `BucketedWorkspace`, each bucket's.
+    """
+
+    workspace: DenseWorkspace | GatherWorkspace | ButterflyWorkspace | BucketedWorkspace
     skip: bool
     prepared: Prepared | None = None
+    parts: tuple[Attempt, ...] = ()
+
+    @property
+    def resumes(self) -> bool:
+        """A retry goes on from what has arrived in it, so it must be the same one."""
+        workspace = self.workspace
+        if isinstance(workspace, BucketedWorkspace):
+            return not workspace.is_sparse
+        return isinstance(workspace, DenseWorkspace)
+
+
+class Feedback(Protocol):
+    """What others ask of `sparsify.feedback.ErrorFeedback`, or of several: see there."""
+
+    @property
+    def residual_N(self) -> Tensor: ...
+
+    def absorb(
+        self, indices_K: npt.NDArray[np.int64], values_K: npt.NDArray[np.float32], limit: float
+    ) -> bool: ...
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 class Exchanger(Protocol):
     """`feedback` is None for an exchange that keeps nothing back."""
 
     @property
-    def feedback(self) -> ErrorFeedback | None: ...
+    def feedback(self) -> Feedback | None: ...
 
     def prepare(self, contribution_N: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
         """May be called again after an abort.  `usable`: no |contribution| is above `largest_summable`."""

@@ -79,9 +79,18 @@ class FlatGradient:
     def n(self) -> int:
         return self.flat_N.numel()
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """In the vector's order; `sizes`: elements of each."""
+        return [parameter for _, parameter in self._named]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [view.numel() for view in self._views_P]
+
     @torch.no_grad()
-    def gather(self) -> None:
-        """flat_N = the gradients, zeros where there is none.
+    def gather(self, indices: Sequence[int] | None = None) -> None:
+        """flat_N = the gradients, zeros where there is none; `indices`: of these parameters alone.
 
         Raises `ConfigError` for a sparse gradient or one of a parameter that was frozen at the start.
         """
@@ -90,7 +99,8 @@ class FlatGradient:
                 "a parameter that was frozen when the optimizer was wrapped has a gradient now",
                 remedy="unfreeze parameters before grid.optimizer(...), on all workers alike",
             )
-        for view, (name, parameter) in zip(self._views_P, self._named, strict=True):
+        for index in range(len(self._named)) if indices is None else indices:
+            view, (name, parameter) = self._views_P[index], self._named[index]
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from gridtrain._version import __version__
-from gridtrain.config import Deadlines, Dense, Exchange, GTopK, JoinConfig, TopK
+from gridtrain.config import Deadlines, Dense, Exchange, GTopK, JoinConfig, Overlap, TopK
 from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
 from gridtrain.optim import reading, sampler, state_sync
 from gridtrain.optim.checkpoint import Checkpoints, Snapshot
@@ -230,6 +230,7 @@ class Grid:
         clip_norm: float | None = None,
         average_buffers_every: int = 100,
         compare_every: int = 500,
+        overlap: Overlap | None = None,
     ) -> GridOptimizer:
         """Wrap `optimizer`, so that `step()` applies the group's update.  See `GridOptimizer`.
 
@@ -239,6 +240,8 @@ class Grid:
             average_buffers_every: steps between two averages of floating buffers (batch norm).
             compare_every: steps between two comparisons of the workers' states; one that differs (a flipped
                 bit, another kind of processor) is replaced by that of most workers.  0: never.
+            overlap: `Overlap()`: exchange while backward still computes, the same on all workers.  Gradients
+                must then not be changed between backward and `step` (clip with `clip_norm=`).
         """
         if self._optimizer is not None:
             raise ConfigError("grid.optimizer was called twice", remedy="one run trains one model")
@@ -250,6 +253,7 @@ class Grid:
             clip_norm=clip_norm,
             average_buffers_every=average_buffers_every,
             compare_every=compare_every,
+            overlap=overlap,
         )
         self._optimizer, self._clip_norm = wrapped, clip_norm
         largest_bytes = _largest_state_bytes(model)
@@ -301,6 +305,7 @@ class Grid:
         sizes = _Sizes(batch_size, global_batch_size, max_batch_size, accumulate)
         self._enter(dataset, sizes, epochs, steps, seed, length)
         assert self._spec is not None
+        self._wrapped().expect_backwards(accumulate)
         kind = reading.IterableReader if reading.is_iterable(dataset) else reading.MapReader
         reader = kind(dataset, self._spec, accumulate, collate_fn)
         ahead = Prefetcher(reader, num_workers, prefetch_factor) if num_workers else None
@@ -423,7 +428,7 @@ class Grid:
         facts = (
             ("model", model_digest(wrapped.model)[0]),
             ("buffers", wrapped.averages.describe()),
-            ("exchange", wrapped.exchange_config.describe()),
+            ("exchange", wrapped.describe_exchange()),
             ("optimizer", _optimizer_text(wrapped.inner)),
             ("clip_norm", str(self._clip_norm)),
             ("compared", f"every {wrapped.compare_every} steps" if wrapped.compare_every else "never"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from gridtrain.runtime.buckets import BucketedWorkspace
 from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 
@@ -30,8 +31,24 @@ class Session(Protocol):
         """
         ...
 
+    def early(self) -> StepPlan | None:
+        """The plan of the step whose batch is being computed, without waiting; None: not known yet.
+
+        `begin` returns this very object if buckets that were sent for it are still of use.
+        """
+        ...
+
+    def send_early(self, plan: StepPlan, bucket: int, workspace: Workspace, skip: bool) -> None:
+        """Begin to exchange one bucket of the first workspace that `run` will be given, which must be a
+        `BucketedWorkspace` with `workspace` in this place.  Returns at once."""
+        ...
+
     def run(
-        self, plan: StepPlan, workspaces: Sequence[Workspace], skip: bool, settings: bytes
+        self,
+        plan: StepPlan,
+        workspaces: Sequence[Workspace | BucketedWorkspace],
+        skip: bool,
+        settings: bytes,
     ) -> RoundOutcome:
         """Exchange, vote and wait for the decision.
 

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gridtrain.config import Dense, Exchange
+from gridtrain.config import Dense, Exchange, Overlap
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import settings, state_sync
 from gridtrain.optim.averages import BufferAverage
-from gridtrain.optim.exchange import Attempt, exchanger
+from gridtrain.optim.bucketed import BucketedExchanger
+from gridtrain.optim.exchange import Attempt, Exchanger, exchanger
 from gridtrain.optim.flat import FlatGradient
+from gridtrain.optim.overlap import Overlapper, refuse_scaler
 from gridtrain.optim.session import Session
+from gridtrain.runtime.buckets import cut
 from gridtrain.runtime.buffers import DenseWorkspace
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.updates import StepUpdate
@@ -40,6 +44,9 @@ from gridtrain.sparsify.merge import largest_summable
 from gridtrain.wire.sparse import Sparse
 
 _NORM_BLOCK = 1 << 20
+
+Early = tuple[StepPlan | None, dict[int, Attempt]]
+"""The plan that buckets were sent for while backward computed, and these buckets."""
 
 
 class GridOptimizer(torch.optim.Optimizer):
@@ -60,6 +67,8 @@ class GridOptimizer(torch.optim.Optimizer):
         clip_norm: largest 2-norm of the exchanged update; None: not clipped.
         average_buffers_every: steps between two averages of the model's buffers; 0: never.
         compare_every: steps between two comparisons of the whole state with the others'; 0: never.
+        overlap: exchange while backward still computes; None: all of it in `step`.  Gradients must then not
+            be changed between backward and `step`.
 
     Attributes:
         skipped_steps: committed steps whose update was empty because somebody's gradient was not finite.
@@ -83,6 +92,7 @@ class GridOptimizer(torch.optim.Optimizer):
         clip_norm: float | None = None,
         average_buffers_every: int = 0,
         compare_every: int = 0,
+        overlap: Overlap | None = None,
     ) -> None:
         _refuse_misfits(inner, exchange, clip_norm)
         # Not Optimizer.__init__, which would build groups of its own: the door that unpickling uses
@@ -93,7 +103,15 @@ class GridOptimizer(torch.optim.Optimizer):
         self._session = session
         self._clip_norm = clip_norm
         self._flat = FlatGradient(model, inner)
-        self._exchanger = exchanger(exchange, self._flat.n, self._flat.flat_N.device)
+        self.overlap_config = overlap
+        self._overlapper: Overlapper | None = None
+        self._exchanger: Exchanger
+        if overlap is None:
+            self._exchanger = exchanger(exchange, self._flat.n, self._flat.flat_N.device)
+        else:
+            bounds = cut(self._flat.sizes, overlap.buckets, overlap.least)
+            self._exchanger = bucketed = BucketedExchanger(exchange, bounds, self._flat.flat_N.device)
+            self._overlapper = Overlapper(self._flat, bucketed, session, self._contribution, overlap.adaptive)
         self.averages = BufferAverage(model, average_buffers_every)
         self._trackers: dict[str, state_sync.Stateful] = {}
         self.compare_every = compare_every
@@ -106,6 +124,16 @@ class GridOptimizer(torch.optim.Optimizer):
         self.last_skipped = False
         self.timings: dict[str, float] = {}
         self._watch = _Stopwatch()
+
+    def describe_exchange(self) -> str:
+        """For comparison and for people: what all workers must have alike."""
+        buckets = self.overlap_config.describe() if self.overlap_config is not None else ""
+        return self.exchange_config.describe() + buckets
+
+    def expect_backwards(self, count: int) -> None:
+        """So many backward passes are one step: with overlap, gradients are complete after the last."""
+        if self._overlapper is not None:
+            self._overlapper.backwards = count
 
     # -- what an Optimizer is --------------------------------------------------------------------
 
@@ -170,16 +198,22 @@ class GridOptimizer(torch.optim.Optimizer):
                 "exchange() was called twice for one step",
                 remedy="call optimizer.step() after each optimizer.exchange()",
             )
+        early: Early = (None, {})
+        if self._overlapper is not None:
+            refuse_scaler(self)
+            early = self._overlapper.take()
         self._flat.gather()
         overflowed = self._unscale()
-        self._turn(math.inf if overflowed else _largest_magnitude(self._flat.flat_N))
+        self._turn(math.inf if overflowed else _largest_magnitude(self._flat.flat_N), early)
         self._exchanged = True
         return not self.last_skipped
 
-    def _turn(self, largest: float) -> None:
+    def _turn(self, largest: float, early: Early) -> None:
         """Attempts at one step until one commits; the local gradient in flat_N stays until then.
 
-        `largest`: its largest magnitude, infinite or NaN if it is not finite.
+        Args:
+            largest: its largest magnitude, infinite or NaN if it is not finite.
+            early: the plan for which buckets are under way already, and these.
         """
         self._watch.lap("computing_s")
         attempt: Attempt | None = None
@@ -192,9 +226,10 @@ class GridOptimizer(torch.optim.Optimizer):
                 return
             fresh = before is None or plan.attempt == 0 or replace(plan, attempt=before.attempt) != before
             before = plan
-            if attempt is None or fresh or not isinstance(attempt.workspace, DenseWorkspace):
+            if attempt is None or fresh or not attempt.resumes:
                 usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
-                attempt = self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
+                sent, early = early[1] if early[0] is plan else {}, (None, {})
+                attempt = self._prepare(plan, usable, sent)
             if fresh:  # else the rings go on from what has arrived
                 averages = self.averages.workspace(plan)
             if fresh or compared is None:
@@ -233,16 +268,35 @@ class GridOptimizer(torch.optim.Optimizer):
             self._session.close(error.reason)  # at once: the others need not wait for the script's end
             raise
 
-    def _contribution(self, plan: StepPlan) -> Tensor:
-        flat_N = self._flat.flat_N
+    def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, Attempt]) -> Attempt:
+        """This worker's part; `sent`: buckets of it that are under way already."""
+        if not sent:
+            return self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
+        assert isinstance(self._exchanger, BucketedExchanger)
+        attempts = []
+        for bucket, (start, stop) in enumerate(pairwise(self._exchanger.bounds)):
+            attempt = sent.get(bucket)
+            if attempt is None:
+                contribution_B = self._contribution(plan, start, stop)
+                attempt = self._exchanger.prepare_bucket(bucket, contribution_B, plan, usable=usable)
+            attempts.append(attempt)
+        return self._exchanger.assemble(attempts)
+
+    def _contribution(self, plan: StepPlan, start: int = 0, stop: int | None = None) -> Tensor:
+        flat_N = self._flat.flat_N[start:stop]
         return flat_N * plan.weight if plan.samples else torch.zeros_like(flat_N)
 
     def _apply(self) -> None:
         if not self.last_skipped:
             self.inner.step()
+        step = self._step
         self._compare()
         self._watch.lap("applying_s")
         self.timings = self._watch.reset()
+        if self._overlapper is not None:
+            within_s = self._overlapper.done(step)
+            self.timings["selecting_s"] = self.timings.get("selecting_s", 0.0) + within_s
+            self.timings["computing_s"] = self.timings.get("computing_s", 0.0) - within_s
         self._session.note(self.timings)
 
     def _compare(self) -> None:

@@ -19,6 +19,7 @@ from gridtrain.protocol import ledger
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.runtime.acquaintances import Acquaintances
+from gridtrain.runtime.buckets import BucketedWorkspace
 from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.donating import Parts
 from gridtrain.runtime.driver import Driver, Picture
@@ -67,6 +68,7 @@ class GroupSession:
         self._inherit: Inherit | None = None
         self._turn: Picture | None = None
         self._turn_taken = False
+        self._early: tuple[m.RoundId, StepPlan] | None = None  # the round that buckets were sent for
         self._spec: m.LedgerSpec | None = None
         self._ended = False
         self._mean_step = self._mean_index = 0
@@ -149,7 +151,7 @@ class GroupSession:
         """What others wait for, and what this worker lacks; True: the picture is another one now."""
         if picture.offered_work and self._replay is not None:
             self._follow()
-        elif picture.inherited and self._inherit is not None:
+        elif picture.inherited and self._inherit is not None and not self._has_begun(picture):
             for peer, entries in self._driver.take_inheritance():  # between two rounds: none is prepared
                 self._inherit(peer, entries)
             self._driver.wait(lambda p: not p.inherited)
@@ -225,6 +227,26 @@ class GroupSession:
 
     # -- one step (gridtrain.optim.session.Session) ------------------------------------------------
 
+    def early(self) -> StepPlan | None:
+        """See `optim.session.Session.early`."""
+        picture, turn = self._driver.look(), self._turn
+        if turn is None or self._turn_taken or picture.open_round is None or picture.open_round.attempt:
+            return None
+        if (picture.open_round, picture.spans) != (turn.open_round, turn.spans):
+            return None
+        plan = _plan(picture, picture.open_round)
+        self._early = picture.open_round, plan
+        return plan
+
+    def send_early(self, plan: StepPlan, bucket: int, workspace: Workspace, skip: bool) -> None:
+        """See `optim.session.Session.send_early`."""
+        if self._early is not None and self._early[1] is plan:
+            self._driver.begin_round(self._early[0], m.Channel(group=bucket), workspace, skip)
+
+    def _has_begun(self, picture: Picture) -> bool:
+        """Buckets of the open round are under way: what they were made of may not change."""
+        return self._early is not None and self._early[0] == picture.open_round
+
     def begin(self) -> StepPlan | None:
         """See `optim.session.Session.begin`."""
         if self._spec is None:
@@ -252,21 +274,20 @@ class GroupSession:
             return None
         assert picture.open_round is not None
         self._turn = picture
-        return StepPlan(
-            step=step,
-            attempt=picture.open_round.attempt,
-            rank=picture.rank,
-            world_size=picture.world_size,
-            samples=sum(span.stop - span.start for span in picture.spans),
-            total_samples=picture.total_samples,
-            compare=picture.compares_next,
-        )
+        if self._early is not None and self._has_begun(picture):
+            return self._early[1]
+        return _plan(picture, picture.open_round)
 
     def run(
-        self, plan: StepPlan, workspaces: Sequence[Workspace], skip: bool, settings: bytes
+        self,
+        plan: StepPlan,
+        workspaces: Sequence[Workspace | BucketedWorkspace],
+        skip: bool,
+        settings: bytes,
     ) -> RoundOutcome:
         """See `optim.session.Session.run`."""
         assert self._turn is not None and self._turn.open_round is not None
+        self._early = None
         outcome = self._driver.run_round(self._turn.open_round, workspaces, skip, settings)
         self._turn_taken = outcome.committed
         return outcome
@@ -346,3 +367,15 @@ class GroupSession:
         if not self._ended:
             self._ended = True
             self._driver.stop(reason)
+
+
+def _plan(picture: Picture, open_round: m.RoundId) -> StepPlan:
+    return StepPlan(
+        step=open_round.step,
+        attempt=open_round.attempt,
+        rank=picture.rank,
+        world_size=picture.world_size,
+        samples=sum(span.stop - span.start for span in picture.spans),
+        total_samples=picture.total_samples,
+        compare=picture.compares_next,
+    )

@@ -32,6 +32,7 @@ from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.acquaintances import Acquaintances
+from gridtrain.runtime.buckets import BucketedWorkspace, by_channel
 from gridtrain.runtime.buffers import ButterflyWorkspace, GatherWorkspace, Workspace
 from gridtrain.runtime.donating import Donating, Parts
 from gridtrain.runtime.following import Bar, Following, ImageWork, Work
@@ -104,9 +105,12 @@ class Picture:
 
 @dataclass(slots=True)
 class _OpenRound:
+    """`workspaces`: those that were submitted, by channel; `whole`: the round's, in order."""
+
     id: m.RoundId
-    workspaces: Mapping[m.Channel, Workspace]
-    settings: bytes
+    workspaces: dict[m.Channel, Workspace]
+    whole: Sequence[Workspace | BucketedWorkspace] = ()
+    settings: bytes = b""
     outcome: RoundOutcome | None = None
     seals: tuple[bytes, ...] = ()
     spoilt: bool = False  # a payload was refused: nothing more is computed, sent on or sealed
@@ -221,21 +225,40 @@ class Driver:
             self._inbox.events.append(event)
         self._transport.wake()
 
-    def run_round(
-        self, round_id: m.RoundId, workspaces: Sequence[Workspace], skip: bool, settings: bytes
-    ) -> RoundOutcome:
-        """Submit this worker's part of a round and wait for its outcome."""
-        by_channel = {m.Channel(index=i): workspace for i, workspace in enumerate(workspaces)}
+    def begin_round(self, round_id: m.RoundId, channel: m.Channel, workspace: Workspace, skip: bool) -> None:
+        """Submit one bucket of this worker's part of a round; `run_round` brings the rest."""
         picture = self.look()
-        mine = _OpenRound(round_id, by_channel, settings)
-        collectives = {
-            channel: workspace.collective(picture.rank, picture.world_size, skip)
-            for channel, workspace in by_channel.items()
-            if picture.generation == round_id.generation
-        }
-        if not collectives:
+        if picture.open_round != round_id:
+            return  # `run_round` will say that the round is over
+        collective = workspace.collective(picture.rank, picture.world_size, skip)
+        with self._changed:
+            if self._open is None or self._open.id != round_id:
+                self._open = _OpenRound(round_id, {})
+            self._open.workspaces[channel] = workspace
+        self.command(io.Submit(round_id, {channel: collective}, whole=False))
+
+    def run_round(
+        self,
+        round_id: m.RoundId,
+        workspaces: Sequence[Workspace | BucketedWorkspace],
+        skip: bool,
+        settings: bytes,
+    ) -> RoundOutcome:
+        """Submit this worker's part of a round, or what `begin_round` left, and wait for its outcome."""
+        picture = self.look()
+        if picture.generation != round_id.generation:
             return RoundOutcome(committed=False, skip=False)
         with self._changed:
+            begun = self._open if self._open is not None and self._open.id == round_id else None
+            mine = begun or _OpenRound(round_id, {})
+            rest = {c: w for c, w in by_channel(workspaces).items() if c not in mine.workspaces}
+        collectives = {
+            channel: workspace.collective(picture.rank, picture.world_size, skip)
+            for channel, workspace in rest.items()
+        }
+        with self._changed:
+            mine.workspaces |= rest
+            mine.whole, mine.settings = workspaces, settings
             self._open = self._latest = mine
         self.command(io.Submit(round_id, collectives))
         self.wait(lambda _: mine.outcome is not None)
@@ -666,8 +689,7 @@ class Driver:
     def _seal(self, skip: bool) -> list[io.Effect]:
         if self._open is None or self._core is None or self._open.spoilt:
             return []
-        workspaces = self._open.workspaces
-        seals = [b"" if skip else workspaces[channel].seal() for channel in sorted(workspaces)]
+        seals = [b"" if skip else workspace.seal() for workspace in self._open.whole]
         self._open.seals = tuple(seals)
         digest = vote_digest(self._open.settings, skip, seals)
         return self._core.handle(io.Sealed(digest), time.monotonic())
@@ -683,8 +705,10 @@ class Driver:
 
     def _remember(self, mine: _OpenRound, skip: bool) -> None:
         """For followers: only sparse updates are small enough to be kept and sent."""
-        workspace = mine.workspaces[m.Channel()]
-        if isinstance(workspace, GatherWorkspace | ButterflyWorkspace):
+        workspace = mine.whole[0]
+        if isinstance(workspace, BucketedWorkspace) and not workspace.is_sparse:
+            return
+        if isinstance(workspace, GatherWorkspace | ButterflyWorkspace | BucketedWorkspace):
             update = None if skip else workspace.update
             kept = StepUpdate(mine.id.step, mine.settings, skip, update, () if skip else mine.seals[1:])
             self._donating.committed(kept, workspace.n)

@@ -1,0 +1,316 @@
+"""Exchanging while backward computes: the same bits as without, through aborts, joins and crashes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.errors import ConfigError
+from gridtrain.optim import state_sync
+from gridtrain.optim.overlap import PERIOD_STEPS, TRIAL_STEPS, Switch
+from gridtrain.runtime.api import GroupSession
+from gridtrain.runtime.buckets import cut
+
+EAGER = gridtrain.Overlap(buckets=3, least=1, adaptive=False)
+EXCHANGES = [
+    gridtrain.Dense(),
+    gridtrain.TopK(density=0.2),
+    gridtrain.GTopK(density=0.2),
+    gridtrain.GTopK(density=0.1, momentum=0.9),
+]
+DATA = [
+    (torch.randn(6, generator=torch.Generator().manual_seed(i)), torch.tensor([i % 3])) for i in range(48)
+]
+
+
+torch.manual_seed(7)
+NET = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def net() -> nn.Sequential:
+    return copy.deepcopy(NET)
+
+
+def backward(model: nn.Module, batch: Any) -> None:
+    inputs, targets = batch
+    nn.functional.cross_entropy(model(inputs), targets.squeeze(1)).backward()
+
+
+def train(grid: gridtrain.Grid, exchange: Any, *, overlap: Any = EAGER, **batches: Any) -> tuple[str, Any]:
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=overlap)
+    for batch in grid.batches(DATA, **{"batch_size": 2, "steps": 8, **batches}):
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+    return state_sync.digest(model, sgd).hex(), optimizer.residual_state()
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(step, bucket) of all buckets that were sent early, on all workers."""
+    seen: list[tuple[int, int]] = []
+    true = GroupSession.send_early
+
+    def send_early(self: Any, plan: Any, bucket: int, *rest: Any) -> None:
+        seen.append((plan.step, bucket))
+        true(self, plan, bucket, *rest)
+
+    monkeypatch.setattr(GroupSession, "send_early", send_early)
+    return seen
+
+
+def late_on(monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
+    """These workers send nothing before `step`."""
+    true = GroupSession.early
+    names = {f"worker-{number}" for number in numbers}
+    monkeypatch.setattr(
+        GroupSession, "early", lambda self: None if threading.current_thread().name in names else true(self)
+    )
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_early_here_and_late_there_is_the_same_exchange(
+    together: Any, sent: list[Any], monkeypatch: pytest.MonkeyPatch, exchange: Any, workers: int
+) -> None:
+    late_on(monkeypatch, {1, 2})
+    results = together(lambda grid, number: train(grid, exchange), workers)
+    assert set(sent) == {(step, bucket) for step in range(8) for bucket in range(3)}
+    assert len({digest for digest, _ in results}) == 1
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
+def test_early_or_late_the_bits_are_the_same(
+    together: Any, monkeypatch: pytest.MonkeyPatch, exchange: Any
+) -> None:
+    """Alone: in a group the ranks, and with them the order of the sums, change from run to run."""
+    (early,) = together(lambda grid, number: train(grid, exchange), 1)
+    late_on(monkeypatch, {0})
+    (late,) = together(lambda grid, number: train(grid, exchange), 1)
+    assert early[0] == late[0]
+    assert [v.tolist() for v in early[1].values()] == [v.tolist() for v in late[1].values()]
+
+
+def test_one_bucket_is_the_exchange_without_overlap(together: Any) -> None:
+    whole = gridtrain.Overlap(buckets=1, adaptive=False)
+    ((with_it, _),) = together(lambda grid, n: train(grid, EXCHANGES[2], overlap=whole), 1)
+    ((without, _),) = together(lambda grid, n: train(grid, EXCHANGES[2], overlap=None), 1)
+    assert with_it == without
+
+
+def test_last_layers_travel_first(together: Any, sent: list[tuple[int, int]]) -> None:
+    together(lambda grid, number: train(grid, gridtrain.Dense(), steps=2), 1)
+    assert sent == [(0, 2), (0, 1), (0, 0), (1, 2), (1, 1), (1, 0)]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
+def test_micro_batches_are_sent_with_the_last(together: Any, sent: list[Any], exchange: Any) -> None:
+    def loop(grid: gridtrain.Grid, number: int) -> str:
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=EAGER)
+        for count, batch in enumerate(grid.batches(DATA, batch_size=2, steps=4, accumulate=3), 1):
+            backward(model, batch)
+            if count % 3:
+                assert len(sent) <= 3 * 2 * (count // 3 + 1)
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        return state_sync.digest(model, sgd).hex()
+
+    assert len(set(together(loop, 2))) == 1
+    assert len(sent) == 2 * 4 * 3
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
+def test_a_parameter_without_gradient_is_sent_by_step(together: Any, sent: list[Any], exchange: Any) -> None:
+    def loop(grid: gridtrain.Grid, number: int) -> str:
+        model = net()
+        unused = nn.Linear(2, 2)
+        whole = nn.ModuleList([model, unused])
+        sgd = torch.optim.SGD(whole.parameters(), lr=0.1)
+        optimizer = grid.optimizer(sgd, whole, exchange=exchange, overlap=EAGER)
+        for batch in grid.batches(DATA, batch_size=2, steps=4):
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+        return state_sync.digest(whole, sgd).hex()
+
+    assert len(set(together(loop, 2))) == 1
+    assert {bucket for _, bucket in sent} == {0, 1}  # the last one holds what has no gradient
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(together: Any, exchange: Any) -> None:
+    def loop(grid: gridtrain.Grid, number: int) -> Any:
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=EAGER)
+        spoil = False
+        model[2].weight.register_hook(lambda g: g * float("nan") if spoil else g)
+        skipped = []
+        for step, batch in enumerate(grid.batches(DATA, batch_size=2, steps=5)):
+            spoil = step == 2 and number == 1
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+            skipped.append(optimizer.last_skipped)
+        return state_sync.digest(model, sgd).hex(), skipped
+
+    results = together(loop, 3)
+    assert len({digest for digest, _ in results}) == 1
+    assert all(skipped == [False, False, True, False, False] for _, skipped in results)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
+def test_an_aborted_round_is_tried_again_with_the_same_gradient(
+    together: Any, monkeypatch: pytest.MonkeyPatch, exchange: Any
+) -> None:
+    """Every second step one worker's loop says that its round broke, in the middle of backward."""
+    from gridtrain.protocol import member_io as io
+
+    plain = together(lambda grid, number: train(grid, exchange, seed=3), 2)
+    true = GroupSession.send_early
+    broken: set[int] = set()
+    lock = threading.Lock()
+
+    def send_early(self: Any, plan: Any, bucket: int, *rest: Any) -> None:
+        true(self, plan, bucket, *rest)
+        with lock:
+            breaks = plan.step % 2 == 1 and plan.step not in broken and bucket == 1
+            broken.update({plan.step} if breaks else ())
+        if breaks:
+            self._driver.command(io.Broke("the test wants it"))
+
+    monkeypatch.setattr(GroupSession, "send_early", send_early)
+    torn = together(lambda grid, number: train(grid, exchange, seed=3), 2)
+    assert broken == {1, 3, 5, 7}
+    assert {digest for digest, _ in torn} == {digest for digest, _ in plain}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
+def test_a_worker_that_leaves_in_the_middle_of_backward(new_group: Any, exchange: Any) -> None:
+    def stays(grid: gridtrain.Grid, number: int) -> str:
+        return train(grid, exchange, epochs=2, steps=None)[0]
+
+    def leaves(grid: gridtrain.Grid, number: int) -> None:
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=EAGER)
+        calls = 0
+
+        def stop(_: Any) -> None:  # after bucket 2 and 1 have gone out, before bucket 0
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise KeyboardInterrupt
+
+        model[0].weight.register_hook(stop)
+        for batch in grid.batches(DATA, batch_size=2, epochs=2):
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+
+    with new_group(workers=3) as group:
+        numbers = [group.start(stays), group.start(stays)]
+        left = group.start(leaves)
+        first, second = (group.result(number) for number in numbers)
+        assert isinstance(group.result(left), KeyboardInterrupt)
+    assert isinstance(first, str), first
+    assert first == second
+
+
+# -- what cannot be ------------------------------------------------------------------------------------
+
+
+def failing(together: Any, body: Any, **options: Any) -> None:
+    def loop(grid: gridtrain.Grid, number: int) -> None:
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(sgd, model, exchange=gridtrain.Dense(), overlap=EAGER)
+        for batch in grid.batches(DATA, batch_size=2, steps=3):
+            optimizer.zero_grad()
+            backward(model, batch)
+            body(model, optimizer, batch)
+            optimizer.step()
+
+    together(loop, 1)
+
+
+def test_a_gradient_that_is_changed_after_it_was_sent(together: Any) -> None:
+    with pytest.raises(ConfigError, match=r"gradients of \d parameters were changed .* clip_norm="):
+        failing(together, lambda m, *_: nn.utils.clip_grad_norm_(m.parameters(), 1e-3))
+
+
+def test_two_backward_passes_that_nobody_announced(together: Any) -> None:
+    with pytest.raises(ConfigError, match="more than 1 backward passes before one step"):
+        failing(together, lambda m, _, batch: backward(m, batch))
+
+
+def test_a_grad_scaler(together: Any) -> None:
+    def scaled(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.grad_scale = torch.tensor(2.0)
+
+    with pytest.raises(ConfigError, match="GradScaler"):
+        failing(together, scaled)
+
+
+def test_workers_must_agree(new_group: Any) -> None:
+    def first(grid: gridtrain.Grid, number: int) -> None:
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(sgd, model, exchange=gridtrain.Dense())
+        for step, batch in enumerate(grid.batches(DATA, batch_size=2, steps=3)):
+            if step == 1:
+                second = group.start(lambda grid, number: train(grid, gridtrain.Dense()))
+                results.append(group.result(second))
+            backward(model, batch)
+            optimizer.step()
+
+    results: list[Any] = []
+    with new_group(workers=1) as group:
+        assert group.result(group.start(first)) is None
+    assert isinstance(results[0], gridtrain.JoinRefused), results
+    assert "in at most 3 buckets of at least 1 elements here" in str(results[0])
+
+
+# -- where buckets are cut, and whether it pays --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "least", "bounds"),
+    [
+        ((10, 10, 10, 10), 4, 1, (0, 10, 20, 30, 40)),
+        ((10, 10, 10, 10), 2, 1, (0, 20, 40)),
+        ((10, 10, 10, 10), 4, 15, (0, 20, 40)),
+        ((5, 10, 10, 10), 4, 10, (0, 15, 25, 35)),  # the first 5 are too few for a bucket of their own
+        ((1000, 1, 1), 4, 1, (0, 1002)),
+        ((1, 1, 1000), 4, 1, (0, 2, 1002)),
+        ((3,), 4, 100, (0, 3)),
+    ],
+)
+def test_cut(sizes: Any, most: int, least: int, bounds: Any) -> None:
+    assert cut(sizes, most, least) == bounds
+
+
+@pytest.mark.parametrize(
+    ("early_s", "late_s", "used"), [(1.0, 1.1, True), (1.1, 1.0, False), (1.0, 1.0, True)]
+)
+def test_the_switch_takes_what_was_faster(early_s: float, late_s: float, used: bool) -> None:
+    switch, now_s = Switch(adaptive=True), 0.0
+    ways = []
+    for step in range(PERIOD_STEPS):
+        ways.append(switch.early(step))
+        now_s += early_s if ways[-1] else late_s
+        switch.done(step, now_s)
+    trial = [True] * TRIAL_STEPS + [False] * TRIAL_STEPS
+    assert ways == trial + [used] * (PERIOD_STEPS - len(trial))
+    assert switch.early(PERIOD_STEPS)  # and tries again
