@@ -1,0 +1,226 @@
+"""How much of the communication hides behind backward, and what buckets of their own do to learning.
+
+    python overlap.py lab --rates 1000Mbit 100Mbit 20Mbit --exchange dense gtopk     (namespaces: needs root)
+    python overlap.py loss --steps 250                              whole-model selection against buckets
+
+`lab`: P workers on hosts of their own, a model of LAYERS equal layers whose backward takes COMPUTE seconds
+(waited, so that workers on few cores do not share it: a volunteer's GPU is its own).  With and without
+overlap in turn; the share that is hidden is (step without - step with) / (communication without).
+
+`loss`: the demo's model, four workers in one process, no network, the product's own selection and merges:
+k entries of the whole vector against k entries shared out over buckets by their lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gridtrain
+from gridtrain.runtime.buckets import cut
+from lab.group import Plan, start
+from lab.net import Net
+
+LAYERS = 16
+WARM_UP_STEPS = 3
+EXCHANGES = {
+    "dense": gridtrain.Dense(),
+    "topk": gridtrain.TopK(density=0.001),
+    "gtopk": gridtrain.GTopK(density=0.001),
+}
+
+
+# -- one worker ----------------------------------------------------------------------------------------
+
+
+class Busy(torch.autograd.Function):
+    """The identity, whose backward takes `seconds`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)  # this is the work whose time is emulated
+        return gradients[0], None
+
+
+class Layered(nn.Module):
+    def __init__(self, n: int, compute_s: float) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        size = n // LAYERS
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(LAYERS)])
+        self.directions = [torch.randn(size, generator=generator) for _ in range(LAYERS)]
+        self._busy_s = compute_s / LAYERS
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, direction in zip(self.layers, self.directions, strict=True):
+            x = Busy.apply(x + layer.dot(direction), self._busy_s)
+        return x
+
+
+def work(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    grid = gridtrain.join()
+    model = Layered(options.n, options.compute)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-9)
+    overlap = gridtrain.Overlap(buckets=options.buckets, adaptive=False) if options.overlap else None
+    exchange = EXCHANGES[options.exchange]
+    optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=overlap, compare_every=0)
+    data = [torch.tensor(float(i)) for i in range(64)]
+    ends_s, waited_s = [], []
+    for batch in grid.batches(data, batch_size=1, steps=options.steps):
+        model(batch.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ends_s.append(time.perf_counter())
+        waited_s.append(optimizer.timings["communicating_s"] + optimizer.timings["waiting_s"])
+    if grid.is_first:
+        took_s = [b - a for a, b in pairwise(ends_s)][WARM_UP_STEPS:]
+        options.result.write_text(json.dumps({"step_s": took_s, "waited_s": waited_s[WARM_UP_STEPS + 1 :]}))
+
+
+# -- the lab -------------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace, exchange: str, rate: str, overlap: bool) -> dict[str, list[float]]:
+    folder = Path(tempfile.mkdtemp(prefix="overlap-"))
+    result = folder / "result.json"
+    script = [sys.executable, str(Path(__file__).resolve()), "work", "--result", str(result)]
+    script += ["--exchange", exchange, "--n", str(options.n), "--compute", str(options.compute)]
+    script += ["--steps", str(options.steps), "--buckets", str(options.buckets)]
+    script += ["--overlap"] if overlap else []
+    plan = Plan(workers=options.workers, encrypted=options.encrypted, line=rate)
+    with Net() as net:
+        start(net, plan, folder, lambda name: script).wait(options.timeout)
+    figures: dict[str, list[float]] = json.loads(result.read_text())
+    return figures
+
+
+def lab(options: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for rate in options.rates:
+        for exchange in options.exchanges:
+            late: dict[str, list[float]] = {"step_s": [], "waited_s": []}
+            early: dict[str, list[float]] = {"step_s": [], "waited_s": []}
+            for _ in range(options.repeats):
+                for into, overlap in ((late, False), (early, True)):
+                    for name, values in measure(options, exchange, rate, overlap).items():
+                        into[name] += values
+            late_s, early_s = statistics.median(late["step_s"]), statistics.median(early["step_s"])
+            waited_s = statistics.median(late["waited_s"])
+            rows.append(
+                {
+                    "rate": rate,
+                    "exchange": exchange,
+                    "without_s": late_s,
+                    "with_s": early_s,
+                    "communication_s": waited_s,
+                    "hidden": (late_s - early_s) / waited_s,
+                    "hideable": min(1.0, options.compute / waited_s),
+                }
+            )
+            print(
+                "{rate:9} {exchange:6} step {without_s:.3f} s without, {with_s:.3f} s with overlap; "
+                "communication {communication_s:.3f} s, hidden {hidden:.0%}, "
+                "at most {hideable:.0%}".format(**rows[-1]),
+                flush=True,
+            )
+    return {"workers": options.workers, "n": options.n, "compute_s": options.compute, "rows": rows}
+
+
+# -- learning ------------------------------------------------------------------------------------------
+
+
+def loss(options: argparse.Namespace) -> dict[str, Any]:
+    from tune_demo import Butterfly, Lesson
+
+    torch.set_num_threads(1)
+    rows = []
+    for seed in range(options.repeats):
+        for buckets in options.bucket_counts:
+            lesson = Lesson(seed)
+            sizes = [p.numel() for p in lesson.parameters]
+            bounds = cut(sizes, buckets, 1)
+            parts = [Butterfly(b - a, options.density) for a, b in pairwise(bounds)]
+            optimizer = torch.optim.SGD(lesson.parameters, lr=options.lr)
+            count = 8
+            for step in range(options.steps):
+                contributions = [
+                    lesson.gradient_N((4 * step + worker) * count, count) / 4 for worker in range(4)
+                ]
+                updates = [
+                    part.exchange([c[a:b] for c in contributions])
+                    for part, (a, b) in zip(parts, pairwise(bounds), strict=True)
+                ]
+                lesson.apply(torch.cat(updates), optimizer)
+            rows.append({"seed": seed, "buckets": len(bounds) - 1, "held_out": lesson.measure()})
+            print(
+                "seed {seed}: {buckets} buckets, held-out loss {held_out:.4f}".format(**rows[-1]), flush=True
+            )
+    return {"steps": options.steps, "density": options.density, "lr": options.lr, "rows": rows}
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    modes = parser.add_subparsers(dest="mode", required=True)
+    for name in ("lab", "work"):
+        one = modes.add_parser(name)
+        one.add_argument("--n", type=int, default=2_560_000)
+        one.add_argument("--compute", type=float, default=0.5, help="seconds of one backward")
+        one.add_argument("--steps", type=int, default=12)
+        one.add_argument("--buckets", type=int, default=8)
+    modes.choices["lab"].add_argument("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
+    modes.choices["lab"].add_argument(
+        "--exchange", dest="exchanges", nargs="+", default=["dense", "gtopk"], choices=EXCHANGES
+    )
+    modes.choices["lab"].add_argument("--workers", type=int, default=4)
+    modes.choices["lab"].add_argument("--repeats", type=int, default=1)
+    modes.choices["lab"].add_argument("--timeout", type=float, default=300.0)
+    modes.choices["lab"].add_argument("--encrypted", action="store_true")
+    modes.choices["work"].add_argument("--exchange", choices=EXCHANGES, required=True)
+    modes.choices["work"].add_argument("--overlap", action="store_true")
+    modes.choices["work"].add_argument("--result", type=Path, required=True)
+    learn = modes.add_parser("loss")
+    learn.add_argument("--steps", type=int, default=250)
+    learn.add_argument("--density", type=float, default=0.05)
+    learn.add_argument("--lr", type=float, default=0.4)
+    learn.add_argument("--bucket-counts", type=int, nargs="+", default=[1, 2, 4, 8])
+    learn.add_argument("--repeats", type=int, default=3)
+    for name in ("lab", "loss"):
+        modes.choices[name].add_argument("--out", type=Path)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    options = parsed(argv)
+    if options.mode == "work":
+        work(options)
+        return
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    result = {"date": datetime.date.today().isoformat(), "machine": machine}
+    result |= lab(options) if options.mode == "lab" else loss(options)
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
