@@ -1,0 +1,205 @@
+"""What is trained: three small models that learn within minutes on two cores, on data that is there offline.
+
+Decides model, data, held-out measure and the settings of each optimizer family.  Knows nothing of how
+gradients travel: ours and the rivals train the very same thing.
+
+    gpt       the demo's byte GPT on its text                                         120,576 parameters
+    lstm      two LSTM layers over bytes of the same text (the paper's LSTM, small)   about 300 k
+    resnet    ResNet-20 on scikit-learn's digits (8 x 8 pixels, 1,797 real images)    about 272 k
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from gridtrain.demo.model import ByteGPT, Windows
+from gridtrain.demo.recipe import HELD_OUT_WINDOWS, SIZES, VOCABULARY
+from gridtrain.demo.text import load_corpus
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of one optimizer family; chosen from the same grid for everybody (see `tune`)."""
+
+    optimizer: str  # "sgd" or "adamw"
+    learning_rate: float
+    momentum: float = 0.0
+    clip_norm: float = 1.0
+
+    def build(self, model: nn.Module, momentum: bool = True) -> torch.optim.Optimizer:
+        """`momentum=False`: the exchange carries it."""
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
+        mine = self.momentum if momentum else 0.0
+        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=mine)
+
+
+class Workload(ABC):
+    """One thing to train.
+
+    Attributes:
+        batch_size: samples of one worker's step.
+        target: held-out loss at which a run has arrived.
+        settings: by family: "dense" (plain gradients, every step), "sparse" (DGC), "local" (LocalSteps).
+    """
+
+    name: str
+    batch_size: int
+    target: float
+    settings: dict[str, Settings]
+    train: Dataset[Pair]
+
+    @abstractmethod
+    def model(self, seed: int) -> nn.Module:
+        """The same parameters for the same seed, everywhere."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Mean cross entropy of a batch."""
+
+    @abstractmethod
+    def held_out(self, model: nn.Module) -> float:
+        """Mean cross entropy over the fixed subset that nobody trains on."""
+
+
+class _Text(Workload):
+    context = 64
+
+    def __init__(self) -> None:
+        corpus = load_corpus()
+        self.train = Windows(corpus.train, self.context)
+        self._held_out = Windows(corpus.held_out, self.context).spread(HELD_OUT_WINDOWS)
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    @torch.no_grad()
+    def held_out(self, model: nn.Module) -> float:
+        return float(self.loss(model, *self._held_out))
+
+
+class Gpt(_Text):
+    name, batch_size, target = "gpt", 8, 2.35
+    settings = {
+        "dense": Settings("sgd", 0.2, 0.9),
+        "sparse": Settings("sgd", 0.4, 0.9),
+        "local": Settings("adamw", 0.003),
+        "adamw": Settings("adamw", 0.003),
+    }
+
+    def model(self, seed: int) -> nn.Module:
+        return ByteGPT(SIZES["small"], seed=seed)
+
+
+class ByteLSTM(nn.Module):
+    """Embedding, two LSTM layers, a head: the shape of the paper's LSTM-PTB, over bytes."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.lstm = nn.LSTM(width, hidden, num_layers=2, batch_first=True)
+        self.head = nn.Linear(hidden, VOCABULARY)
+
+    def forward(self, bytes_BT: Tensor) -> Tensor:
+        hidden_BTH, _ = self.lstm(self.token(bytes_BT))
+        logits: Tensor = self.head(hidden_BTH)
+        return logits
+
+
+class Lstm(_Text):
+    name, batch_size, target = "lstm", 8, 2.15
+    settings = {
+        "dense": Settings("sgd", 1.0, 0.9),
+        "sparse": Settings("sgd", 1.5, 0.9),
+        "local": Settings("adamw", 0.006),
+        "adamw": Settings("adamw", 0.006),
+    }
+
+    def model(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return ByteLSTM(64, 128)
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions beside a shortcut (He et al. 2016, option A: no parameters in it)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)])
+        self._stride, self._more = stride, outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        short = x[:, :, :: self._stride, :: self._stride]
+        if self._more:
+            short = F.pad(short, (0, 0, 0, 0, self._more // 2, self._more - self._more // 2))
+        inside = self.norms[1](self.second(F.relu(self.norms[0](self.first(x)))))
+        return F.relu(inside + short)
+
+
+class ResNet20(nn.Module):
+    """He et al. 2016, section 4.2, n = 3: three groups of three blocks, 16, 32 and 64 channels."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        widths = [(16, 16, 1)] * 3 + [(16, 32, 2)] + [(32, 32, 1)] * 2 + [(32, 64, 2)] + [(64, 64, 1)] * 2
+        self.blocks = nn.Sequential(*(BasicBlock(*width) for width in widths))
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(self.stem(x)).mean((2, 3)))
+        return logits
+
+
+class ResNet(Workload):
+    name, batch_size, target = "resnet", 16, 0.10
+    settings = {
+        "dense": Settings("sgd", 0.1, 0.9, clip_norm=5.0),
+        "sparse": Settings("sgd", 0.1, 0.9, clip_norm=5.0),
+        "local": Settings("adamw", 0.003),
+        "adamw": Settings("adamw", 0.003),
+    }
+    HELD_OUT = 297
+
+    def __init__(self) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise SystemExit("the digits come with scikit-learn: pip install scikit-learn") from None
+        digits = load_digits()
+        x = torch.from_numpy(digits.images).float().unsqueeze(1) / 8 - 1
+        y = torch.from_numpy(digits.target)
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+        self._held_out = x[order[: self.HELD_OUT]], y[order[: self.HELD_OUT]]
+        self.train = TensorDataset(x[order[self.HELD_OUT :]], y[order[self.HELD_OUT :]])
+
+    def model(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return ResNet20()
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    @torch.no_grad()
+    def held_out(self, model: nn.Module) -> float:
+        """With the running averages of batch norm, as one would use the model."""
+        model.eval()
+        try:
+            return float(self.loss(model, *self._held_out))
+        finally:
+            model.train()
+
+
+WORKLOADS: dict[str, type[Workload]] = {"gpt": Gpt, "lstm": Lstm, "resnet": ResNet}
