@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,7 @@ class _Text(Workload):
 
 class Gpt(_Text):
     name, batch_size, target = "gpt", 8, 2.35
-    settings = {
+    settings: ClassVar = {
         "dense": Settings("sgd", 0.2, 0.9),
         "sparse": Settings("sgd", 0.4, 0.9),
         "local": Settings("adamw", 0.003),
@@ -116,7 +117,7 @@ class ByteLSTM(nn.Module):
 
 class Lstm(_Text):
     name, batch_size, target = "lstm", 8, 2.15
-    settings = {
+    settings: ClassVar = {
         "dense": Settings("sgd", 1.0, 0.9),
         "sparse": Settings("sgd", 1.5, 0.9),
         "local": Settings("adamw", 0.006),
@@ -164,7 +165,7 @@ class ResNet20(nn.Module):
 
 class ResNet(Workload):
     name, batch_size, target = "resnet", 16, 0.10
-    settings = {
+    settings: ClassVar = {
         "dense": Settings("sgd", 0.1, 0.9, clip_norm=5.0),
         "sparse": Settings("sgd", 0.1, 0.9, clip_norm=5.0),
         "local": Settings("adamw", 0.003),
