@@ -32,7 +32,10 @@ from gridtrain.sparsify.select import (
     key_indices,
 )
 
-_BLOCK = 4096  # elements of a program: 16 KiB of each vector
+_BLOCK = (
+    2048  # elements of a program, 8 for each thread: 48 registers a thread, so that an SM holds 5 programs
+)
+_WARPS = 8
 _PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
 _ROOM = 4  # times k keys
 _ROOM_MIN = 1 << 14
@@ -100,6 +103,7 @@ class KernelSelection:
             keys_C.numel(),
             **_variant(terms),
             BLOCK=_BLOCK,
+            num_warps=_WARPS,
             enable_fp_fusion=False,
         )
 
@@ -127,13 +131,15 @@ class KernelSelection:
             SHIFT=kernels.HISTOGRAM_SHIFT,
             BINS=kernels.HISTOGRAM_BINS,
             BLOCK=_BLOCK,
+            num_warps=_WARPS,
             enable_fp_fusion=False,
         )
         # the highest bin such that it and those above it have k elements: as many bins fall short of k
         lower = (counts.flip(0).cumsum(0) < k).sum()
         bits = (kernels.HISTOGRAM_BINS - 1 - lower).clamp_(min=0) << kernels.HISTOGRAM_SHIFT
         threshold.copy_(bits.clamp_(min=floor_bits).view(1))
-        kernels.compact[(blocks,)](acc_N, threshold, keys_C, count, n, keys_C.numel(), BLOCK=_BLOCK)
+        room = keys_C.numel()
+        kernels.compact[(blocks,)](acc_N, threshold, keys_C, count, n, room, BLOCK=_BLOCK, num_warps=_WARPS)
 
     def _select_wide(self, acc_N: Tensor, k: int, floor: float) -> Selected:
         where_K = self._wide.indices(acc_N, k, floor)
