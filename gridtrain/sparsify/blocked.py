@@ -33,7 +33,7 @@ IndexArray = npt.NDArray[np.int64]
 BitsArray = npt.NDArray[np.uint32]
 
 BLOCK = 1 << 16
-"""Elements of a block: its share of residual, contribution and result fits a 1 MiB second-level cache."""
+"""Elements of a block, 256 KiB of each vector: the next operation finds it in the second-level cache."""
 
 MAGNITUDE_MASK = 0x7FFF_FFFF
 _LOWEST_BITS = 1  # of the smallest subnormal: exact zeros never travel
@@ -84,8 +84,8 @@ class BlockedSelection:
 
     def __init__(self) -> None:
         self.hint = ThresholdHint()
-        self._magnitudes = np.empty(BLOCK, np.uint32)
-        self._reached = np.empty(BLOCK, np.bool_)
+        self._magnitudes = np.empty(0, np.uint32)
+        self._reached = np.empty(0, np.bool_)
 
     def select(
         self,
@@ -111,6 +111,9 @@ class BlockedSelection:
         n = acc_N.size
         if not 1 <= k <= n:
             raise LocalProtocolError(f"select {k} of {n} entries, must be 1 .. {n}")
+        if self._reached.size < min(n, BLOCK):  # parts of a vector may be small, and many
+            self._magnitudes = np.empty(min(n, BLOCK), np.uint32)
+            self._reached = np.empty(min(n, BLOCK), np.bool_)
         floor_bits = max(_LOWEST_BITS, value_bits(floor))
         start_bits = self.hint.start(floor_bits)
         found = self._visit(acc_N.view(np.uint32), k, start_bits, fill)
@@ -210,7 +213,8 @@ class BlockedSum:
         self._residual_N, self._gradient_N, self._acc_N = residual_N, gradient_N, acc_N
         self._u_N, self._new_u_N = u_N, new_u_N
         self._weight, self._momentum = np.float32(weight), np.float32(momentum)
-        self._scratch = np.empty(BLOCK if weight not in (0.0, 1.0) else 0, np.float32)
+        is_multiplied = weight not in (0.0, 1.0)
+        self._scratch = np.empty(min(acc_N.size, BLOCK) if is_multiplied else 0, np.float32)
 
     def __call__(self, start: int, stop: int) -> None:
         part = slice(start, stop)

@@ -150,3 +150,32 @@ def test_the_kernels_in_the_interpreter():
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed, so that its kernels cannot be compiled")
+@pytest.mark.skipif(INTERPRETED, reason="Triton interprets here")
+@pytest.mark.parametrize("capability", [75, 80, 90])
+def test_the_kernels_compile_and_never_fuse_a_product_with_a_sum(capability):
+    """For devices that need not be here.  A fused multiply-add rounds once, and residuals would differ."""
+    triton = pytest.importorskip("triton", minversion="3.3")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from gridtrain.sparsify import triton_kernels
+
+    types = {"weight": "fp32", "momentum": "fp32", "n": "i32", "capacity": "i32", "keys_C": "*i64"}
+    types |= {"threshold": "*i32", "count": "*i32", "counts_B": "*i32"}
+    for weighted, empty, has_u in ((True, False, True), (False, True, False), (True, False, False)):
+        constants = {"WEIGHTED": weighted, "EMPTY": empty, "HAS_U": has_u, "SUM": True}
+        constants |= {"SHIFT": triton_kernels.HISTOGRAM_SHIFT, "BINS": triton_kernels.HISTOGRAM_BINS}
+        constants["BLOCK"] = 2048
+        for kernel in (triton_kernels.accumulate, triton_kernels.histogram, triton_kernels.compact):
+            mine = {name: constants[name] for name in kernel.arg_names if name in constants}
+            signature = {
+                name: "constexpr" if name in mine else types.get(name, "*fp32") for name in kernel.arg_names
+            }
+            source = ASTSource(fn=kernel, signature=signature, constexprs=mine)
+            options = {"enable_fp_fusion": False, "num_warps": 8}
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            ptx = compiled.asm["ptx"]
+            assert "fma." not in ptx and ".ftz" not in ptx and len(compiled.asm["cubin"]) > 1000
