@@ -138,8 +138,17 @@ class KernelSelection:
         lower = (counts.flip(0).cumsum(0) < k).sum()
         bits = (kernels.HISTOGRAM_BINS - 1 - lower).clamp_(min=0) << kernels.HISTOGRAM_SHIFT
         threshold.copy_(bits.clamp_(min=floor_bits).view(1))
-        room = keys_C.numel()
-        kernels.compact[(blocks,)](acc_N, threshold, keys_C, count, n, room, BLOCK=_BLOCK, num_warps=_WARPS)
+        kernels.compact[(blocks,)](
+            acc_N,
+            threshold,
+            keys_C,
+            count,
+            n,
+            keys_C.numel(),
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
 
     def _select_wide(self, acc_N: Tensor, k: int, floor: float) -> Selected:
         where_K = self._wide.indices(acc_N, k, floor)

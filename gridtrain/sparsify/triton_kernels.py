@@ -59,7 +59,7 @@ def _keep(acc, offsets, inside, threshold, keys_C, count, capacity):
     ones = reached.to(tl.int32)
     here = tl.sum(ones)
     if here > 0:
-        place = tl.atomic_add(count, here) + tl.cumsum(ones) - ones
+        place = tl.atomic_add(count, here, sem="relaxed") + tl.cumsum(ones) - ones
         key = (bits.to(tl.int64) << 32) | (0xFFFFFFFF - offsets)
         tl.store(keys_C + place, key, mask=reached & (place >= 0) & (place < capacity))
 
@@ -158,4 +158,4 @@ def histogram(
         bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         counts += tl.histogram(bits >> SHIFT, BINS)
         start += stride
-    tl.atomic_add(counts_B + tl.arange(0, BINS), counts)
+    tl.atomic_add(counts_B + tl.arange(0, BINS), counts, sem="relaxed")

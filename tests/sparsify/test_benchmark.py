@@ -2,8 +2,9 @@
 
 import json
 
-import selection
 import torch
+
+import selection
 
 
 def test_the_benchmark_measures_every_case_and_writes_both_files(tmp_path, monkeypatch, capsys):
