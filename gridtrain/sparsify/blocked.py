@@ -7,12 +7,13 @@ computed, compared and left while it is still in the second-level cache.  Never 
                 |acc| >= threshold ?  -------> candidates (ascending index)
                 too many candidates: keep the exact k largest of them, threshold = just above the k-th
     end         at least k candidates: their exact k largest are those of the vector
-                fewer: the first threshold was too high; once more over acc, from the bottom
+                fewer: the threshold was too high; once more over acc, from one that a sample of acc gives,
+                and should that be too high as well, from the bottom
 
 Why this is exact: what is not among the k largest of the part seen so far (ties to the lower index) is not
 among the k largest of the whole; and an element that only equals the k-th of them comes later, so it loses
-the tie.  So a threshold carried over from the last step is a hint that saves time and never changes a result,
-and no input needs more than two visits.
+the tie.  So a threshold, carried over from the last step or sampled, is a hint that saves time and never
+changes a result, and no input needs more than three visits.
 
 Magnitudes are compared as integers: clearing the sign bit of a float32 leaves bits that are ordered as the
 magnitudes are, with infinity above every number and NaN above infinity.  So what is not finite is among the
@@ -38,6 +39,7 @@ BLOCK = 1 << 16
 MAGNITUDE_MASK = 0x7FFF_FFFF
 _LOWEST_BITS = 1  # of the smallest subnormal: exact zeros never travel
 _PRUNE_AT = 4  # times k candidates
+_SAMPLE_STRIDE = 64
 _SLACK_START, _SLACK_MIN, _SLACK_MAX = 0.9, 0.5, 0.98
 
 
@@ -115,16 +117,30 @@ class BlockedSelection:
             self._magnitudes = np.empty(min(n, BLOCK), np.uint32)
             self._reached = np.empty(min(n, BLOCK), np.bool_)
         floor_bits = max(_LOWEST_BITS, value_bits(floor))
-        start_bits = self.hint.start(floor_bits)
-        found = self._visit(acc_N.view(np.uint32), k, start_bits, fill)
-        if found.seen < k and start_bits > floor_bits:
-            self.hint.missed()
-            found = self._visit(acc_N.view(np.uint32), k, floor_bits, None)
+        found = self._candidates(acc_N.view(np.uint32), k, floor_bits, fill)
         seen = found.seen
         indices_K, bits_K = found.prune()
         if bits_K.size == k:
             self.hint.learn(int(bits_K.min()), seen, k)
         return indices_K
+
+    def _candidates(
+        self, bits_N: BitsArray, k: int, floor_bits: int, fill: Callable[[int, int], None] | None
+    ) -> _Candidates:
+        start_bits = self.hint.start(floor_bits)
+        if start_bits > _LOWEST_BITS:
+            found = self._visit(bits_N, k, start_bits, fill)
+            if found.seen >= k or start_bits == floor_bits:
+                return found
+            self.hint.missed()
+        elif fill is not None:  # a threshold needs a sample, a sample needs acc
+            for start in range(0, bits_N.size, BLOCK):
+                fill(start, min(start + BLOCK, bits_N.size))
+        sampled_bits = max(floor_bits, _sampled_threshold(bits_N, k))
+        found = self._visit(bits_N, k, sampled_bits, None)
+        if found.seen >= k or sampled_bits == floor_bits:
+            return found
+        return self._visit(bits_N, k, floor_bits, None)
 
     def _visit(
         self, bits_N: BitsArray, k: int, threshold_bits: int, fill: Callable[[int, int], None] | None
@@ -174,6 +190,17 @@ class _Candidates:
             indices, bits = indices[keep], bits[keep]
         self._indices, self._bits, self.held = [indices], [bits], bits.size
         return indices, bits
+
+
+def _sampled_threshold(bits_N: BitsArray, k: int) -> int:
+    """Bits that most probably k elements reach, and not many more; 0: the sample is too small to say.
+
+    Of the sample h elements are expected among the k largest; four standard deviations more are taken.
+    """
+    sample = bits_N[::_SAMPLE_STRIDE] & np.uint32(MAGNITUDE_MASK)
+    expected = k / _SAMPLE_STRIDE
+    rank = int(expected + 4 * expected**0.5) + 4
+    return int(np.partition(sample, sample.size - rank)[sample.size - rank]) if rank <= sample.size else 0
 
 
 def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:

@@ -68,7 +68,7 @@ class KernelSelection:
         start_bits = self.hint.start(floor_bits)
         with _current(terms.acc_N.device):
             keys_C, threshold, count = self._scratch(terms.acc_N.device, k)
-            if start_bits > floor_bits:
+            if start_bits > 1:
                 self._accumulate(terms, keys_C, threshold.fill_(start_bits), count)
             else:
                 self._find(terms, k, floor_bits, keys_C, threshold, count, sum_first=True)

@@ -147,7 +147,9 @@ class TensorSelection:
         bits_N = acc_N.view(torch.int32) & MAGNITUDE_MASK
         start_bits = self.hint.start(floor_bits)
         many = max(_FEW, 4 * k)
-        candidates = self._reaching(bits_N, start_bits, k, many) if start_bits > floor_bits else None
+        candidates = None
+        if start_bits > 1:
+            candidates = self._reaching(bits_N, start_bits, k if start_bits > floor_bits else 0, many)
         if candidates is None:
             start_bits = max(floor_bits, _lower_bound(bits_N, k, many))
             candidates = self._reaching(bits_N, start_bits, 0, many)
