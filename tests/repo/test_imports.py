@@ -41,6 +41,8 @@ TABLE: dict[str, str] = {
     "gridtrain.sparsify":           "gridtrain.wire numpy",
     "gridtrain.sparsify.select":    "gridtrain.wire numpy torch",
     "gridtrain.sparsify.feedback":  "gridtrain.wire numpy torch",
+    "gridtrain.sparsify.device":    "gridtrain.wire numpy torch",
+    "gridtrain.sparsify.triton_kernels": "triton",
     "gridtrain.runtime":            f"{CORE} gridtrain.sparsify numpy",
     "gridtrain.optim":              LIBRARY,
     "gridtrain.pipeline":           LIBRARY,

@@ -1,0 +1,273 @@
+"""What selection costs, in nanoseconds a parameter, beside a memory copy and what else one would use.
+
+Decides nothing at run time.  Rounds alternate between all cases, so that each is measured in the same minutes
+as the others; the table gives the least and the median of the rounds.
+
+    gradients    normal, every "layer" of its own scale (log-normal), a few of them in turn
+    cold         no threshold carried over, as in a worker's first step
+    carried      from one step of error feedback to the next, the residual growing and being sent
+    wall, CPU    on a busy machine the CPU seconds of the calling thread say more than the wall clock
+
+Run:  python benchmarks/selection.py --json selection.json --markdown selection.md
+      python benchmarks/selection.py --device cuda --n 25.6e6 138e6
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gridtrain.sparsify.device import selection_on
+from gridtrain.sparsify.feedback import ErrorFeedback
+from gridtrain.sparsify.select import Selection, TensorSelection, Terms
+from gridtrain.wire.sparse import ValueKind
+
+_LAYERS = 50
+_WEIGHT = 0.3
+
+
+@dataclass
+class Figures:
+    """Of one case: seconds of each round, and whether a carried threshold was too high how often."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    misses: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """`hint_of` is asked at the end for the selection that carried a threshold, if any did."""
+
+    name: str
+    run: Callable[[], object]
+    hint_of: Callable[[], Selection | None] = lambda: None
+
+
+class Vectors:
+    """Everything that the cases share, (n,) float32 on the device."""
+
+    def __init__(self, n: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(1)
+        self.n, self.device, self.turn = n, device, 0
+        self.gradients = [self._gradient(generator) for _ in range(2)]
+        self.out = torch.empty(n, device=device)
+
+    def _gradient(self, generator: torch.Generator) -> Tensor:
+        gradient = torch.randn(self.n, generator=generator, device=self.device)
+        scales = torch.randn(_LAYERS, generator=torch.Generator().manual_seed(2)).exp()
+        for layer, scale in zip(gradient.tensor_split(_LAYERS), scales, strict=True):
+            layer.mul_(float(scale))
+        return gradient
+
+    def next_gradient(self) -> Tensor:
+        self.turn += 1
+        return self.gradients[self.turn % len(self.gradients)]
+
+
+class Steps:
+    """Error feedback without a wire: what is selected is taken out of acc, which is the next residual."""
+
+    def __init__(self, vectors: Vectors, k: int, choose: Callable[[], Selection], **how: float) -> None:
+        self._vectors, self._k, self._weight = vectors, k, how.get("weight", 1.0)
+        self._momentum, self._cold = how.get("momentum", 0.0), bool(how.get("cold", 0.0))
+        self._choose, self.selection = choose, choose()
+        self._now, self._next = (torch.zeros(vectors.n, device=vectors.device) for _ in range(2))
+        self._u, self._next_u = (torch.zeros_like(self._now) if self._momentum else None for _ in range(2))
+
+    def step(self) -> None:
+        selection = self._choose() if self._cold else self.selection
+        gradient = self._vectors.next_gradient()
+        terms = Terms(self._now, gradient, self._next, self._weight, self._u, self._next_u, self._momentum)
+        selected = selection.select(terms, self._k)
+        values_K = torch.from_numpy(selected.values_K).to(self._next.device)
+        self._next.index_add_(0, selected.where_K, values_K, alpha=-1)
+        if self._next_u is not None:
+            self._next_u.index_fill_(0, selected.where_K, 0.0)
+        self._now, self._next = self._next, self._now
+        self._u, self._next_u = self._next_u, self._u
+
+    def case(self, name: str) -> Case:
+        return Case(name, self.step, hint_of=lambda: self.selection)
+
+
+def cases(vectors: Vectors, k: int) -> list[Case]:
+    """All that are measured, in the order of the table."""
+    device, x, out = vectors.device, vectors.gradients[0], vectors.out
+    ours = lambda: selection_on(device)  # noqa: E731
+    found = [
+        Case("memory copy", lambda: out.copy_(x)),
+        Case("add (residual + gradient)", lambda: torch.add(x, vectors.gradients[1], out=out)),
+        Case("torch.topk(abs)", lambda: torch.topk(x.abs(), k, sorted=False)),
+    ]
+    if device.type == "cpu":
+        found.append(Case("numpy partition, flatnonzero", lambda: _by_partition(x.numpy(), k)))
+        found.append(Case("the same with residual update", lambda: _whole_vector_step(vectors, k)))
+        feedback = ErrorFeedback(vectors.n, device)
+        found.append(Case("prepare + commit (with encoding)", lambda: _round(feedback, vectors, k)))
+    else:
+        found.append(Steps(vectors, k, TensorSelection).case("torch operations, residual, carried"))
+    found += [
+        Steps(vectors, k, ours, cold=1.0).case("ours: residual update, cold"),
+        Steps(vectors, k, ours).case("ours: residual update, carried"),
+        Steps(vectors, k, ours, weight=_WEIGHT).case("ours: weight, residual update, carried"),
+        Steps(vectors, k, ours, weight=_WEIGHT, momentum=0.9).case("ours: weight, momentum, carried"),
+        Steps(vectors, k, ours, momentum=0.9, cold=1.0).case("ours: momentum, cold"),
+    ]
+    return found
+
+
+def _by_partition(x: np.ndarray, k: int) -> np.ndarray:
+    magnitude = np.abs(x)
+    return np.flatnonzero(magnitude >= np.partition(magnitude, x.size - k)[x.size - k])
+
+
+def _whole_vector_step(vectors: Vectors, k: int) -> None:
+    acc = torch.add(vectors.gradients[0], vectors.gradients[1], out=vectors.out).numpy()
+    where = _by_partition(acc, k)
+    acc[where] -= acc[where]
+
+
+def _round(feedback: ErrorFeedback, vectors: Vectors, k: int) -> None:
+    feedback.commit(feedback.prepare(vectors.next_gradient(), k, ValueKind.FP16, weight=_WEIGHT), [])
+
+
+def measure(n: int, density: float, device: torch.device, rounds: int, budget_s: float) -> dict[str, Figures]:
+    """Every case once a round, after one round that is not counted; fewer rounds if the time is up."""
+    vectors = Vectors(n, device)
+    chosen = cases(vectors, max(1, round(density * n)))
+    figures = {case.name: Figures() for case in chosen}
+    began_s = time.perf_counter()
+    for index in range(rounds + 1):
+        for case in chosen:
+            wall_s, cpu_s = _timed(case.run, device)
+            if index:
+                figures[case.name].wall_s.append(wall_s)
+                figures[case.name].cpu_s.append(cpu_s)
+        if index and time.perf_counter() - began_s > budget_s:
+            break
+    for case in chosen:
+        hint = getattr(case.hint_of(), "hint", None)
+        figures[case.name].misses = 0 if hint is None else hint.misses
+    return figures
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    _settle(device)
+    wall_s, cpu_s = time.perf_counter(), time.thread_time()
+    run()
+    _settle(device)
+    return time.perf_counter() - wall_s, time.thread_time() - cpu_s
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- what comes out ----------------------------------------------------------------------------------
+
+
+def record(n: int, density: float, threads: int, figures: dict[str, Figures]) -> dict[str, object]:
+    """One block of the JSON file."""
+    rows = {
+        name: {
+            "wall_ns_min": _ns(min(case.wall_s), n),
+            "wall_ns_median": _ns(statistics.median(case.wall_s), n),
+            "cpu_ns_min": _ns(min(case.cpu_s), n),
+            "cpu_ns_median": _ns(statistics.median(case.cpu_s), n),
+            "rounds": len(case.wall_s),
+            "misses": case.misses,
+        }
+        for name, case in figures.items()
+    }
+    return {"n": n, "density": density, "threads": threads, "cases": rows}
+
+
+def _ns(seconds: float, n: int) -> float:
+    return round(seconds / n * 1e9, 3)
+
+
+def table(block: dict[str, object], device: str) -> str:
+    """Markdown.  CPU figures are for one thread only: other threads' seconds are not the calling thread's."""
+    rows = block["cases"]
+    assert isinstance(rows, dict)
+    copy_ns = rows["memory copy"]["wall_ns_min"]
+    lines = [
+        f"n = {block['n']:,}, density {block['density']}, {device}, {block['threads']} thread(s); "
+        f"ns a parameter",
+        "",
+        "| | wall, least | wall, median | CPU, least | CPU, median | x copy | misses |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        lines.append(
+            f"| {name} | {row['wall_ns_min']:.2f} | {row['wall_ns_median']:.2f} | {row['cpu_ns_min']:.2f} | "
+            f"{row['cpu_ns_median']:.2f} | {row['wall_ns_min'] / copy_ns:.1f} | {row['misses']} |"
+        )
+    if device != "cpu":
+        lines += ["", f"16 bytes a parameter at the copy's rate: {2 * copy_ns:.3f} ns"]
+    return "\n".join(lines) + "\n"
+
+
+def machine(device: torch.device) -> str:
+    """The kind of machine, nothing that names it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    kind = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            kind = line.split(":", 1)[1].strip()
+            break
+    return f"{os.cpu_count()} cores, {kind}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--n", type=float, nargs="+", default=[2.56e6, 25.6e6, 138e6])
+    parser.add_argument("--density", type=float, default=0.001)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count() or 1])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--budget-s", type=float, default=60.0, help="of each size and number of threads")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    blocks, tables = [], []
+    for n in (int(n) for n in args.n):
+        for threads in dict.fromkeys(args.threads if device.type == "cpu" else [1]):
+            torch.set_num_threads(threads)
+            figures = measure(n, args.density, device, args.rounds, args.budget_s)
+            blocks.append(record(n, args.density, threads, figures))
+            tables.append(table(blocks[-1], device.type))
+            print(tables[-1], flush=True)
+    head = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(device),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+    if args.json:
+        args.json.write_text(json.dumps({**head, "results": blocks}, indent=1) + "\n")
+    if args.markdown:
+        text = ", ".join(f"{name}: {value}" for name, value in head.items())
+        args.markdown.write_text(text + "\n\n" + "\n".join(tables))
+
+
+if __name__ == "__main__":
+    main()

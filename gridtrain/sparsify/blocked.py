@@ -1,0 +1,260 @@
+"""Selection on the CPU: one visit of the vector, exact whatever threshold it starts from.
+
+Decides which k entries of a vector travel, and may be told how to compute the vector: then a block is
+computed, compared and left while it is still in the second-level cache.  Never touches torch.
+
+    block b     fill(start, stop)              acc = residual + contribution, into the second buffer
+                |acc| >= threshold ?  -------> candidates (ascending index)
+                too many candidates: keep the exact k largest of them, threshold = just above the k-th
+    end         at least k candidates: their exact k largest are those of the vector
+                fewer: the threshold was too high; once more over acc, from one that a sample of acc gives,
+                and should that be too high as well, from the bottom
+
+Why this is exact: what is not among the k largest of the part seen so far (ties to the lower index) is not
+among the k largest of the whole; and an element that only equals the k-th of them comes later, so it loses
+the tie.  So a threshold, carried over from the last step or sampled, is a hint that saves time and never
+changes a result, and no input needs more than three visits.
+
+Magnitudes are compared as integers: clearing the sign bit of a float32 leaves bits that are ordered as the
+magnitudes are, with infinity above every number and NaN above infinity.  So what is not finite is among the
+selected, and whoever looks at the selected values finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from gridtrain.errors import LocalProtocolError
+
+FloatArray = npt.NDArray[np.float32]
+IndexArray = npt.NDArray[np.int64]
+BitsArray = npt.NDArray[np.uint32]
+
+BLOCK = 1 << 16
+"""Elements of a block, 256 KiB of each vector: the next operation finds it in the second-level cache."""
+
+MAGNITUDE_MASK = 0x7FFF_FFFF
+_LOWEST_BITS = 1  # of the smallest subnormal: exact zeros never travel
+_PRUNE_AT = 4  # times k candidates
+_SAMPLE_STRIDE = 64
+_SLACK_START, _SLACK_MIN, _SLACK_MAX = 0.9, 0.5, 0.98
+
+
+class ThresholdHint:
+    """The threshold carried from one selection to the next: somewhat below the last k-th magnitude.
+
+    Attributes:
+        bits: of the float32 from which the next selection may start; `floor` of `start` if there is none.
+        misses: how often it was too high, so that a second visit was needed.
+    """
+
+    def __init__(self) -> None:
+        self.bits = 0
+        self.misses = 0
+        self._slack = _SLACK_START
+
+    def start(self, floor_bits: int) -> int:
+        return max(self.bits, floor_bits)
+
+    def missed(self) -> None:
+        """Too high: fewer than k elements reached it."""
+        self.misses += 1
+        self._slack = max(_SLACK_MIN, self._slack * 0.8)
+
+    def learn(self, kth_bits: int, candidates: int, k: int) -> None:
+        """Take over the k-th magnitude of a selection that had to look at `candidates` elements."""
+        if candidates > 3 * k:
+            self._slack = min(_SLACK_MAX, self._slack * 1.02)
+        kth = min(bits_value(kth_bits), float(np.finfo(np.float32).max))
+        self.bits = value_bits(kth * self._slack) if kth == kth else 0
+
+
+def value_bits(magnitude: float) -> int:
+    """The bits of a float32 >= 0 as an integer."""
+    return int(np.array(magnitude, np.float32).view(np.uint32))
+
+
+def bits_value(bits: int) -> float:
+    return float(np.array(bits, np.uint32).view(np.float32))
+
+
+class BlockedSelection:
+    """Selects again and again from vectors of about the same distribution.  Not for two threads at once."""
+
+    def __init__(self) -> None:
+        self.hint = ThresholdHint()
+        self._magnitudes = np.empty(0, np.uint32)
+        self._reached = np.empty(0, np.bool_)
+
+    def select(
+        self,
+        acc_N: FloatArray,
+        k: int,
+        fill: Callable[[int, int], None] | None = None,
+        floor: float = 0.0,
+    ) -> IndexArray:
+        """Indices of the k largest |acc_N|; ties go to the lowest index, exact zeros never travel.
+
+        Args:
+            acc_N: (n,) float32, contiguous.
+            k: 1 <= k <= n.
+            fill: computes acc_N[start:stop]; called once for each block, in ascending order.
+            floor: magnitudes below it stay behind, too.
+
+        Returns:
+            (K,) int64, ascending; K = k, or fewer when acc_N has fewer non-zeros of at least `floor`.
+
+        Raises:
+            LocalProtocolError: k is out of range.
+        """
+        n = acc_N.size
+        if not 1 <= k <= n:
+            raise LocalProtocolError(f"select {k} of {n} entries, must be 1 .. {n}")
+        if self._reached.size < min(n, BLOCK):  # parts of a vector may be small, and many
+            self._magnitudes = np.empty(min(n, BLOCK), np.uint32)
+            self._reached = np.empty(min(n, BLOCK), np.bool_)
+        floor_bits = max(_LOWEST_BITS, value_bits(floor))
+        found = self._candidates(acc_N.view(np.uint32), k, floor_bits, fill)
+        seen = found.seen
+        indices_K, bits_K = found.prune()
+        if bits_K.size == k:
+            self.hint.learn(int(bits_K.min()), seen, k)
+        return indices_K
+
+    def _candidates(
+        self, bits_N: BitsArray, k: int, floor_bits: int, fill: Callable[[int, int], None] | None
+    ) -> _Candidates:
+        start_bits = self.hint.start(floor_bits)
+        if start_bits > _LOWEST_BITS:
+            found = self._visit(bits_N, k, start_bits, fill)
+            if found.seen >= k or start_bits == floor_bits:
+                return found
+            self.hint.missed()
+        elif fill is not None:  # a threshold needs a sample, a sample needs acc
+            for start in range(0, bits_N.size, BLOCK):
+                fill(start, min(start + BLOCK, bits_N.size))
+        sampled_bits = max(floor_bits, _sampled_threshold(bits_N, k))
+        found = self._visit(bits_N, k, sampled_bits, None)
+        if found.seen >= k or sampled_bits == floor_bits:
+            return found
+        return self._visit(bits_N, k, floor_bits, None)
+
+    def _visit(
+        self, bits_N: BitsArray, k: int, threshold_bits: int, fill: Callable[[int, int], None] | None
+    ) -> _Candidates:
+        found = _Candidates(k)
+        threshold, sign_off = np.uint32(threshold_bits), np.uint32(MAGNITUDE_MASK)
+        prune_at = max(_PRUNE_AT * k, BLOCK)
+        for start in range(0, bits_N.size, BLOCK):
+            stop = min(start + BLOCK, bits_N.size)
+            if fill is not None:
+                fill(start, stop)
+            magnitudes, reached = self._magnitudes[: stop - start], self._reached[: stop - start]
+            np.bitwise_and(bits_N[start:stop], sign_off, out=magnitudes)
+            np.greater_equal(magnitudes, threshold, out=reached)
+            hits = reached.nonzero()[0]
+            if not hits.size:
+                continue
+            found.add(start, hits, magnitudes)
+            if found.held > prune_at:
+                threshold = found.prune()[1].min() + np.uint32(1)
+        return found
+
+
+class _Candidates:
+    """Elements that may be among the k largest, ascending by index.  `seen` counts also what was pruned."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._indices: list[IndexArray] = []
+        self._bits: list[BitsArray] = []
+        self.seen = 0
+        self.held = 0
+
+    def add(self, start: int, hits: IndexArray, magnitudes: BitsArray) -> None:
+        self._bits.append(magnitudes[hits])
+        self._indices.append(hits + start)
+        self.seen += hits.size
+        self.held += hits.size
+
+    def prune(self) -> tuple[IndexArray, BitsArray]:
+        """Keep the exact k largest; returns their indices, ascending, and the bits of their magnitudes."""
+        if not self._indices:
+            return np.empty(0, np.int64), np.empty(0, np.uint32)
+        indices, bits = np.concatenate(self._indices), np.concatenate(self._bits)
+        if bits.size > self._k:
+            keep = largest_first_ties(bits, self._k)
+            indices, bits = indices[keep], bits[keep]
+        self._indices, self._bits, self.held = [indices], [bits], bits.size
+        return indices, bits
+
+
+def _sampled_threshold(bits_N: BitsArray, k: int) -> int:
+    """Bits that most probably k elements reach, and not many more; 0: the sample is too small to say.
+
+    Of the sample h elements are expected among the k largest; four standard deviations more are taken.
+    """
+    sample = bits_N[::_SAMPLE_STRIDE] & np.uint32(MAGNITUDE_MASK)
+    expected = k / _SAMPLE_STRIDE
+    rank = int(expected + 4 * expected**0.5) + 4
+    return int(np.partition(sample, sample.size - rank)[sample.size - rank]) if rank <= sample.size else 0
+
+
+def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
+    """Mask of the k largest, k < size, of equal ones the first."""
+    kth = np.partition(bits, bits.size - k)[bits.size - k]
+    keep: npt.NDArray[np.bool_] = bits > kth
+    ties = np.flatnonzero(bits == kth)
+    keep[ties[: k - np.count_nonzero(keep)]] = True
+    return keep
+
+
+class BlockedSum:
+    """What `fill` computes: residual + weight * gradient, or with DGC momentum u = m u + weight * gradient.
+
+    Each product and each sum is rounded to float32 by itself, in the order in which it is written here: the
+    bits are those of the same operations over whole vectors, on the CPU or on a GPU.
+
+    Args:
+        residual_N, gradient_N: (n,) float32, read only.
+        acc_N: (n,) float32, written.
+        weight: n_i / N; 1.0: gradient_N is the contribution already; 0.0: gradient_N does not count.
+        u_N, new_u_N: (n,) float32, momentum before (read only) and after; both or none.
+        momentum: m.
+    """
+
+    def __init__(
+        self,
+        residual_N: FloatArray,
+        gradient_N: FloatArray,
+        acc_N: FloatArray,
+        *,
+        weight: float = 1.0,
+        u_N: FloatArray | None = None,
+        new_u_N: FloatArray | None = None,
+        momentum: float = 0.0,
+    ) -> None:
+        self._residual_N, self._gradient_N, self._acc_N = residual_N, gradient_N, acc_N
+        self._u_N, self._new_u_N = u_N, new_u_N
+        self._weight, self._momentum = np.float32(weight), np.float32(momentum)
+        is_multiplied = weight not in (0.0, 1.0)
+        self._scratch = np.empty(min(acc_N.size, BLOCK) if is_multiplied else 0, np.float32)
+
+    def __call__(self, start: int, stop: int) -> None:
+        part = slice(start, stop)
+        added = self._contribution(part)
+        if self._u_N is not None and self._new_u_N is not None:
+            u = np.multiply(self._u_N[part], self._momentum, out=self._new_u_N[part])
+            added = np.add(u, added, out=u)
+        np.add(self._residual_N[part], added, out=self._acc_N[part])
+
+    def _contribution(self, part: slice) -> FloatArray | np.float32:
+        if self._weight == 1.0:
+            return self._gradient_N[part]
+        if self._weight == 0.0:
+            return np.float32(0.0)
+        gradient = self._gradient_N[part]
+        return np.multiply(gradient, self._weight, out=self._scratch[: gradient.size])

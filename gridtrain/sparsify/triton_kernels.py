@@ -1,0 +1,161 @@
+"""Triton kernels of selection: what runs on the device, nothing about when.
+
+    accumulate   acc = residual + added, stored; and the keys of what reaches the threshold, compacted.
+                 Reads 4 B of residual and of gradient, writes 4 B; with momentum reads and writes 4 B more
+    histogram    acc likewise, or as it is; how many magnitudes have which leading 11 bits: from these a
+                 threshold is found where none was carried over
+    compact      the keys alone, of an acc that is there already
+
+A key is (bits of |acc|) << 32 | (2**32 - 1 - index): keys order as (-|acc|, index) does.  Keys arrive in any
+order, the sort after it does not care; `count` tells how many there were, also beyond the capacity.
+
+Launch with enable_fp_fusion=False: a fused multiply-add would round once where other devices round twice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+HISTOGRAM_SHIFT = 20
+HISTOGRAM_BINS = 2048
+
+
+@triton.jit
+def _sum_block(
+    residual_N,
+    gradient_N,
+    u_N,
+    acc_N,
+    new_u_N,
+    weight,
+    momentum,
+    offsets,
+    inside,
+    WEIGHTED: tl.constexpr,
+    EMPTY: tl.constexpr,
+    HAS_U: tl.constexpr,
+):
+    """One block of acc, stored and returned; elements that are not `inside` come back as 0."""
+    if EMPTY:
+        added = tl.zeros(offsets.shape, tl.float32)
+    else:
+        added = tl.load(gradient_N + offsets, mask=inside, other=0.0)
+    if WEIGHTED:
+        added = added * weight
+    if HAS_U:
+        added = tl.load(u_N + offsets, mask=inside, other=0.0) * momentum + added
+        tl.store(new_u_N + offsets, added, mask=inside)
+    acc = tl.load(residual_N + offsets, mask=inside, other=0.0) + added
+    tl.store(acc_N + offsets, acc, mask=inside)
+    return acc
+
+
+@triton.jit
+def _keep(acc, offsets, inside, threshold, keys_C, count, capacity):
+    """Append the keys of what reaches the threshold; one atomic addition for a block that has any."""
+    bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    reached = (bits >= threshold) & inside
+    ones = reached.to(tl.int32)
+    here = tl.sum(ones)
+    if here > 0:
+        place = tl.atomic_add(count, here, sem="relaxed") + tl.cumsum(ones) - ones
+        key = (bits.to(tl.int64) << 32) | (0xFFFFFFFF - offsets)
+        tl.store(keys_C + place, key, mask=reached & (place >= 0) & (place < capacity))
+
+
+@triton.jit
+def accumulate(
+    residual_N,
+    gradient_N,
+    u_N,
+    acc_N,
+    new_u_N,
+    weight,
+    momentum,
+    threshold,
+    keys_C,
+    count,
+    n,
+    capacity,
+    WEIGHTED: tl.constexpr,
+    EMPTY: tl.constexpr,
+    HAS_U: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block for each program; `threshold` and `count` are (1,) int32 on the device."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    acc = _sum_block(
+        residual_N,
+        gradient_N,
+        u_N,
+        acc_N,
+        new_u_N,
+        weight,
+        momentum,
+        offsets,
+        inside,
+        WEIGHTED,
+        EMPTY,
+        HAS_U,
+    )
+    _keep(acc, offsets, inside, tl.load(threshold), keys_C, count, capacity)
+
+
+@triton.jit
+def compact(acc_N, threshold, keys_C, count, n, capacity, BLOCK: tl.constexpr):
+    """As `accumulate`, of an acc that is there already."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    acc = tl.load(acc_N + offsets, mask=inside, other=0.0)
+    _keep(acc, offsets, inside, tl.load(threshold), keys_C, count, capacity)
+
+
+@triton.jit
+def histogram(
+    residual_N,
+    gradient_N,
+    u_N,
+    acc_N,
+    new_u_N,
+    weight,
+    momentum,
+    counts_B,
+    n,
+    SUM: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    EMPTY: tl.constexpr,
+    HAS_U: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Few programs, each with a histogram of its own until the end.  Elements beyond n count into bin 0."""
+    counts = tl.zeros((BINS,), tl.int32)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    stride = tl.num_programs(0).to(tl.int64) * BLOCK
+    while start < n:
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < n
+        if SUM:
+            acc = _sum_block(
+                residual_N,
+                gradient_N,
+                u_N,
+                acc_N,
+                new_u_N,
+                weight,
+                momentum,
+                offsets,
+                inside,
+                WEIGHTED,
+                EMPTY,
+                HAS_U,
+            )
+        else:
+            acc = tl.load(acc_N + offsets, mask=inside, other=0.0)
+        bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        counts += tl.histogram(bits >> SHIFT, BINS)
+        start += stride
+    tl.atomic_add(counts_B + tl.arange(0, BINS), counts, sem="relaxed")
