@@ -49,6 +49,7 @@ from gridtrain.protocol.member_io import (
     HangUp,
     Heard,
     Inherited,
+    LastCall,
     Loading,
     MeanKnown,
     Note,
@@ -171,6 +172,11 @@ class MemberCore:
             return None
         over = mine.stuck or self.finished or self._handover.leaving
         return None if over or self._missing_edges() else mine.next_round
+
+    @property
+    def takes_over(self) -> bool:
+        """Another member may still hand its residual to this one."""
+        return not self._handover.refusing
 
     @property
     def finished(self) -> bool:
@@ -296,6 +302,9 @@ class MemberCore:
                     return voted
                 # Without our YES it cannot be committed: there is no need to wait for the root's trainer.
                 return [*voted, Resolve(mine.round.id, False, False, "this worker leaves")]
+            case LastCall():
+                self._handover.refusing = True
+                return []
             case HandOn(pieces):
                 mine = self._attempts
                 free = mine is not None and (mine.round is None or mine.round.voted is False)

@@ -160,6 +160,11 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
+class LastCall:
+    """The trainer is about to leave: take over no residual any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class HandOn:
     """The trainer leaves and has no part in a round: hand these pieces of its residual over."""
 
@@ -192,6 +197,7 @@ Event = (
     | Depart
     | Probed
     | Withdraw
+    | LastCall
     | HandOn
     | Inherited
 )

@@ -78,6 +78,7 @@ class Picture:
         shares: of the generation's members, in rank order.
         offered_state: the donor's state is complete and waits to be restored.
         inherited: residuals of members that have left wait to be added to this worker's.
+        heir: this worker takes residuals over, or has acknowledged some that do not count yet.
     """
 
     welcomed: bool = False
@@ -100,6 +101,7 @@ class Picture:
     offered_work: bool = False
     compares_next: bool = False
     inherited: bool = False
+    heir: bool = True
 
 
 @dataclass(slots=True)
@@ -271,6 +273,17 @@ class Driver:
             counting, self._inheritance.counting = self._inheritance.counting, []
         self._transport.wake()  # the picture has to change
         return counting
+
+    def last_call(self, timeout_s: float) -> None:
+        """Take no more residuals over, and wait until those that were acknowledged count, or never will."""
+        self.command(io.LastCall())
+        self.wait(lambda picture: not picture.heir, timeout_s)
+
+    @property
+    def open_mass(self) -> float:
+        """Sum of magnitudes of the residuals that were acknowledged and are not this worker's yet."""
+        with self._changed:
+            return self._inheritance.open_mass
 
     def mean(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
         """The group's average of `value`; None if the generation ended, or nobody answered in time."""
@@ -592,7 +605,8 @@ class Driver:
                 with self._changed:
                     self._inheritance.count(peer)
             case io.Forget(peer):
-                self._inheritance.forget(peer)
+                with self._changed:
+                    self._inheritance.forget(peer)
             case io.Handed():
                 with self._changed:
                     self._handed = effect
@@ -739,6 +753,7 @@ class Driver:
             offered_work=self._following is not None and self._following.has_work,
             compares_next=here.compares_next,
             inherited=bool(self._inheritance.counting),
+            heir=here.takes_over or self._inheritance.open,
         )
         with self._changed:
             if picture == self._picture and not self._ended:
