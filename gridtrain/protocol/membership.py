@@ -46,7 +46,7 @@ from gridtrain.protocol.membership_io import (
     Up,
 )
 from gridtrain.protocol.planner import order_ring
-from gridtrain.protocol.recall import Recall, is_credible
+from gridtrain.protocol.recall import Raises, Recall, is_credible
 from gridtrain.protocol.recovery import Recovered, generation_entry
 from gridtrain.protocol.roll import Worker, differences, latencies, limits, shares
 from gridtrain.protocol.round import HISTORY_START
@@ -141,6 +141,7 @@ class Membership:
         self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
         self._regathering = False  # all members are away, and waited for
         self._recall = Recall()  # what members know that the journal does not
+        self._raises = Raises()
         self._regather_until_s = -math.inf
         self._waited = False  # those who are not back by now have had their time
         self._freeze_by_s: float | None = None  # while members come back the FREEZE is held, until then
@@ -212,6 +213,9 @@ class Membership:
                 effects += self._remove(worker.peer, gone, now_s)
             elif not worker.admitted and now_s >= worker.probe_until_s:
                 worker.admitted = True
+        raised = self._raise_term(now_s) if self.phase is not RunPhase.FINISHED else []
+        if raised:
+            effects += [*raised, *(told for peer in list(self._workers) for told in self._repeat(peer))]
         return self._noted(effects + self._go_on(now_s), now_s)
 
     def _woken(self, now_s: float) -> list[Effect]:
@@ -242,6 +246,7 @@ class Membership:
             self._making_until_s,
             self._followers.deadline_s(self._workers),
             held_s,
+            self._raises.deadline_s if self.phase is not RunPhase.FINISHED else math.inf,
             *(worker.deadline_s(limits) for worker in self._workers.values()),
         ]
         enough = self._roster or sum(w.admitted for w in self._workers.values()) >= self._min_workers
@@ -437,10 +442,10 @@ class Membership:
     def _seated(self, worker: Worker, seated: m.Seated, now_s: float) -> list[Effect]:
         """A term or a generation that this journal does not know: it is a backup's (rule 11)."""
         made = self._made_s > -math.inf  # what this coordinator has made itself binds
-        known = self.generation if made else self._recall.generation
-        if seated.term <= self.term and seated.generation <= known:
+        latest = self.generation if made else self._recall.generation
+        if seated.term <= self.term and seated.generation <= latest:
             return []
-        if not is_credible(seated, self.term, known):
+        if not is_credible(seated, self.term, latest):
             return [Strike(worker.peer, f"tells of term {seated.term}, generation {seated.generation}")]
         obeyed = worker.peer in self._accepted or (made and not self._has_most())
         if obeyed and seated.term > self.term:
@@ -451,7 +456,9 @@ class Membership:
         if not self._recall.tell(worker.peer, seated):
             return []
         if first or seated.term > self.term:
-            effects = self._raise_term(max(self.term, seated.term) + 1)
+            known = worker.peer in self._recall.known
+            self._raises.tell(max(self.term, seated.term), known=known, now_s=now_s)
+            effects = self._raise_term(now_s)
         told = self._recall.leading()
         mine = (self.generation, tuple((member.peer, member.share) for member in self._roster))
         if made or told is None or told == mine:
@@ -484,8 +491,12 @@ class Membership:
         here = [w for x in self._roster if (w := self._workers.get(x.peer)) is not None and w.lost_s is None]
         return 2 * len(here) > len(self._roster)
 
-    def _raise_term(self, term: int) -> list[Effect]:
-        self.term = term
+    def _raise_term(self, now_s: float) -> list[Effect]:
+        """Above what was told, if its time has come."""
+        told = self._raises.due(now_s)
+        if told is None:
+            return []
+        self.term = term = max(self.term, told) + 1
         if self._view is not None:
             self._view = replace(self._view, term=term)
         if self._made_s > -math.inf and self._roster:  # its members are in the lower one
