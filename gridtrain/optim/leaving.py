@@ -98,7 +98,9 @@ def _with_inherited(
         residual_N = np.zeros(residual_n, np.float32) if residual_N is None else residual_N
         residual_N[entries.indices] += entries.values
         log.warning(
-            "residual of %s, mass %.3g: goes on with this worker's", peer.hex()[:8], handover.mass_of([entries])
+            "residual of %s, mass %.3g: goes on with this worker's",
+            peer.hex()[:8],
+            handover.mass_of([entries]),
         )
     if lost_mass:
         session.note({"lost_mass": lost_mass})

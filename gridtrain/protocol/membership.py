@@ -48,7 +48,7 @@ from gridtrain.protocol.membership_io import (
 from gridtrain.protocol.planner import order_ring
 from gridtrain.protocol.recall import Raises, Recall, is_credible
 from gridtrain.protocol.recovery import Recovered, generation_entry
-from gridtrain.protocol.roll import Worker, differences, latencies, limits, shares
+from gridtrain.protocol.roll import AVOIDED_S, Worker, differences, latencies, limits, shares
 from gridtrain.protocol.round import HISTORY_START
 from gridtrain.protocol.sharing import Sharing
 from gridtrain.protocol.verdict import Outcome, judge
@@ -433,8 +433,11 @@ class Membership:
         self._breaks.note(worker.peer, message.peer, now_s)
         if message.peer in self._workers:
             self._workers[message.peer].missed_s = now_s
-        flapping = self._breaks.common_end(now_s)
+        flapping = self._breaks.common_end(now_s, len(members))
         if flapping is None:
+            if not self._change and (common := self._breaks.worth_avoiding(now_s, len(members))) is not None:
+                name = self._workers[common].name if common in self._workers else common.hex()[:8]
+                self._change = f"connections of {name} broke again and again: the next ring goes round them"
             return []
         text = f"its connections broke {MOST_BREAKS} times within {WINDOW_S:.0f} s"
         return self._remove(flapping, text, now_s, dismiss=True)
@@ -840,8 +843,14 @@ class Membership:
         ready = (w for w in self._workers.values() if w.enters or (w.peer in current and w.setup is not None))
         taking_part = (w.peer for w in ready)
         peers = sorted(taking_part, key=self._seniority)
-        plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
+        avoided = self._breaks.avoid(now_s)
+        links = latencies([self._workers[peer] for peer in peers], avoided)
+        plan = order_ring(links, peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
+        if avoided:
+            self._plan_reason += (
+                f"; of {len(avoided)} pairs connections broke: each counts as {AVOIDED_S:g} s"
+            )
         self._whereabouts.plan(plan.order)
         self.generation = max(self.generation, self._recall.floor) + 1
         ordered = [self._workers[peer] for peer in plan.order]
