@@ -10,9 +10,9 @@ verdict: the members of that generation are frozen and report, as after any rest
 Every member is waited for that the journal or the leading tale names, so that one that is quick to lie does
 not lead before the others are there.
 
-Where a tale's term is higher, the coordinator raises its own, and a generation that runs is made anew.  Whom the
-journal names is believed at once.  One invitation may make many keys, so all others together are at most
-believed once in `RAISE_GAP_S`, then the highest of them; who is honest waits so long.
+Where a tale's term is higher, the coordinator raises its own, and a generation that runs is made anew.  Whom
+the journal names is believed at once.  One invitation may make many keys, so all others together are believed
+at most once in `RAISE_GAP_S`, then the highest of them; who is honest waits so long.
 """
 
 from __future__ import annotations

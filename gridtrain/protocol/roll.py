@@ -111,7 +111,7 @@ class Worker:
 def latencies(
     workers: Sequence[Worker], avoided: Collection[tuple[m.PeerId, m.PeerId]] = ()
 ) -> dict[tuple[m.PeerId, m.PeerId], float]:
-    """Round trips in seconds by directed pair; `avoided` pairs are not to be neighbours if it can be helped."""
+    """Round trips in seconds by directed pair; `avoided` pairs are not to be neighbours where possible."""
     links = {(worker.peer, other): rtt_s for worker in workers for other, rtt_s in worker.rtt_s.items()}
     if avoided and not links:  # as the ring's planner counts what is not measured like the others
         links = {(one.peer, other.peer): 0.0 for one, other in itertools.combinations(workers, 2)}

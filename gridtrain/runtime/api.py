@@ -316,8 +316,8 @@ class GroupSession:
         return self._driver.settle(timeout_s)
 
     def last_inheritance(self, timeout_s: float) -> tuple[list[tuple[m.PeerId, Sparse]], float]:
-        """Before this worker leaves: what others have handed over to it and has not been added yet; and the mass
-        of what was acknowledged, but does not count within `timeout_s`."""
+        """Before this worker leaves: what others have handed over to it and it has not added yet; and the
+        mass of what was acknowledged, but does not count within `timeout_s`."""
         driver = self._driver
         try:
             driver.last_call(timeout_s)
