@@ -229,7 +229,7 @@ class Driver:
         """Submit this worker's part of a round and wait for its outcome."""
         by_channel = {m.Channel(index=i): workspace for i, workspace in enumerate(workspaces)}
         picture = self.look()
-        mine = _OpenRound(round_id, by_channel, settings)
+        mine = _OpenRound(round_id, by_channel, settings, spoilt=self._spoilt_before(workspaces))
         collectives = {
             channel: workspace.collective(picture.rank, picture.world_size, skip)
             for channel, workspace in by_channel.items()
@@ -240,9 +240,19 @@ class Driver:
         with self._changed:
             self._open = self._latest = mine
         self.command(io.Submit(round_id, collectives))
+        if mine.spoilt:
+            # The others go on from what they have, and cannot send what is missing here: all begin anew.
+            self.command(io.Broke("what came in an earlier attempt was refused here"))
         self.wait(lambda _: mine.outcome is not None)
         assert mine.outcome is not None
         return mine.outcome
+
+    def _spoilt_before(self, workspaces: Sequence[Workspace]) -> bool:
+        """A retry is about to go on from numbers of an attempt in which something was refused."""
+        latest = self._latest
+        if latest is None or not latest.spoilt:
+            return False
+        return any(mine is theirs for mine in workspaces for theirs in latest.workspaces.values())
 
     def settle(self, timeout_s: float) -> RoundOutcome | None:
         """How the latest round ended that this worker submitted to; None: it has not, in that time.
