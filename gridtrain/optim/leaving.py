@@ -55,7 +55,8 @@ def hand_over(
     Args:
         folder: of the checkpoints; None: nothing is written down.
     """
-    until_s = time.monotonic() + session.config.deadlines.handover_s
+    patience_s = session.config.deadlines.handover_s
+    until_s = time.monotonic() + patience_s
     residual_N = wrapped.surrender(lambda: session.settle(until_s - time.monotonic()))
     if residual_N is None and wrapped.residual_size:
         log.warning("this worker's residual is lost: its last step was cut off in the middle")
@@ -67,7 +68,8 @@ def hand_over(
     taken: bool | None = False
     text = "nobody else is there"
     if chosen.entries and picture.world_size > 1 and not picture.finished:
-        taken, text = session.hand_on(handover.cut(chosen.payload), until_s - time.monotonic())
+        # To sort and to encode takes a while where there is much, and is no heir's fault.
+        taken, text = session.hand_on(handover.cut(chosen.payload), patience_s)
     share = chosen.mass / chosen.whole_mass if taken else 0.0
     session.note({"handed_over_mass": chosen.mass if taken else 0.0, "handed_over_share": share})
     log.warning(

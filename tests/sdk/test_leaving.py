@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -238,6 +240,26 @@ def test_an_heir_that_does_not_answer_costs_the_deadline_and_the_report(
         assert group.result(0) == STEPS
     assert bool(books.open_sum().any()) == (kind == "HandOver"), "an answer that was lost changes nothing"
     assert "handed over: no answer within" in caplog.text
+
+
+def test_what_the_choice_takes_is_not_the_heirs_time(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A large residual: a minute to sort it."""
+    passed_s, choose, now_s = [0.0], handover.choose, time.monotonic
+
+    def slowly(*args: Any) -> handover.Chosen:
+        passed_s[0] += 60.0
+        return choose(*args)
+
+    monkeypatch.setattr(handover, "choose", slowly)
+    monkeypatch.setattr(leaving, "time", SimpleNamespace(monotonic=lambda: now_s() + passed_s[0]))
+    books = Books()
+    with new_group(workers=2, deadlines=QUICK) as group:
+        for _ in range(2):
+            group.start(training(books, EXCHANGES[0], before_the_step))
+        assert group.result(0) == STEPS
+    assert "(100.0 %) handed over: " in caplog.text and not books.open_sum().any()
 
 
 def test_all_leave_at_once_and_nobody_waits_long(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:
