@@ -513,7 +513,9 @@ class MemberCore:
         seat = Seat(self.me, view.term, view.generation, roster)
         if len(roster) != view.world_size or seat.rank_of(self.me) is None:
             raise RemoteProtocolError(f"VIEW of {view.world_size} came with a roster of {len(roster)}")
+        left_behind = self.seat is not None and self.seat.generation + 1 < view.generation and self.synced
         effects = self._execute_verdict(view)
+        left_behind = left_behind and not self.synced
         if self.synced and self.seat is None and self._touched:
             return [*effects, Stop(_stale_model())]  # a checkpoint's step, but the model has followed since
         effects += self._means.give_up() if self._means is not None else []
@@ -532,6 +534,8 @@ class MemberCore:
         effects += self._handover.viewed(seat, view.applied, view.history, self.synced)
         fields = {"generation": view.generation, "rank": seat.rank, "of": len(roster), "reason": view.reason}
         effects.append(Note("view", fields))
+        if left_behind:
+            effects.append(Note("left_behind", {"step": view.applied}))
         known = {member.peer for member in roster}
         # Who was announced shortly before may still be measuring.
         self._expected = {

@@ -55,6 +55,10 @@ FROM_PEERS = io.Fill | io.TakeBlock | io.Feed | io.TakePiece
 """What a peer has sent: it answers for what is wrong with it."""
 
 LOUD = ("drifted", "stalled", "coordinator_away", "offence", "no_route")
+LEFT_BEHIND = (
+    "this worker was away for so long that the others went on without it; it is back, and takes over the state of "
+    "step %d"
+)
 UNREACHABLE = (
     "nobody from outside can reach this worker: a router or a firewall is in between; "
     "it dials the others itself, or is relayed, so it can train all the same"
@@ -717,6 +721,12 @@ class Driver:
         if event == "run_state":
             quiet = fields["state"] in ("training", "finished")
             log.log(logging.INFO if quiet else logging.WARNING, "the run is %(state)s: %(reason)s", fields)
+            return
+        if event == "left_behind":
+            log.warning(LEFT_BEHIND, fields["step"] + 1)
+            return
+        if event == "rejoin":
+            log.warning("the coordinator has let this worker go while it was away; it joins again")
             return
         if event == "reach":
             log.info(
