@@ -56,8 +56,8 @@ FROM_PEERS = io.Fill | io.TakeBlock | io.Feed | io.TakePiece
 
 LOUD = ("drifted", "stalled", "coordinator_away", "offence", "no_route")
 LEFT_BEHIND = (
-    "this worker was away for so long that the others went on without it; it is back, and takes over the state of "
-    "step %d"
+    "this worker was away for so long that the others went on without it; it is back, and takes over "
+    "the state of step %d"
 )
 UNREACHABLE = (
     "nobody from outside can reach this worker: a router or a firewall is in between; "
