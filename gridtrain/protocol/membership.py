@@ -48,7 +48,7 @@ from gridtrain.protocol.membership_io import (
 from gridtrain.protocol.planner import order_ring
 from gridtrain.protocol.recall import Raises, Recall, is_credible
 from gridtrain.protocol.recovery import Recovered, generation_entry
-from gridtrain.protocol.roll import AVOIDED_S, Worker, differences, latencies, limits, shares
+from gridtrain.protocol.roll import AVOIDED_S, Worker, differences, latencies, limits, numbered, shares
 from gridtrain.protocol.round import HISTORY_START
 from gridtrain.protocol.sharing import Sharing
 from gridtrain.protocol.verdict import Outcome, judge
@@ -61,6 +61,7 @@ MAX_WORKERS = 1000  # what the lists of one message hold
 MAX_PROBES = 256
 MOST_STEPS = 2**62
 """What a worker may say of a step has to stay a number of the protocol when something is added to it."""
+RESTART = "restart this worker to join again; `gridtrain worker --restarts N` does so by itself"
 MOST_FORMING_S = 900.0
 """So long a generation may take to form, whatever progress its newcomers show."""
 
@@ -374,11 +375,12 @@ class Membership:
             return self._refuse(peer, "full", reason, "try again when somebody has left")
         worker = self._workers.get(peer)
         if worker is None:
-            worker = Worker(peer, join.name, join.address, now_s, now_s)
+            taken = {other.name for other in self._workers.values()}
+            worker = Worker(peer, numbered(join.name, taken), join.address, now_s, now_s)
             self._workers[peer] = worker
         worker.address, worker.lost_s = join.address, None
         state = Send(peer, m.RunState(str(self.phase), self.reason))
-        note = Note("info", "joined", {"name": join.name, "peer": peer.hex()[:12], "address": join.address})
+        note = Note("info", "joined", {"name": worker.name, "peer": peer.hex()[:12], "address": join.address})
         welcome = Send(peer, m.Welcome(self.term, self.run, self._software))
         return [note, welcome, state, *self._whereabouts.locate(worker, join.relay), *self._repeat(peer)]
 
@@ -637,7 +639,7 @@ class Membership:
         if dismiss:
             self._whereabouts.forget(peer)
         if dismiss and not left and not told:
-            effects.append(Send(peer, m.Refused("dismissed", reason, "restart this worker to join again")))
+            effects.append(Send(peer, m.Refused("dismissed", reason, RESTART)))
         self._miss(peer, f"{worker.name} {reason}", dismiss)
         return [*effects, Dismiss(peer)] if dismiss else effects
 

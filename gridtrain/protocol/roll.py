@@ -16,6 +16,7 @@ from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.sharing import Shares, Sharing
 
+MOST_NAME_BYTES = 64
 AVOIDED_S = 10.0
 """A round trip that the planner of the ring avoids where it can."""
 
@@ -106,6 +107,16 @@ class Worker:
             "last_heard_s": round(now_s - self.heard_s, 3),
             "figures": self.figures,
         }
+
+
+def numbered(name: str, taken: Collection[str]) -> str:
+    """For people, who have to tell workers apart: "anna", "anna-2", "anna-3"; at most `MOST_NAME_BYTES`."""
+    free, number = name, 1
+    while free in taken:
+        number += 1
+        end = f"-{number}"
+        free = name.encode()[: MOST_NAME_BYTES - len(end)].decode(errors="ignore") + end
+    return free
 
 
 def latencies(

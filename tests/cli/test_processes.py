@@ -456,6 +456,10 @@ INVITATION = invitation_to("tcp://127.0.0.1:1")
         (("coordinator", "--min-workers", "0"), "0 is not in the range"),
         (("coordinator", "--listen", "7700"), "write tcp://0.0.0.0:7700 for all, or tcp://127"),
         (("coordinator", "--listen", "lab-pc"), "--listen has to be tcp://host:port, got 'lab-pc'"),
+        (
+            ("coordinator", "--listen", "tcp://127.0.0.1:0", "--backup-to", "/proc/x"),
+            "no backup can be written",
+        ),
         (("coordinator", "--advertise", "foo"), "--advertise has to be tcp://host:port, got 'foo'"),
         (("coordinator", "--advertise", "foo:0"), "--advertise has to be tcp://host:port, got 'foo:0'"),
         (("worker", INVITATION, "--advertise", "foo", "--", "true"), "--advertise has to be tcp://host:port"),

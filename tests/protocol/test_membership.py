@@ -20,6 +20,7 @@ from gridtrain.protocol.membership_io import (
     Strike,
     Up,
 )
+from gridtrain.protocol.roll import numbered
 
 ME = b"0" * 32
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
@@ -79,6 +80,17 @@ def test_the_journal_comes_before_what_it_decides() -> None:
     assert kinds.index(Journal) < kinds.index(Send)
     views = [e for e in run.effects if isinstance(e, Send) and isinstance(e.message, m.View)]
     assert {e.peer for e in views} == {A, B}
+
+
+def test_two_workers_of_one_name_are_told_apart() -> None:
+    run = Run(A)
+    for peer in (B, C):
+        run.say(peer, m.Join("r", "a", "memory://" + peer.hex()))
+        run.say(peer, m.Join("r", "a", "memory://" + peer.hex()))  # again, after a broken connection
+    names = [worker.name for worker in run.core._workers.values()]
+    assert names == ["a", "a-2", "a-3"]
+    longest = "é" * 32
+    assert numbered(longest, {longest}) == "é" * 31 + "-2"
 
 
 def test_a_worker_of_another_run_or_with_another_model_is_refused() -> None:
