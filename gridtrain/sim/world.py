@@ -243,7 +243,8 @@ class SimWorker:
             case io.TakePiece(peer, piece):
                 self._estates[peer] = piece.payload
                 told = self._ask(io.Inherited(peer))
-                if any(isinstance(x, io.Post) and x.message.taken for x in told):
+                answers = [x.message for x in told if isinstance(x, io.Post)]
+                if any(isinstance(answer, m.TakenOver) and answer.taken for answer in answers):
                     world.log.acknowledged.append((peer, self.peer))
                 return told
             case io.Inherit(peer):
