@@ -11,6 +11,7 @@ This module is a lazy facade: importing it, or `gridtrain.wire`, never loads tor
 from __future__ import annotations
 
 import importlib
+import os as _os
 from typing import TYPE_CHECKING, Any
 
 from gridtrain._version import __version__
@@ -57,6 +58,13 @@ __all__ = [
     "join",
     "local",
 ]
+
+
+if "GRIDTRAIN_COORDINATOR" in _os.environ:
+    # Started by `gridtrain worker`, which passes Ctrl-C on: it may come while torch is being imported.
+    from gridtrain.runtime.hooks import speak_plainly as _speak_plainly
+
+    _speak_plainly()
 
 
 def __getattr__(name: str) -> Any:

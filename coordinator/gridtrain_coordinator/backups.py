@@ -60,6 +60,22 @@ class Backups:
         self._wanted = True  # what there is at the start is worth a backup
         self._next_s = float("-inf")
 
+    def try_folder(self) -> None:
+        """Write something there, and remove it: a folder that takes nothing is found out at the start.
+
+        Raises `ConfigError`.
+        """
+        trial = self.folder / ".backup.trial"
+        try:
+            private_folder(self.folder)
+            trial.write_bytes(b"backups of a coordinator's journal and keys go here")
+            trial.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"no backup can be written to {self.folder}: {error.strerror or error}",
+                remedy="name a folder on another disk with --backup-to",
+            ) from None
+
     def want(self) -> None:
         """The journal has another entry."""
         self._wanted = True

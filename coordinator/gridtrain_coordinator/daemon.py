@@ -577,7 +577,9 @@ def door_lets_relay(door: Door, operator: PeerId) -> Callable[[PeerId, PeerId], 
 def _backups(settings: Settings, state: Path) -> Backups | None:
     if settings.backup_to is None:
         return None
-    return Backups(settings.backup_to, state, every_s=settings.backup_every_s, keep=settings.backup_keep)
+    backups = Backups(settings.backup_to, state, every_s=settings.backup_every_s, keep=settings.backup_keep)
+    backups.try_folder()
+    return backups
 
 
 def _make(folder: Path) -> None:

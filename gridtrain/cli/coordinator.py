@@ -87,13 +87,13 @@ def coordinator(
     Prints how to invite workers; then one log line for each event, as JSON if the log is not
     a terminal.  Sees no gradient and needs no torch.
     """
-    from gridtrain.runtime.client import coordinator_address
+    from gridtrain.runtime.client import explicit_address
     from gridtrain_coordinator.daemon import Settings, serve
 
     settings = Settings(
         run=run,
-        listen=listen,
-        advertise=coordinator_address(advertise) if advertise else "",
+        listen=explicit_address("--listen", listen, any_port=True),
+        advertise=explicit_address("--advertise", advertise) if advertise else "",
         state=state,
         unencrypted=unencrypted,
         benchmark=benchmark,

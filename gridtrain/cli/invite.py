@@ -18,7 +18,19 @@ from gridtrain.cli.orders import of_a_run, operator_of, seconds, shown_duration
 if TYPE_CHECKING:
     from gridtrain.protocol.invitation import Invitation
 
+LEAST_VALID_S = 1.0
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
+
+
+def _validity(context: click.Context, parameter: click.Parameter, text: str) -> float:
+    """As `seconds`; an invitation for no time at all would be a withdrawal."""
+    from gridtrain.protocol.door_rules import MAX_EXPIRES_S
+
+    value_s = seconds(context, parameter, text)
+    if not LEAST_VALID_S <= value_s <= MAX_EXPIRES_S:
+        bounds = f"{shown_duration(LEAST_VALID_S)} and {shown_duration(MAX_EXPIRES_S)}"
+        raise click.BadParameter(f"{text!r} is not between {bounds}")
+    return value_s
 
 
 @click.command(epilog=EXIT_CODES)
@@ -28,8 +40,8 @@ _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
     help="How many workers may come in with it.",
 )  # fmt: skip
 @click.option(
-    "--expires", callback=seconds, metavar="TIME", default="7d", show_default=True,
-    help="How long it is valid: 90s, 15m, 12h, 7d.",
+    "--expires", callback=_validity, metavar="TIME", default="7d",
+    show_default=True, help="How long it is valid: 90s, 15m, 12h, 7d; 366d at most.",
 )  # fmt: skip
 @click.option(
     "--address", default="", metavar="ADDRESS",

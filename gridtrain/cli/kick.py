@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import known_keys, of_a_run, operator_of, whom
+from gridtrain.cli.orders import known_keys, named, of_a_run, operator_of, whom
 
 
 @click.command(epilog=EXIT_CODES)
@@ -24,5 +24,6 @@ def kick(who: str, reason: str, run: str, state: Path | None) -> None:
     from gridtrain.protocol.messages import Expel
 
     with operator_of(run, state) as operator:
-        peer = whom(who, known_keys(operator.status()))
-        click.echo(operator.order(Expel(peer, False, tidy(reason))))
+        known = known_keys(operator.status())
+        peer = whom(who, known)
+        click.echo(named(peer, known, operator.order(Expel(peer, False, tidy(reason)))))

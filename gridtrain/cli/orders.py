@@ -71,6 +71,12 @@ def operator_of(run: str, state: Path | None, wait_s: float = 0.0) -> Operator:
     return Operator(Contact.find(run, state, wait_s=wait_s))
 
 
+def named(peer: bytes, known: Mapping[str, str], told: str) -> str:
+    """The coordinator's answer about a key, with the name that people know."""
+    name = known.get(peer.hex(), NO_NAME)
+    return told if name == NO_NAME else f"{name}: {told}"
+
+
 # -- whom a word means -------------------------------------------------------------------------------
 
 

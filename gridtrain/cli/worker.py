@@ -128,6 +128,7 @@ def worker(
     run gracefully; a second one kills it.
     """
     from gridtrain.protocol.invitation import parse
+    from gridtrain.runtime.client import explicit_address
     from gridtrain.wire.kinds import BoundError
     from gridtrain.wire.schema import NAME
     from gridtrain_worker.agent import Job, supervise
@@ -140,8 +141,8 @@ def worker(
         command=command,
         invitation=parse(_read(invitation)),
         name=name,
-        listen=listen,
-        advertise=advertise,
+        listen=explicit_address("--listen", listen, any_port=True) if listen else "",
+        advertise=explicit_address("--advertise", advertise) if advertise else "",
         upload_limit=upload_limit,
         download_limit=download_limit,
         export_dir=export_dir,

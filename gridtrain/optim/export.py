@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import safetensors.torch
 import torch
@@ -105,10 +106,39 @@ def _writer(out: Path) -> Writer:
         case ".safetensors":
             return _write_safetensors
         case ".pt" | ".pth":
-            return lambda tensors, path: torch.save(dict(tensors), path)
+            return _write_torch
     raise ConfigError(
         f"{out.name} does not say which format it is to have", remedy="end its name in .safetensors or .pt"
     )
+
+
+class _Disk:
+    """A file that remembers why it could not be written: torch tells of its own archive instead."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.failed: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write_torch(tensors: Mapping[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        disk = _Disk(file)
+        try:
+            torch.save(dict(tensors), cast(BinaryIO, disk))
+        except RuntimeError:
+            if disk.failed is not None:
+                raise disk.failed from None
+            raise
 
 
 def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -55,20 +55,21 @@ def hand_over(
     Args:
         folder: of the checkpoints; None: nothing is written down.
     """
-    until_s = time.monotonic() + session.config.deadlines.handover_s
+    patience_s = session.config.deadlines.handover_s
+    until_s = time.monotonic() + patience_s
     residual_N = wrapped.surrender(lambda: session.settle(until_s - time.monotonic()))
-    if residual_N is None:
-        if wrapped.residual_size:
-            log.warning("this worker's residual is lost: its last step was cut off in the middle")
-        return
-    if not residual_N.any():
+    if residual_N is None and wrapped.residual_size:
+        log.warning("this worker's residual is lost: its last step was cut off in the middle")
+    residual_N = _with_inherited(session, wrapped.residual_size, residual_N, until_s)
+    if residual_N is None or not residual_N.any():
         return
     picture = session.picture
     chosen = handover.choose(residual_N, budget_bytes, max(1, picture.world_size))
     taken: bool | None = False
     text = "nobody else is there"
     if chosen.entries and picture.world_size > 1 and not picture.finished:
-        taken, text = session.hand_on(handover.cut(chosen.payload), until_s - time.monotonic())
+        # To sort and to encode takes a while where there is much, and is no heir's fault.
+        taken, text = session.hand_on(handover.cut(chosen.payload), patience_s)
     share = chosen.mass / chosen.whole_mass if taken else 0.0
     session.note({"handed_over_mass": chosen.mass if taken else 0.0, "handed_over_share": share})
     log.warning(
@@ -86,6 +87,30 @@ def hand_over(
         )
         if taken is not False:
             void(folder, picture.applied + 1)
+
+
+def _with_inherited(
+    session: GroupSession, residual_n: int, residual_N: npt.NDArray[np.float32] | None, until_s: float
+) -> npt.NDArray[np.float32] | None:
+    """And what this worker has taken over from others, and not added to its own before it left."""
+    if not residual_n:
+        return residual_N
+    inherited, lost_mass = session.last_inheritance(max(0.0, until_s - time.monotonic()))
+    for peer, entries in inherited:
+        residual_N = np.zeros(residual_n, np.float32) if residual_N is None else residual_N
+        residual_N[entries.indices] += entries.values
+        log.warning(
+            "residual of %s, mass %.3g: goes on with this worker's",
+            peer.hex()[:8],
+            handover.mass_of([entries]),
+        )
+    if lost_mass:
+        session.note({"lost_mass": lost_mass})
+        log.warning(
+            "mass %.3g of others' residuals is lost: this worker took it over, and leaves before it counted",
+            lost_mass,
+        )
+    return residual_N
 
 
 def put_down(folder: Path, facts: Facts, left: Left | None) -> None:

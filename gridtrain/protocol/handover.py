@@ -15,6 +15,9 @@ A step takes the vote of all, so as long as the leaver is a member no step can b
 it handed over after step s is whole until a View goes on from s without it.  If it votes again after all, or
 anything else comes, the heir forgets it.  A leaver asks a second heir only where the first one has said that
 it does not take it: so a residual is added once or not at all, whatever is lost on the way.
+
+An heir that leaves itself takes nothing more, waits until what it has acknowledged counts, and hands that on
+with its own.
 """
 
 from __future__ import annotations
@@ -51,10 +54,12 @@ class Handover:
 
     Attributes:
         leaving: this member hands over its residual, and takes part in no step any more.
+        refusing: it takes nothing over any more, since it is about to leave.
     """
 
     def __init__(self) -> None:
         self.leaving = False
+        self.refusing = False
         self._heir: m.PeerId | None = None
         self._asked: set[m.PeerId] = set()
         self._pieces: tuple[Any, ...] = ()
@@ -66,7 +71,7 @@ class Handover:
         self, pieces: Sequence[Any], seat: Seat | None, up: Collection[m.PeerId], applied: int, history: bytes
     ) -> list[Effect]:
         """Ask the first heir; `Handed` answers.  No part in a round may be open."""
-        self.leaving, self._pieces = True, tuple(pieces)
+        self.leaving, self.refusing, self._pieces = True, True, tuple(pieces)
         why = "no generation is running" if seat is None else "no neighbour is connected"
         return self._ask(seat, up, applied, history, why)
 
@@ -128,7 +133,7 @@ class Handover:
 
     def _unwanted(self, piece: m.HandOver, applied: int, synced: bool) -> str:
         """Why an honest piece is of no use here; empty: it is."""
-        if self.leaving:
+        if self.refusing:
             return "it leaves, too"
         # We may not have heard yet that the step was committed after which the leaver stopped.
         if not synced or piece.applied not in (applied, applied + 1):
@@ -140,6 +145,9 @@ class Handover:
         estate = self._estates.get(peer)
         if estate is None or seat is None:
             return [Forget(peer)]
+        if self.refusing:
+            del self._estates[peer]
+            return [Forget(peer), self._answer(seat, peer, False, "it leaves, too")]
         estate.complete = True
         return [self._answer(seat, peer, True, "")]
 

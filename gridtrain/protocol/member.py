@@ -49,6 +49,7 @@ from gridtrain.protocol.member_io import (
     HangUp,
     Heard,
     Inherited,
+    LastCall,
     Loading,
     MeanKnown,
     Note,
@@ -171,6 +172,11 @@ class MemberCore:
             return None
         over = mine.stuck or self.finished or self._handover.leaving
         return None if over or self._missing_edges() else mine.next_round
+
+    @property
+    def takes_over(self) -> bool:
+        """Another member may still hand its residual to this one."""
+        return not self._handover.refusing
 
     @property
     def finished(self) -> bool:
@@ -296,6 +302,9 @@ class MemberCore:
                     return voted
                 # Without our YES it cannot be committed: there is no need to wait for the root's trainer.
                 return [*voted, Resolve(mine.round.id, False, False, "this worker leaves")]
+            case LastCall():
+                self._handover.refusing = True
+                return []
             case HandOn(pieces):
                 mine = self._attempts
                 free = mine is not None and (mine.round is None or mine.round.voted is False)
@@ -504,7 +513,9 @@ class MemberCore:
         seat = Seat(self.me, view.term, view.generation, roster)
         if len(roster) != view.world_size or seat.rank_of(self.me) is None:
             raise RemoteProtocolError(f"VIEW of {view.world_size} came with a roster of {len(roster)}")
+        left_behind = self.seat is not None and self.seat.generation + 1 < view.generation and self.synced
         effects = self._execute_verdict(view)
+        left_behind = left_behind and not self.synced
         if self.synced and self.seat is None and self._touched:
             return [*effects, Stop(_stale_model())]  # a checkpoint's step, but the model has followed since
         effects += self._means.give_up() if self._means is not None else []
@@ -523,6 +534,8 @@ class MemberCore:
         effects += self._handover.viewed(seat, view.applied, view.history, self.synced)
         fields = {"generation": view.generation, "rank": seat.rank, "of": len(roster), "reason": view.reason}
         effects.append(Note("view", fields))
+        if left_behind:
+            effects.append(Note("left_behind", {"step": view.applied}))
         known = {member.peer for member in roster}
         # Who was announced shortly before may still be measuring.
         self._expected = {

@@ -164,6 +164,11 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
+class LastCall:
+    """The trainer is about to leave: take over no residual any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class HandOn:
     """The trainer leaves and has no part in a round: hand these pieces of its residual over."""
 
@@ -196,6 +201,7 @@ Event = (
     | Depart
     | Probed
     | Withdraw
+    | LastCall
     | HandOn
     | Inherited
 )

@@ -46,9 +46,9 @@ from gridtrain.protocol.membership_io import (
     Up,
 )
 from gridtrain.protocol.planner import order_ring
-from gridtrain.protocol.recall import Recall, is_credible
+from gridtrain.protocol.recall import Raises, Recall, is_credible
 from gridtrain.protocol.recovery import Recovered, generation_entry
-from gridtrain.protocol.roll import Worker, differences, latencies, limits, shares
+from gridtrain.protocol.roll import AVOIDED_S, Worker, differences, latencies, limits, numbered, shares
 from gridtrain.protocol.round import HISTORY_START
 from gridtrain.protocol.sharing import Sharing
 from gridtrain.protocol.verdict import Outcome, judge
@@ -61,6 +61,7 @@ MAX_WORKERS = 1000  # what the lists of one message hold
 MAX_PROBES = 256
 MOST_STEPS = 2**62
 """What a worker may say of a step has to stay a number of the protocol when something is added to it."""
+RESTART = "restart this worker to join again; `gridtrain worker --restarts N` does so by itself"
 MOST_FORMING_S = 900.0
 """So long a generation may take to form, whatever progress its newcomers show."""
 
@@ -141,6 +142,7 @@ class Membership:
         self._departed: set[m.PeerId] = set()  # members that left, or were dismissed: not waited for
         self._regathering = False  # all members are away, and waited for
         self._recall = Recall()  # what members know that the journal does not
+        self._raises = Raises()
         self._regather_until_s = -math.inf
         self._waited = False  # those who are not back by now have had their time
         self._freeze_by_s: float | None = None  # while members come back the FREEZE is held, until then
@@ -212,6 +214,9 @@ class Membership:
                 effects += self._remove(worker.peer, gone, now_s)
             elif not worker.admitted and now_s >= worker.probe_until_s:
                 worker.admitted = True
+        raised = self._raise_term(now_s) if self.phase is not RunPhase.FINISHED else []
+        if raised:
+            effects += [*raised, *(told for peer in list(self._workers) for told in self._repeat(peer))]
         return self._noted(effects + self._go_on(now_s), now_s)
 
     def _woken(self, now_s: float) -> list[Effect]:
@@ -242,6 +247,7 @@ class Membership:
             self._making_until_s,
             self._followers.deadline_s(self._workers),
             held_s,
+            self._raises.deadline_s if self.phase is not RunPhase.FINISHED else math.inf,
             *(worker.deadline_s(limits) for worker in self._workers.values()),
         ]
         enough = self._roster or sum(w.admitted for w in self._workers.values()) >= self._min_workers
@@ -369,11 +375,12 @@ class Membership:
             return self._refuse(peer, "full", reason, "try again when somebody has left")
         worker = self._workers.get(peer)
         if worker is None:
-            worker = Worker(peer, join.name, join.address, now_s, now_s)
+            taken = {other.name for other in self._workers.values()}
+            worker = Worker(peer, numbered(join.name, taken), join.address, now_s, now_s)
             self._workers[peer] = worker
         worker.address, worker.lost_s = join.address, None
         state = Send(peer, m.RunState(str(self.phase), self.reason))
-        note = Note("info", "joined", {"name": join.name, "peer": peer.hex()[:12], "address": join.address})
+        note = Note("info", "joined", {"name": worker.name, "peer": peer.hex()[:12], "address": join.address})
         welcome = Send(peer, m.Welcome(self.term, self.run, self._software))
         return [note, welcome, state, *self._whereabouts.locate(worker, join.relay), *self._repeat(peer)]
 
@@ -428,8 +435,11 @@ class Membership:
         self._breaks.note(worker.peer, message.peer, now_s)
         if message.peer in self._workers:
             self._workers[message.peer].missed_s = now_s
-        flapping = self._breaks.common_end(now_s)
+        flapping = self._breaks.common_end(now_s, len(members))
         if flapping is None:
+            if not self._change and (common := self._breaks.worth_avoiding(now_s, len(members))) is not None:
+                name = self._workers[common].name if common in self._workers else common.hex()[:8]
+                self._change = f"connections of {name} broke again and again: the next ring goes round them"
             return []
         text = f"its connections broke {MOST_BREAKS} times within {WINDOW_S:.0f} s"
         return self._remove(flapping, text, now_s, dismiss=True)
@@ -437,10 +447,10 @@ class Membership:
     def _seated(self, worker: Worker, seated: m.Seated, now_s: float) -> list[Effect]:
         """A term or a generation that this journal does not know: it is a backup's (rule 11)."""
         made = self._made_s > -math.inf  # what this coordinator has made itself binds
-        known = self.generation if made else self._recall.generation
-        if seated.term <= self.term and seated.generation <= known:
+        latest = self.generation if made else self._recall.generation
+        if seated.term <= self.term and seated.generation <= latest:
             return []
-        if not is_credible(seated, self.term, known):
+        if not is_credible(seated, self.term, latest):
             return [Strike(worker.peer, f"tells of term {seated.term}, generation {seated.generation}")]
         obeyed = worker.peer in self._accepted or (made and not self._has_most())
         if obeyed and seated.term > self.term:
@@ -451,7 +461,9 @@ class Membership:
         if not self._recall.tell(worker.peer, seated):
             return []
         if first or seated.term > self.term:
-            effects = self._raise_term(max(self.term, seated.term) + 1)
+            known = worker.peer in self._recall.known
+            self._raises.tell(max(self.term, seated.term), known=known, now_s=now_s)
+            effects = self._raise_term(now_s)
         told = self._recall.leading()
         mine = (self.generation, tuple((member.peer, member.share) for member in self._roster))
         if made or told is None or told == mine:
@@ -484,8 +496,12 @@ class Membership:
         here = [w for x in self._roster if (w := self._workers.get(x.peer)) is not None and w.lost_s is None]
         return 2 * len(here) > len(self._roster)
 
-    def _raise_term(self, term: int) -> list[Effect]:
-        self.term = term
+    def _raise_term(self, now_s: float) -> list[Effect]:
+        """Above what was told, if its time has come."""
+        told = self._raises.due(now_s)
+        if told is None:
+            return []
+        self.term = term = max(self.term, told) + 1
         if self._view is not None:
             self._view = replace(self._view, term=term)
         if self._made_s > -math.inf and self._roster:  # its members are in the lower one
@@ -623,7 +639,7 @@ class Membership:
         if dismiss:
             self._whereabouts.forget(peer)
         if dismiss and not left and not told:
-            effects.append(Send(peer, m.Refused("dismissed", reason, "restart this worker to join again")))
+            effects.append(Send(peer, m.Refused("dismissed", reason, RESTART)))
         self._miss(peer, f"{worker.name} {reason}", dismiss)
         return [*effects, Dismiss(peer)] if dismiss else effects
 
@@ -829,8 +845,14 @@ class Membership:
         ready = (w for w in self._workers.values() if w.enters or (w.peer in current and w.setup is not None))
         taking_part = (w.peer for w in ready)
         peers = sorted(taking_part, key=self._seniority)
-        plan = order_ring(latencies(self._workers.values()), peers, min(holding, key=self._seniority))
+        avoided = self._breaks.avoid(now_s)
+        links = latencies([self._workers[peer] for peer in peers], avoided)
+        plan = order_ring(links, peers, min(holding, key=self._seniority))
         self._plan_reason = plan.reason
+        if avoided:
+            self._plan_reason += (
+                f"; of {len(avoided)} pairs connections broke: each counts as {AVOIDED_S:g} s"
+            )
         self._whereabouts.plan(plan.order)
         self.generation = max(self.generation, self._recall.floor) + 1
         ordered = [self._workers[peer] for peer in plan.order]

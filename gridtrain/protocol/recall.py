@@ -9,16 +9,23 @@ verdict: the members of that generation are frozen and report, as after any rest
 
 Every member is waited for that the journal or the leading tale names, so that one that is quick to lie does
 not lead before the others are there.
+
+Where a tale's term is higher, the coordinator raises its own, and a generation that runs is made anew.  Whom
+the journal names is believed at once.  One invitation may make many keys, so all others together are believed
+at most once in `RAISE_GAP_S`, then the highest of them; who is honest waits so long.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from gridtrain.protocol import messages as m
 
 MOST_AHEAD = 1_000_000
 """Terms, or generations, that a journal may be behind; who tells of more is not believed."""
+
+RAISE_GAP_S = 30.0
 
 Tale = tuple[int, tuple[tuple[m.PeerId, int], ...]]
 """Generation, and its members with their shares in rank order."""
@@ -53,6 +60,34 @@ class Recall:
         """What most tell; of equals the one of more members, then the later one."""
         votes = Counter(self._told.values())
         return max(votes, key=lambda tale: (votes[tale], len(tale[1]), tale[0]), default=None)
+
+
+class Raises:
+    """When the term is raised because of what workers tell."""
+
+    def __init__(self) -> None:
+        self._told_term = 0
+        self._at_s = math.inf  # when the highest term that was told is heeded
+        self._next_s = -math.inf  # not before, for the sake of strangers
+
+    @property
+    def deadline_s(self) -> float:
+        """When `due` has something; infinite: never."""
+        return self._at_s
+
+    def tell(self, term: int, *, known: bool, now_s: float) -> None:
+        """`known`: the journal names who tells it."""
+        self._told_term = max(self._told_term, term)
+        self._at_s = min(self._at_s, now_s if known else max(now_s, self._next_s))
+        if not known:
+            self._next_s = max(self._next_s, self._at_s + RAISE_GAP_S)
+
+    def due(self, now_s: float) -> int | None:
+        """The highest term that was told, if it is to be heeded now; None: nothing is."""
+        if now_s < self._at_s:
+            return None
+        self._at_s = math.inf
+        return self._told_term
 
 
 def is_credible(seated: m.Seated, term: int, generation: int) -> bool:

@@ -6,14 +6,19 @@ as the others.  Never decides who is a member: that is `protocol.membership`.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.sharing import Shares, Sharing
+
+MOST_NAME_BYTES = 64
+AVOIDED_S = 10.0
+"""A round trip that the planner of the ring avoids where it can."""
 
 
 @dataclass(slots=True)
@@ -104,9 +109,24 @@ class Worker:
         }
 
 
-def latencies(workers: Iterable[Worker]) -> dict[tuple[m.PeerId, m.PeerId], float]:
-    """Round trips in seconds by directed pair."""
-    return {(worker.peer, other): rtt_s for worker in workers for other, rtt_s in worker.rtt_s.items()}
+def numbered(name: str, taken: Collection[str]) -> str:
+    """For people, who have to tell workers apart: "anna", "anna-2", "anna-3"; at most `MOST_NAME_BYTES`."""
+    free, number = name, 1
+    while free in taken:
+        number += 1
+        end = f"-{number}"
+        free = name.encode()[: MOST_NAME_BYTES - len(end)].decode(errors="ignore") + end
+    return free
+
+
+def latencies(
+    workers: Sequence[Worker], avoided: Collection[tuple[m.PeerId, m.PeerId]] = ()
+) -> dict[tuple[m.PeerId, m.PeerId], float]:
+    """Round trips in seconds by directed pair; `avoided` pairs are not to be neighbours where possible."""
+    links = {(worker.peer, other): rtt_s for worker in workers for other, rtt_s in worker.rtt_s.items()}
+    if avoided and not links:  # as the ring's planner counts what is not measured like the others
+        links = {(one.peer, other.peer): 0.0 for one, other in itertools.combinations(workers, 2)}
+    return links | {pair: AVOIDED_S for pair in avoided}
 
 
 def limits(workers: Sequence[Worker]) -> list[int]:

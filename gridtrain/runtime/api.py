@@ -10,6 +10,7 @@ for a joiner, restore a donor's).  Never touches a socket, a protocol rule or a 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,6 +31,8 @@ from gridtrain.runtime.statefeed import MAX_STATE_BYTES
 from gridtrain.runtime.updates import StepUpdate
 from gridtrain.transport.credits import CreditTransport
 from gridtrain.wire.sparse import Sparse
+
+log = logging.getLogger("gridtrain")
 
 Capture = Callable[[bool], Sequence[bytes | memoryview]]
 Restore = Callable[[Sequence[bytes]], None]
@@ -332,6 +335,16 @@ class GroupSession:
     def settle(self, timeout_s: float) -> RoundOutcome | None:
         """See `Driver.settle`."""
         return self._driver.settle(timeout_s)
+
+    def last_inheritance(self, timeout_s: float) -> tuple[list[tuple[m.PeerId, Sparse]], float]:
+        """Before this worker leaves: what others have handed over to it and it has not added yet; and the
+        mass of what was acknowledged, but does not count within `timeout_s`."""
+        driver = self._driver
+        try:
+            driver.last_call(timeout_s)
+        except GridtrainError as error:
+            log.debug("what was handed over to this worker is not waited for: %s", error)
+        return driver.take_inheritance(), driver.open_mass
 
     def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> tuple[bool | None, str]:
         """Give this worker's residual away before it leaves: whether somebody has it (None: perhaps); who, or

@@ -60,6 +60,29 @@ def coordinator_address(text: str) -> str:
     return f"tcp://{match[1]}:{port}"
 
 
+def explicit_address(option: str, text: str, *, any_port: bool = False) -> str:
+    """As `coordinator_address`, of something that has to say both host and port.
+
+    Args:
+        option: where it was given, for people.
+        any_port: port 0 is fine: any free one.
+    """
+    plain = text.strip()
+    match = _ADDRESS.fullmatch(plain)
+    if plain.removeprefix(":").isdigit():
+        port = plain.removeprefix(":")
+        raise ConfigError(
+            f"{option} {text} does not say on which interface",
+            remedy=f"write tcp://0.0.0.0:{port} for all, or tcp://127.0.0.1:{port} for this machine only",
+        )
+    if match is None or match[2] is None or not (0 if any_port else 1) <= int(match[2]) <= 65535:
+        raise ConfigError(
+            f"{option} has to be tcp://host:port, got {text!r}",
+            remedy=f"write for instance tcp://192.168.1.20:{DEFAULT_PORT}",
+        )
+    return f"tcp://{match[1]}:{int(match[2])}"
+
+
 class CoordinatorClient:
     """A connection to a coordinator over which questions are asked and answered; a context manager.
 

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,10 @@ FROM_PEERS = io.Fill | io.TakeBlock | io.Feed | io.TakePiece
 """What a peer has sent: it answers for what is wrong with it."""
 
 LOUD = ("drifted", "stalled", "coordinator_away", "offence", "no_route")
+LEFT_BEHIND = (
+    "this worker was away for so long that the others went on without it; it is back, and takes over "
+    "the state of step %d"
+)
 UNREACHABLE = (
     "nobody from outside can reach this worker: a router or a firewall is in between; "
     "it dials the others itself, or is relayed, so it can train all the same"
@@ -79,6 +83,7 @@ class Picture:
         shares: of the generation's members, in rank order.
         offered_state: the donor's state is complete and waits to be restored.
         inherited: residuals of members that have left wait to be added to this worker's.
+        heir: this worker takes residuals over, or has acknowledged some that do not count yet.
     """
 
     welcomed: bool = False
@@ -101,6 +106,7 @@ class Picture:
     offered_work: bool = False
     compares_next: bool = False
     inherited: bool = False
+    heir: bool = True
 
 
 @dataclass(slots=True)
@@ -250,8 +256,9 @@ class Driver:
             return RoundOutcome(committed=False, skip=False)
         with self._changed:
             begun = self._open if self._open is not None and self._open.id == round_id else None
-            mine = begun or _OpenRound(round_id, {})
-            rest = {c: w for c, w in by_channel(workspaces).items() if c not in mine.workspaces}
+            channels = by_channel(workspaces)
+            mine = begun or _OpenRound(round_id, {}, spoilt=self._spoilt_before(channels.values()))
+            rest = {c: w for c, w in channels.items() if c not in mine.workspaces}
         collectives = {
             channel: workspace.collective(picture.rank, picture.world_size, skip)
             for channel, workspace in rest.items()
@@ -261,9 +268,19 @@ class Driver:
             mine.whole, mine.settings = workspaces, settings
             self._open = self._latest = mine
         self.command(io.Submit(round_id, collectives))
+        if mine.spoilt:
+            # The others go on from what they have, and cannot send what is missing here: all begin anew.
+            self.command(io.Broke("what came in an earlier attempt was refused here"))
         self.wait(lambda _: mine.outcome is not None)
         assert mine.outcome is not None
         return mine.outcome
+
+    def _spoilt_before(self, workspaces: Iterable[Workspace]) -> bool:
+        """A retry is about to go on from numbers of an attempt in which something was refused."""
+        latest = self._latest
+        if latest is None or not latest.spoilt:
+            return False
+        return any(mine is theirs for mine in workspaces for theirs in latest.workspaces.values())
 
     def settle(self, timeout_s: float) -> RoundOutcome | None:
         """How the latest round ended that this worker submitted to; None: it has not, in that time.
@@ -294,6 +311,17 @@ class Driver:
             counting, self._inheritance.counting = self._inheritance.counting, []
         self._transport.wake()  # the picture has to change
         return counting
+
+    def last_call(self, timeout_s: float) -> None:
+        """Take no more residuals over, and wait until those that were acknowledged count, or never will."""
+        self.command(io.LastCall())
+        self.wait(lambda picture: not picture.heir, timeout_s)
+
+    @property
+    def open_mass(self) -> float:
+        """Sum of magnitudes of the residuals that were acknowledged and are not this worker's yet."""
+        with self._changed:
+            return self._inheritance.open_mass
 
     def mean(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
         """The group's average of `value`; None if the generation ended, or nobody answered in time."""
@@ -615,7 +643,8 @@ class Driver:
                 with self._changed:
                     self._inheritance.count(peer)
             case io.Forget(peer):
-                self._inheritance.forget(peer)
+                with self._changed:
+                    self._inheritance.forget(peer)
             case io.Handed():
                 with self._changed:
                     self._handed = effect
@@ -718,6 +747,12 @@ class Driver:
             quiet = fields["state"] in ("training", "finished")
             log.log(logging.INFO if quiet else logging.WARNING, "the run is %(state)s: %(reason)s", fields)
             return
+        if event == "left_behind":
+            log.warning(LEFT_BEHIND, fields["step"] + 1)
+            return
+        if event == "rejoin":
+            log.warning("the coordinator has let this worker go while it was away; it joins again")
+            return
         if event == "reach":
             log.info(
                 "%s", f"others reach this worker at {fields['address']}" if fields["address"] else UNREACHABLE
@@ -763,6 +798,7 @@ class Driver:
             offered_work=self._following is not None and self._following.has_work,
             compares_next=here.compares_next,
             inherited=bool(self._inheritance.counting),
+            heir=here.takes_over or self._inheritance.open,
         )
         with self._changed:
             if picture == self._picture and not self._ended:

@@ -75,7 +75,7 @@ class Following:
         self._donors: list[m.PeerId] = []
         self._source: m.PeerId | None = None  # of the updates
         self._received: tuple[int, bytes] | None = None  # the last update (or image) here, its history
-        self._pending: deque[tuple[StepUpdate, bytes]] = deque()
+        self._pending: deque[tuple[StepUpdate, bytes, int]] = deque()  # with its history and its bytes
         self._pending_bytes = 0
         self._at: tuple[int, bytes] | None = None  # what the trainer's model is
         self._doing: Work | None = None  # by the trainer
@@ -174,7 +174,7 @@ class Following:
             self._doing = ImageWork(*self._image.parts())
         else:
             self._doing = UpdatesWork(
-                tuple(update for update, _ in itertools.islice(self._pending, AT_A_TIME))
+                tuple(update for update, _, _ in itertools.islice(self._pending, AT_A_TIME))
             )
         return self._doing
 
@@ -189,10 +189,7 @@ class Following:
             self.latest = max(self.latest, self._at[0])
             self._skip_to(self._at)
         for _ in work.steps if isinstance(work, UpdatesWork) else ():
-            update, history = self._pending.popleft()
-            self._at = (update.step, history)
-        if not self._pending:
-            self._pending_bytes = 0
+            self._at = self._drop_first()
         self._check_target()
 
     # -- inside ------------------------------------------------------------------------------------
@@ -201,7 +198,7 @@ class Following:
         assert self._received is not None
         history = extend_history(self._received[1], update.digest)
         self._received = (update.step, history)
-        self._pending.append((update, history))
+        self._pending.append((update, history, nbytes))
         self._pending_bytes += nbytes
         if self._pending_bytes > MOST_PENDING_BYTES:
             self.failed = f"{self._pending_bytes} bytes of updates wait to be replayed"
@@ -210,11 +207,21 @@ class Following:
     def _skip_to(self, at: tuple[int, bytes]) -> None:
         """What came for an earlier image may not lead on from this one: then it is asked for anew."""
         while self._pending and self._pending[0][0].step <= at[0]:
-            self._pending.popleft()
+            self._drop_first()
         leads_on = self._received == at or (self._pending and self._pending[0][0].step == at[0] + 1)
         if not leads_on:
-            self._pending.clear()
+            self._drop_all()
             self._received, self._source = at, None
+
+    def _drop_first(self) -> tuple[int, bytes]:
+        """The next update waits no more; its step, and the history after it."""
+        update, history, nbytes = self._pending.popleft()
+        self._pending_bytes -= nbytes
+        return update.step, history
+
+    def _drop_all(self) -> None:
+        self._pending.clear()
+        self._pending_bytes = 0
 
     def _check_target(self) -> None:
         """Histories chain: one that is another at the VIEW's step was another from some update on."""
@@ -230,7 +237,7 @@ class Following:
             return []
         if self._received is None or (self._at is None and self._received[0] < self._image.applied):
             self._received = (self._image.applied, self._image.history)
-            self._pending.clear()
+            self._drop_all()
         self._source = self._donors[0]
         return [(self._source, m.UpdatesAsk(self._received[0]))]
 

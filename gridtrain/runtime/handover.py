@@ -131,6 +131,15 @@ class Inheritance:
             raise LocalProtocolError(f"the residual of {peer.hex()[:8]} counts before it is complete")
         self.counting.append((peer, self._complete.pop(peer)))
 
+    @property
+    def open_mass(self) -> float:
+        """Sum of magnitudes of what is complete, but does not count yet."""
+        return mass_of(list(self._complete.values()))
+
+    @property
+    def open(self) -> bool:
+        return bool(self._complete)
+
     def forget(self, peer: PeerId) -> None:
         self._arriving.pop(peer, None)
         self._complete.pop(peer, None)

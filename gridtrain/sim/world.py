@@ -50,7 +50,16 @@ class Trainer(Protocol):
 
     def restore(self, state: Any) -> None: ...
 
+    def surrender(self) -> Any:
+        """What this worker has not sent, as it leaves; it takes no further step."""
+        ...
 
+    def inherit(self, residual: Any) -> None:
+        """What another one has surrendered is this one's now."""
+        ...
+
+
+HAND_OVER_S = 3.0
 MOST_FOLLOWING_S = 2.0
 
 
@@ -92,6 +101,9 @@ class Log:
     skipped: set[m.RoundId] = field(default_factory=set)
     followed: int = 0
     refused: list[str] = field(default_factory=list)
+    acknowledged: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)  # residuals: leaver, heir
+    inherited: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)
+    void: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)  # acknowledged for nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +138,9 @@ class SimWorker:
         self._wanted: list[tuple[m.PeerId, int, int]] = []
         self._progress = 0
         self._spoilt = False  # a payload of the open round was refused
+        self._estates: dict[m.PeerId, Any] = {}  # complete residuals of leavers that do not count yet
+        self._leaves_by_s: float | None = None
+        self._handing = False
 
     def freeze(self, for_s: float) -> None:
         """As SIGSTOP: connections stay, nothing is read or said; all of it comes later, at once."""
@@ -225,9 +240,56 @@ class SimWorker:
                 world.later(world.follow_s(), self.peer, self._catch_up)
             case io.Stop(error):
                 self._stop(error)
+            case io.TakePiece(peer, piece):
+                self._estates[peer] = piece.payload
+                told = self._ask(io.Inherited(peer))
+                answers = [x.message for x in told if isinstance(x, io.Post)]
+                if any(isinstance(answer, m.TakenOver) and answer.taken for answer in answers):
+                    world.log.acknowledged.append((peer, self.peer))
+                return told
+            case io.Inherit(peer):
+                world.log.inherited.append((peer, self.peer))
+                self.trainer.inherit(self._estates.pop(peer))
+            case io.Forget(peer):
+                if self._estates.pop(peer, None) is not None:
+                    world.log.void.append((peer, self.peer))
+            case io.Handed():
+                self.depart()
             case io.Note():
                 pass
         return []
+
+    def holds(self, leaver: m.PeerId) -> bool:
+        """The residual of this one is here, and does not count yet."""
+        return leaver in self._estates
+
+    # -- leaving in order --------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Take nothing over any more, end the open round, hand over what is left, go."""
+        if self._leaves_by_s is None:
+            self._leaves_by_s = self.world.now_s + HAND_OVER_S
+            self.handle(io.LastCall())
+            self.handle(io.Withdraw())
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if not self.alive or self._leaves_by_s is None:
+            return
+        if self.world.now_s >= self._leaves_by_s:
+            self.depart()
+            return
+        ready = self.core.open_round is None and not self._estates and self.core.stage is io.Stage.RUNNING
+        if ready and not self._handing and not self._frozen:
+            self._handing = True
+            self.handle(io.HandOn((self.trainer.surrender(),)))
+        self.world.at(self.world.now_s + 0.05, self._hand_over)
+
+    def depart(self) -> None:
+        if self.alive:
+            self.left = True
+            self.handle(io.Depart("leaves"))
+            self.world.crash(self.peer)
 
     def _catch_up(self) -> None:
         if self.core.seat is None and not self._frozen:
@@ -243,7 +305,7 @@ class SimWorker:
 
     def _go_on(self) -> None:
         """What the training thread does when it may: hand out its state, begin a step."""
-        if not self.alive or self._computing or self._frozen:
+        if not self.alive or self._computing or self._frozen or self._leaves_by_s is not None:
             return
         if self._offered is not None:
             # Loading takes a while, in which the group may change once more.
@@ -276,7 +338,7 @@ class SimWorker:
         self._computing = False
         self._progress += 1
         round_id, seat = self.core.next_round, self.core.seat
-        if not self.alive or round_id is None or seat is None:
+        if not self.alive or round_id is None or seat is None or self._leaves_by_s is not None:
             self._go_on()
             return
         spans = self.core.assignment().get(self.peer, ())
@@ -431,10 +493,12 @@ class World:
         self.network.crash(peer)
 
     def leave(self, peer: m.PeerId) -> None:
-        worker = self.workers[peer]
-        worker.handle(io.Depart("leaves"))
-        worker.left = True
-        self.crash(peer)
+        """At once, without handing anything over."""
+        self.workers[peer].depart()
+
+    def hand_over(self, peer: m.PeerId) -> None:
+        """Leave in order."""
+        self.workers[peer].leave()
 
     def start_coordinator(self) -> None:
         """The first time, or again with what its journal holds; living workers connect again."""

@@ -9,6 +9,9 @@ in) or what it holds.
     anna  [60 MiB] ######################################-->
     bert  [4 kB] #-->  [4 kB] #-->                             does not wait for anna's
 
+A sender that has gone takes no share of the rate.  What it owed by then waits for the same owner's next one,
+and fades at the cap's rate meanwhile, so that nobody gets round the cap by coming back.
+
 Nothing is left unread in libzmq, as a queue that is not read stops its connections, and with them every
 other sender's words.  An honest sender stops by itself when its byte credits are used up, because what lies
 here is not dealt with yet; so the cap holds on average over a window of credits.
@@ -26,6 +29,9 @@ from gridtrain.transport.limits import LATENESS_S
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Hashable)
+MOST_WAITING_BYTES = 768 * 2**20
+"""Of all senders together: far more than an honest group has under way to one member."""
+MOST_OWNERS = 1024
 _PAID = 1e-6
 """Bytes: what rounding may leave of a debt."""
 
@@ -49,6 +55,8 @@ class Arrivals(Generic[S, T]):
     def __init__(self, rate_Bps: float | None) -> None:
         self._rate_Bps = rate_Bps
         self._lanes: dict[S, _Lane[T]] = {}
+        self._waiting_bytes = 0
+        self._left: dict[bytes, tuple[float, float]] = {}  # by owner: debt in bytes, and since when
         self._paid_until_s = -math.inf
 
     def charge(self, sender: S, nbytes: int, now_s: float) -> None:
@@ -63,6 +71,7 @@ class Arrivals(Generic[S, T]):
         lane = self._lanes.setdefault(sender, _Lane())
         lane.waiting.append((item, nbytes))
         lane.waiting_bytes += nbytes
+        self._waiting_bytes += nbytes
 
     def take(self, now_s: float) -> list[T]:
         """Everything that may be handed on now, each sender's in its order."""
@@ -72,6 +81,7 @@ class Arrivals(Generic[S, T]):
                 while lane.waiting and (lane.debt_bytes <= _PAID or self._rate_Bps is None):
                     item, nbytes = lane.waiting.popleft()
                     lane.waiting_bytes -= nbytes
+                    self._waiting_bytes -= nbytes
                     lane.debt_bytes += nbytes
                     taken.append(item)
                 if lane.debt_bytes <= _PAID or self._rate_Bps is None:
@@ -80,20 +90,32 @@ class Arrivals(Generic[S, T]):
                 break
         return taken
 
-    def take_all_of(self, sender: S) -> list[T]:
-        """What this sender's lane still holds, at once: it has gone.  Its debt is paid by the others."""
-        lane = self._lanes.get(sender)
+    def begin(self, sender: S, owner: bytes, now_s: float) -> None:
+        """It has come; what its owner's last one owed is its own now."""
+        debt_bytes, since_s = self._left.pop(owner, (0.0, now_s))
+        debt_bytes -= (now_s - since_s) * (self._rate_Bps or math.inf) if debt_bytes else 0.0
+        if debt_bytes > _PAID:
+            self.charge(sender, math.ceil(debt_bytes), now_s)
+
+    def end(self, sender: S, owner: bytes, now_s: float) -> list[T]:
+        """It has gone: what its lane still holds, at once."""
+        lane = self._lanes.pop(sender, None)
         if lane is None:
             return []
-        items = [item for item, _ in lane.waiting]
-        lane.debt_bytes += lane.waiting_bytes
-        lane.waiting.clear()
-        lane.waiting_bytes = 0
-        return items
+        self._waiting_bytes -= lane.waiting_bytes
+        debt_bytes = lane.debt_bytes + lane.waiting_bytes
+        if self._rate_Bps is not None and debt_bytes > _PAID:
+            self._left.pop(owner, None)
+            self._left[owner] = (debt_bytes, now_s)  # the latest comes last
+            if len(self._left) > MOST_OWNERS:
+                del self._left[next(iter(self._left))]
+        return [item for item, _ in lane.waiting]
 
-    def forget(self, sender: S) -> None:
-        """Nothing of it is wanted any more; neither is it owed."""
-        self._lanes.pop(sender, None)
+    def overfull(self) -> S | None:
+        """The sender of which most waits, where more waits than may; None: there is room."""
+        if self._waiting_bytes <= MOST_WAITING_BYTES:
+            return None
+        return max(self._lanes, key=lambda sender: self._lanes[sender].waiting_bytes)
 
     def waiting_bytes(self, sender: S) -> int:
         lane = self._lanes.get(sender)

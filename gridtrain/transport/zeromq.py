@@ -154,7 +154,7 @@ class ZeroMQTransport:
         for dial in [dial for dial in self._dials if dial.peer == peer]:
             self._drop_dial(dial)
         for link in self._edges.pop(peer, []):
-            self._arrivals.forget(link)
+            self._arrivals.end(link, link.peer, time.monotonic())
             link.state = "silent"
             if link.guest:
                 self._entrance.say_farewell(link, time.monotonic())
@@ -368,6 +368,8 @@ class ZeroMQTransport:
             self._events += self._arrivals.take(now_s)
             if entrance.hoards(self._arrivals.waiting_bytes(link), 0, guest=link.guest):
                 self._hoarded(link)
+            elif (fullest := self._arrivals.overfull()) is not None:
+                self._shut(fullest, "too much waits for the download limit, and most of it is from there")
         elif link.flood.pour(event.nbytes, now_s):
             self._flooded(link)
         else:
@@ -494,7 +496,7 @@ class ZeroMQTransport:
 
     def _shut(self, link: Link, reason: str) -> None:
         """End this connection now, dialled or accepted; what waits of it is not wanted."""
-        self._arrivals.forget(link)
+        self._arrivals.end(link, link.peer, time.monotonic())
         if link.dial is not None:
             self._redial(link.dial, reason)
         else:
@@ -537,6 +539,7 @@ class ZeroMQTransport:
     def _link_up(self, link: Link) -> None:
         links = self._edges.setdefault(link.peer, [])
         links.append(link)
+        self._arrivals.begin(link, link.peer, time.monotonic())
         if len(links) == 1:
             self._events.append(greeting.up(link))
 
@@ -546,7 +549,7 @@ class ZeroMQTransport:
             return
         links.remove(link)
         self._outbox.drop(link.peer)
-        self._events += self._arrivals.take_all_of(link)
+        self._events += self._arrivals.end(link, link.peer, time.monotonic())
         self._events.append(PeerDown(link.peer, reason))
         if links:
             self._events.append(greeting.up(links[0]))

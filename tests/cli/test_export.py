@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,25 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     assert "the model after step 5" in export(tmp_path, out).output
     assert torch.equal(load(out)["embed.weight"], older["embed.weight"])
     assert "step-00000010 cannot be read" in complaint(tmp_path, out, "--step", 10).reason
+
+
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+def test_a_disk_that_fills_up_is_named_and_nothing_is_left(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "w", 5, seed=5)
+    out = tmp_path / "out" / name
+    out.parent.mkdir()
+    large = {"weight": torch.zeros(1_000_000)}
+    monkeypatch.setattr("gridtrain.optim.export.model_tensors", lambda *_: large)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        error = complaint(tmp_path / "w", out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in error.reason and "enforce" not in error.reason
+    assert list(out.parent.iterdir()) == []
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:

@@ -155,8 +155,9 @@ def test_an_invitation_is_withdrawn(desk: Desk) -> None:
     assert "no such invitation" in complaint(gridtrain(desk, f"invite --withdraw {text}"), 4)
 
 
-def test_the_coordinator_refuses(desk: Desk) -> None:
-    assert "over the bounds" in complaint(gridtrain(desk, "invite --expires 400d"), 4)
+def test_the_coordinator_refuses(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gridtrain.protocol.door_rules.MAX_INVITATIONS", 0)
+    assert "0 invitations are open" in complaint(gridtrain(desk, "invite"), 4)
 
 
 def test_an_invitation_for_this_machine_alone_says_so() -> None:
@@ -249,9 +250,9 @@ def test_whatever_the_coordinator_says_can_be_drawn(picture: dict[str, Any]) -> 
 def test_kick_by_name_and_ban_by_key(desk: Desk) -> None:
     desk.members = MEMBERS
     desk.enrol(ANNA, BERT)
-    assert fine(desk, "kick anna") == "a1a1a1a1a1a1 is out; it needs a new invitation to come back\n"
+    assert fine(desk, "kick anna") == "anna: a1a1a1a1a1a1 is out; it needs a new invitation to come back\n"
     assert desk.standing(ANNA) == "stranger"
-    assert fine(desk, "ban b2B2b2 --reason spam") == "b2b2b2b2b2b2 is banned until you unban it\n"
+    assert fine(desk, "ban b2B2b2 --reason spam") == "[red]bert: b2b2b2b2b2b2 is banned until you unban it\n"
     assert desk.door.picture(time.time())["banned"] == [{"peer": BERT, "reason": "spam"}]
     assert "can come back" in fine(desk, "unban b2b2b2")
     assert desk.door.picture(time.time())["banned"] == []

@@ -454,6 +454,17 @@ INVITATION = invitation_to("tcp://127.0.0.1:1")
         (("worker", INVITATION, "--upload-limit", "fast", "--", "true"), "'fast' is not a rate"),
         (("worker", "--", "true"), "not an invitation"),
         (("coordinator", "--min-workers", "0"), "0 is not in the range"),
+        (("coordinator", "--listen", "7700"), "write tcp://0.0.0.0:7700 for all, or tcp://127"),
+        (("coordinator", "--listen", "lab-pc"), "--listen has to be tcp://host:port, got 'lab-pc'"),
+        (
+            ("coordinator", "--listen", "tcp://127.0.0.1:0", "--backup-to", "/proc/x"),
+            "no backup can be written",
+        ),
+        (("coordinator", "--advertise", "foo"), "--advertise has to be tcp://host:port, got 'foo'"),
+        (("coordinator", "--advertise", "foo:0"), "--advertise has to be tcp://host:port, got 'foo:0'"),
+        (("worker", INVITATION, "--advertise", "foo", "--", "true"), "--advertise has to be tcp://host:port"),
+        (("invite", "--expires", "0s"), "'0s' is not between 1 s and 366 d"),
+        (("invite", "--expires", "367d"), "'367d' is not between 1 s and 366 d"),
         (("status", "--watch", "--json"), "use --json without it"),
     ],
     ids=lambda value: " ".join(value).replace(INVITATION, "INVITATION") if isinstance(value, tuple) else "",
@@ -461,3 +472,17 @@ INVITATION = invitation_to("tcp://127.0.0.1:1")
 def test_usage(arguments: tuple[str, ...], text: str) -> None:
     done = gridtrain(*arguments)
     assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("under_worker", [True, False])
+def test_ctrl_c_while_torch_is_imported_is_one_sentence(under_worker: bool, tmp_path: Path) -> None:
+    """`gridtrain worker` passes it on; the script's own excepthook stays."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    environment.pop("GRIDTRAIN_COORDINATOR", None)
+    if under_worker:
+        environment["GRIDTRAIN_COORDINATOR"] = "tcp://127.0.0.1:1"
+    script = [sys.executable, "-c", "import gridtrain\nimport torch"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0 and ("Traceback" not in done.stderr) == under_worker
+    assert not under_worker or done.stderr == "gridtrain: interrupted; this worker leaves the run\n"

@@ -71,6 +71,15 @@ def test_nobody_is_asked_where_there_is_nobody() -> None:
     assert Handover().begin(("p",), None, {A}, 5, H5) == [Handed(False, "no generation is running")]
 
 
+def test_who_is_about_to_leave_takes_nothing_over_any_more() -> None:
+    heir = Handover()
+    heir.piece(seat(C), B, piece(), 5, True)
+    heir.refusing = True
+    why = "it leaves, too"
+    assert heir.complete(seat(C), B) == [Forget(B), Post(B, m.TakenOver(1, 2, False, why))]
+    assert heir.piece(seat(C), D, piece(), 5, True) == [Post(D, m.TakenOver(1, 2, False, why))]
+
+
 # -- the heir ------------------------------------------------------------------------------------------
 
 

@@ -20,9 +20,10 @@ from gridtrain.protocol.membership_io import (
     Strike,
     Up,
 )
+from gridtrain.protocol.roll import numbered
 
 ME = b"0" * 32
-A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
@@ -79,6 +80,17 @@ def test_the_journal_comes_before_what_it_decides() -> None:
     assert kinds.index(Journal) < kinds.index(Send)
     views = [e for e in run.effects if isinstance(e, Send) and isinstance(e.message, m.View)]
     assert {e.peer for e in views} == {A, B}
+
+
+def test_two_workers_of_one_name_are_told_apart() -> None:
+    run = Run(A)
+    for peer in (B, C):
+        run.say(peer, m.Join("r", "a", "memory://" + peer.hex()))
+        run.say(peer, m.Join("r", "a", "memory://" + peer.hex()))  # again, after a broken connection
+    names = [worker.name for worker in run.core._workers.values()]
+    assert names == ["a", "a-2", "a-3"]
+    longest = "é" * 32
+    assert numbered(longest, {longest}) == "é" * 31 + "-2"
 
 
 def test_a_worker_of_another_run_or_with_another_model_is_refused() -> None:
@@ -257,6 +269,49 @@ def test_a_liar_about_broken_connections_blames_itself_alone() -> None:
     run = Run(A, B, C)
     effects = flap(run, [(C, A), (C, B), (C, A), (C, B)] * 4)
     assert [e for e in effects if isinstance(e, Dismiss)] == [Dismiss(C)]
+
+
+def dismissed(effects: list[Effect]) -> list[m.PeerId]:
+    return [effect.peer for effect in effects if isinstance(effect, Dismiss)]
+
+
+def neighbours(run: Run, peer: m.PeerId) -> set[m.PeerId]:
+    order = [member.peer for member in run.core._roster]
+    rank = order.index(peer)
+    return {order[rank - 1], order[(rank + 1) % len(order)]}
+
+
+def accused_by_two() -> Run:
+    """D is the neighbour of A and of C, who say that its connections break."""
+    run = Run(A, B, C, D)
+    assert neighbours(run, D) == {A, C}
+    assert dismissed(flap(run, [(A, D), (C, D)] * 4)) == []
+    for peer in (A, B, C, D):
+        run.report(peer)
+    run.start(A, B, C, D)
+    assert run.core.generation == 2 and B in neighbours(run, D)
+    return run
+
+
+def test_two_that_agree_cannot_put_a_third_one_out() -> None:
+    run = accused_by_two()
+    assert dismissed(flap(run, [(A, D), (C, D)] * 40)) == []
+    assert run.core.generation == 2 and not run.core._change, "and they cost one generation"
+
+
+def test_a_bad_line_shows_beside_the_next_neighbour_too() -> None:
+    assert dismissed(flap(accused_by_two(), [(B, D)] * 4)) == [D]
+    run = accused_by_two()
+    assert dismissed(flap(run, [(D, B)] * 4)) == [D], "its own word is as good"
+
+
+def test_two_that_accuse_all_are_what_the_broken_pairs_have_in_common() -> None:
+    run = Run(A, B, C, D)
+    assert dismissed(flap(run, [(A, C), (A, D), (B, C), (B, D)] * 4)) == []
+    for peer in (A, B, C, D):
+        run.report(peer)
+    run.start(A, B, C, D)
+    assert set(dismissed(flap(run, [(A, B)] * 4))) <= {A, B}
 
 
 def test_one_pairs_bad_line_and_old_breaks_are_nobodys_fault() -> None:

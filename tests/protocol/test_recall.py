@@ -12,7 +12,7 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.membership_io import CalledBack, Effect, Heard, Journal, RunPhase, Send, Strike
-from gridtrain.protocol.recall import MOST_AHEAD
+from gridtrain.protocol.recall import MOST_AHEAD, RAISE_GAP_S
 from gridtrain.protocol.recovery import recover
 
 ME = b"0" * 32
@@ -152,6 +152,34 @@ def test_nobody_raises_terms_without_end() -> None:
     standby = Coordinator(backup(), term=2)
     standby.join(LIAR, m.Seated(2 + MOST_AHEAD + 1, 1, ()))
     assert standby.core.term == 2 and [strike.peer for strike in standby.strikes] == [LIAR]
+
+
+def test_many_keys_of_one_invitation_raise_the_term_now_and_then_only() -> None:
+    standby = Coordinator(backup(), term=2)
+    for peer in (A, B):
+        standby.join(peer)
+    for peer in (A, B):
+        standby.report(peer, 5, at_step(5))
+    standby.start(A, B)
+    for number in range(40):
+        standby.join(bytes([number]) * 32, m.Seated(standby.core.term + 1, 1, ()))
+    raised = [entry.body["term"] for entry in standby.journal if entry.kind == "term"]
+    assert raised == [1, 2, 4], "the first of them is believed"
+    standby.wait(RAISE_GAP_S)
+    raised = [entry.body["term"] for entry in standby.journal if entry.kind == "term"]
+    assert raised == [1, 2, 4, 6], "and then the highest of all that came since"
+    standby.wait(3 * RAISE_GAP_S)
+    assert standby.core.term == 6
+
+
+def test_who_told_of_a_higher_term_too_early_gets_its_view_later() -> None:
+    standby = Coordinator(backup(), term=2)
+    standby.join(LIAR, m.Seated(3, 1, ((LIAR, 4),)))
+    standby.join(C, m.Seated(7, 1, ((C, 4),)))
+    assert standby.core.term == 4, "C, whom the journal does not name, ignores this one for now"
+    standby.join(A, m.Seated(5, 1, ((A, 4), (B, 4))))
+    assert standby.core.term == 8, "whom it names is heard at once"
+    assert standby.last(m.Freeze, A) == m.Freeze(8, 1, "the coordinator was started from a backup", ())
 
 
 def test_what_a_coordinator_made_itself_binds() -> None:

@@ -127,6 +127,23 @@ def test_it_goes_on_with_another_donor_where_the_first_one_ended() -> None:
     assert following.at == (11, history_after(11))
 
 
+def test_only_what_waits_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is always one more to replay, for as long as the run lasts."""
+    following, donor = Following(1 << 30, N), Donor()
+    follow(following, donor)
+    payload = updates.write(STEPS[0], N)
+    monkeypatch.setattr("gridtrain.runtime.following.MOST_PENDING_BYTES", 3 * len(payload))
+    following.heard(A, m.Update(12, 12, payload), 0.0)
+    for step in range(13, 60):
+        work = following.work()
+        following.heard(A, m.Update(step, step, payload), 0.0)
+        following.done(work)
+        assert following.has_work and not following.failed
+    for step in (60, 61, 62):
+        following.heard(A, m.Update(step, step, payload), 0.0)
+    assert f"{4 * len(payload)} bytes of updates wait to be replayed" in following.failed
+
+
 def changed(update: StepUpdate) -> StepUpdate:
     assert update.update is not None
     values = update.update.values.copy()

@@ -80,7 +80,7 @@ class Scene:
 
 @pytest.mark.parametrize("cut", [(1,), (0, 1, 2)], ids=["one worker", "all workers"])
 def test_a_broken_line_to_the_coordinator_costs_at_most_some_batches(
-    new_group: Any, cut: tuple[int, ...]
+    new_group: Any, cut: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     with new_group(workers=3, deadlines=SOON) as group:
         scene = Scene(group, cut)
@@ -93,6 +93,7 @@ def test_a_broken_line_to_the_coordinator_costs_at_most_some_batches(
     assert steps == (STEPS, STEPS, STEPS)
     assert len(set(digests)) == 1
     assert len(set(rates)) == 1
+    assert ("that the others went on without it; it is back" in caplog.text) == (cut == (1,))
     if cut == (1,):
         assert generation >= 3  # all, without worker 1, with it again
         assert batches[1] < batches[0] == STEPS

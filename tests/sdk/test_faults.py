@@ -13,8 +13,9 @@ from torch import nn
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import state_sync
+from gridtrain.runtime.buffers import DenseWorkspace
 from gridtrain.runtime.local import LocalGroup
 from gridtrain.testing import Faults, InjectedFailure
 from gridtrain.transport.memory import EndpointKilled
@@ -145,6 +146,31 @@ def test_one_corrupt_payload_costs_one_attempt_and_nothing_else(exchange: str) -
     attempts = sorted(name for name in run.attempts if name[1] == STEP)
     again = [(2, STEP, 0)] if exchange == "dense" else []
     assert attempts == [(1, STEP, 0), (1, STEP, 1), *again] and attempts[-1] in run.committed
+
+
+def test_a_retried_ring_never_goes_on_from_where_something_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It lacks what it refused and the others hold it for sent: in the sum all would agree on, and wrong."""
+    apply, refused = DenseWorkspace.apply, []
+
+    def refuse_one(self: DenseWorkspace, effect: Any) -> None:
+        if threading.current_thread() not in begun:
+            begun[threading.current_thread()] = 0
+        begun[threading.current_thread()] += 1
+        if not refused and begun[threading.current_thread()] == 5:
+            refused.append(effect)
+            raise RemoteProtocolError("cannot be")
+        apply(self, effect)
+
+    begun: dict[threading.Thread, int] = {}
+    monkeypatch.setattr(DenseWorkspace, "apply", refuse_one)
+    monkeypatch.setattr("gridtrain.runtime.driver.FROM_PEERS", ())  # so that the retry is in the generation
+    run = Runs(Faults(), "dense")
+    run.assert_whole(survivors=3)
+    calm = Runs(Faults(), "dense")
+    assert refused and set(run.ends.values()) == set(calm.ends.values()), "the same model as without it"
+    assert {name[0] for name in run.attempts} == {1, 2}
 
 
 def test_a_slow_worker_is_waited_for() -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from torch import nn
 import gridtrain
 from gridtrain.config import Deadlines
 from gridtrain.optim import leaving
+from gridtrain.protocol.messages import HandOver
 from gridtrain.runtime import handover
 from gridtrain.transport.memory import Fault, FaultPlan
 
@@ -51,14 +54,14 @@ class Books:
 
     def __init__(self) -> None:
         self.contributed: dict[int, np.ndarray] = {}
-        self.applied = np.zeros(WIDE)
+        self.applied: dict[int, np.ndarray] = {}
         self.residuals: dict[int, np.ndarray] = {}
         self.commits: Counter[int] = Counter()
 
     def keep(self, optimizer: gridtrain.GridOptimizer, number: int) -> None:
         feedback = optimizer._exchanger.feedback
         prepare, commit = feedback.prepare, optimizer._exchanger.commit
-        self.contributed[number] = np.zeros(WIDE)
+        self.contributed[number], self.applied[number] = np.zeros(WIDE), np.zeros(WIDE)
         latest: dict[str, Any] = {}
 
         def preparing(contribution_N: torch.Tensor, *rest: Any) -> Any:
@@ -71,15 +74,15 @@ class Books:
             update = commit(attempt)
             self.contributed[number] += latest["added"]
             self.commits[number] += 1
-            if number == 0:
-                np.add.at(self.applied, update.indices, update.values)
+            np.add.at(self.applied[number], update.indices, update.values)
             return update
 
         feedback.prepare, optimizer._exchanger.commit = preparing, committing
 
     def open_sum(self) -> np.ndarray:
         """Contributed, and neither applied nor in a residual of those that are still there."""
-        return sum(self.contributed.values()) - self.applied - sum(self.residuals.values())
+        applied_N = self.applied[next(iter(self.residuals))]
+        return sum(self.contributed.values()) - applied_N - sum(self.residuals.values())
 
 
 def training(books: Books, exchange: Any, stop: Any) -> Any:
@@ -92,7 +95,8 @@ def training(books: Books, exchange: Any, stop: Any) -> Any:
         for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
             optimizer.zero_grad()
             model(batch).mean().backward()
-            if number == 1 and grid.step == LEAVES and stop(grid, optimizer):
+            chosen = stop.get(number) if isinstance(stop, dict) else stop if number == 1 else None
+            if chosen is not None and grid.step == LEAVES and chosen(grid, optimizer):
                 break
             if number == 0 and grid.step == LEAVES and stop is while_the_other_computes:
                 assert grid._session._driver.wait(lambda picture: picture.world_size == 1, 10.0)
@@ -158,6 +162,55 @@ def test_nothing_is_lost_and_nothing_counts_twice(
     assert sum("added to this worker's" in record.message for record in caplog.records) == 1
 
 
+def test_an_heir_that_leaves_before_it_counts_hands_it_on(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """worker-1 --b--> its heir, which goes at once --b + its own--> the last one"""
+    books, heir_known = Books(), threading.Event()
+    take = handover.Inheritance.take
+
+    def taking(self: handover.Inheritance, *args: Any) -> bool:
+        whole = take(self, *args)
+        if whole:
+            heir_known.set()
+        return whole
+
+    monkeypatch.setattr(handover.Inheritance, "take", taking)
+
+    def heir_goes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
+        return heir_known.wait(10.0) and grid._session._driver._inheritance.open
+
+    stops = {0: heir_goes, 1: before_the_step, 2: heir_goes}
+    with new_group(workers=3, deadlines=replace(QUICK, settle_s=0.3)) as group:
+        for _ in range(3):
+            group.start(training(books, EXCHANGES[0], stops))
+        ended = [group.result(number) for number in range(3)]
+    assert sorted(ended) == [LEAVES, LEAVES, STEPS] and ended[1] == LEAVES
+    assert np.abs(books.open_sum()).max() < 2.0**-18, "but for the rounding of thirds: shares may be 3 and 1"
+    assert sum("goes on with this worker's" in record.message for record in caplog.records) == 1
+    assert sum("added to this worker's" in record.message for record in caplog.records) == 1
+
+
+def test_an_heir_that_leaves_and_hears_no_view_says_what_is_lost(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heir = handover.Inheritance()
+    heir.allow(WIDE)
+    payload = handover.choose(np.full(WIDE, 0.5, np.float32), 1 << 20, 2).payload
+
+    def stop(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
+        heir.take(b"p" * 32, HandOver(1, 1, 0, b"", 0, 1, payload), 2)
+        grid._session._driver._inheritance = heir  # acknowledged, and the leaver is lost in between
+        return True
+
+    with new_group(workers=2, deadlines=replace(QUICK, handover_s=0.5)) as group:
+        for _ in range(2):
+            group.start(training(Books(), EXCHANGES[0], stop))
+        group.result(1)
+        assert f"mass {WIDE / 2:.3g} of others' residuals is lost" in caplog.text
+        group.result(0)
+
+
 def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -187,6 +240,26 @@ def test_an_heir_that_does_not_answer_costs_the_deadline_and_the_report(
         assert group.result(0) == STEPS
     assert bool(books.open_sum().any()) == (kind == "HandOver"), "an answer that was lost changes nothing"
     assert "handed over: no answer within" in caplog.text
+
+
+def test_what_the_choice_takes_is_not_the_heirs_time(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A large residual: a minute to sort it."""
+    passed_s, choose, now_s = [0.0], handover.choose, time.monotonic
+
+    def slowly(*args: Any) -> handover.Chosen:
+        passed_s[0] += 60.0
+        return choose(*args)
+
+    monkeypatch.setattr(handover, "choose", slowly)
+    monkeypatch.setattr(leaving, "time", SimpleNamespace(monotonic=lambda: now_s() + passed_s[0]))
+    books = Books()
+    with new_group(workers=2, deadlines=QUICK) as group:
+        for _ in range(2):
+            group.start(training(books, EXCHANGES[0], before_the_step))
+        assert group.result(0) == STEPS
+    assert "(100.0 %) handed over: " in caplog.text and not books.open_sum().any()
 
 
 def test_all_leave_at_once_and_nobody_waits_long(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import permutations
 from random import Random
 from typing import Any
 
@@ -126,6 +127,12 @@ class ToyTrainer:
     def restore(self, state: Any) -> None:
         self.model = state
 
+    def surrender(self) -> Any:
+        return self.residual.tobytes()
+
+    def inherit(self, residual: Any) -> None:
+        self.residual = self.residual + np.frombuffer(residual, np.float32)
+
 
 def build(
     seed: int, kind: str, workers: int, **more: Any
@@ -150,6 +157,8 @@ class Trouble:
 
     def __init__(self, world: World, random: Random) -> None:
         self.world, self.random = world, random
+        # Of a dice of its own, so that seeds stay the histories that they were but for their leaves.
+        self.in_order = Random(world._seed ^ 0x5EED).random() < 0.7
 
     def plan(self, events: int) -> None:
         """Most of a calm run is over after a second or two: trouble comes early, and in bursts."""
@@ -180,7 +189,8 @@ class Trouble:
 
     def leave(self) -> None:
         if len(self.members) >= 2:
-            self.world.leave(self.random.choice(self.members).peer)
+            peer = self.random.choice(self.members).peer
+            (self.world.hand_over if self.in_order else self.world.leave)(peer)
 
     def break_edge(self) -> None:
         if len(self.members) >= 2:
@@ -344,6 +354,7 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None
     survivors = [w for w in world.alive if w.core.finished]  # not who was away when the run ended
     if not survivors:
         return  # the last one died after the end
+    check_residuals(world)
     # 3: a step was committed in one round only, and 1: with one history on all who committed it.
     rounds_of: dict[int, set[m.RoundId]] = defaultdict(set)
     histories: dict[m.RoundId, set[bytes]] = defaultdict(set)
@@ -381,6 +392,47 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None
             assert mine is None or mine.residual.tobytes() == left[mine.rank]
         model += attempts[0].update
     assert np.array_equal(model, survivors[0].trainer.model)
+
+
+def check_residuals(world: World) -> None:
+    """What a leaver handed over counts once or not at all; nothing vanishes in silence."""
+    log = world.log
+    leavers = [leaver for leaver, _ in log.inherited]
+    assert len(leavers) == len(set(leavers)), "inherited twice"
+    assert set(log.inherited) <= set(log.acknowledged)
+    for leaver, heir in log.acknowledged:
+        assert not world.workers[leaver].alive or not world.workers[leaver].core.finished
+        told = (leaver, heir) in log.inherited or (leaver, heir) in log.void
+        assert told or not world.workers[heir].alive or world.workers[heir].holds(leaver), "it vanished"
+
+
+def once_acknowledged(world: World, do: Callable[[], None]) -> None:
+    if world.log.acknowledged:
+        do()
+    else:
+        world.at(world.now_s + 0.001, partial(once_acknowledged, world, do))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_leaves_in_order_leaves_its_residual_behind(kind: str) -> None:
+    """Two of three leave, the second while it may hold the first one's residual."""
+    passed_on = 0
+    for first, second in permutations(range(3), 2):
+        world, book = build(3, kind, workers=3, behind_nat=0.0)
+        peers = sorted(world.workers)
+        world.at(3.8, partial(world.hand_over, peers[first]))
+        world.at(3.8, partial(once_acknowledged, world, partial(world.hand_over, peers[second])))
+        world.run(60.0)
+        check(world, book)
+        assert world.log.inherited and not world.log.void
+        if (peers[first], peers[second]) in world.log.inherited:
+            passed_on += 1
+            assert len(world.log.inherited) == 2
+            (last,) = [worker for worker in world.alive if worker.core.finished]
+            rounds = {round_id for _, round_id, _ in world.log.commits}
+            brought = sum(attempt.contribution for round_id in rounds for attempt in book[round_id])
+            assert np.array_equal(brought, last.trainer.model + last.trainer.residual), "nothing is lost"
+    assert passed_on, "the second one was the heir of the first one at least once"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -56,10 +56,52 @@ def test_who_has_gone_is_heard_to_the_end_and_who_is_forgotten_is_not():
         arrivals.put("bert", item + 10, 1000, 0.0)
     assert arrivals.take(0.0) == [0, 10]
     assert arrivals.waiting_bytes("anna") == 2000
-    assert arrivals.take_all_of("anna") == [1, 2]
-    arrivals.forget("bert")
+    assert arrivals.end("anna", b"anna", 0.0) == [1, 2]
+    arrivals.end("bert", b"bert", 0.0)
     assert arrivals.take(100.0) == []
     assert arrivals.due_s() == float("inf")
+
+
+def test_who_has_gone_takes_no_share_of_the_rate():
+    arrivals: Arrivals[str, str] = Arrivals(1000.0)
+    arrivals.put("mallory", "giant", 60_000, 0.0)
+    arrivals.put("anna", "first", 100, 0.0)
+    arrivals.put("anna", "second", 100, 0.0)
+    assert arrivals.take(0.0) == ["giant", "first"]
+    arrivals.end("mallory", b"mallory", 0.0)
+    assert arrivals.due_s() == pytest.approx(0.11 - LATENESS_S), "what was idle before was shared"
+    assert arrivals.take(0.1) == ["second"]
+
+
+def test_nobody_gets_round_the_cap_by_coming_back():
+    arrivals: Arrivals[str, str] = Arrivals(1000.0)
+    for life, now_s in enumerate((0.0, 1.0, 2.0)):
+        sender = f"mallory {life}"
+        arrivals.begin(sender, b"mallory", now_s)
+        arrivals.put(sender, sender, 10_000, now_s)
+        taken = arrivals.take(now_s)
+        assert taken == ([sender] if life == 0 else [])
+        arrivals.end(sender, b"mallory", now_s)
+    arrivals.begin("mallory 3", b"mallory", 25.0)
+    arrivals.put("mallory 3", "next", 100, 25.0)
+    assert arrivals.take(29.9) == []
+    assert arrivals.take(30.1) == ["next"], "30,000 bytes at 1,000 a second"
+    arrivals.begin("anna", b"anna", 30.1)
+    assert arrivals.due_s() == float("inf"), "she owes nothing"
+
+
+def test_what_waits_of_all_is_bounded_and_the_one_with_the_most_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gridtrain.transport.arrivals.MOST_WAITING_BYTES", 1000)
+    arrivals: Arrivals[str, int] = Arrivals(1.0)
+    for item in range(4):
+        arrivals.put("anna", item, 100, 0.0)
+        arrivals.put("mallory", item, 200, 0.0)
+    arrivals.take(0.0)  # the first of each
+    assert arrivals.overfull() is None
+    arrivals.put("anna", 4, 101, 0.0)
+    assert arrivals.overfull() == "mallory"
+    arrivals.end("mallory", b"mallory", 0.0)
+    assert arrivals.overfull() is None
 
 
 @pytest.mark.parametrize("seed", range(50))
