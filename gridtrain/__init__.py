@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gridtrain._version import __version__
-from gridtrain.config import Deadlines, Dense, GTopK, TopK
+from gridtrain.config import Deadlines, Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
@@ -25,6 +25,7 @@ from gridtrain.errors import (
     RunPaused,
 )
 from gridtrain.extras import require_torch
+from gridtrain.protocol.local_steps import propose_local_steps
 
 if TYPE_CHECKING:
     from gridtrain.optim.grid import Grid, join
@@ -49,12 +50,14 @@ __all__ = [
     "GridtrainError",
     "JoinRefused",
     "LocalProtocolError",
+    "LocalSteps",
     "RemoteProtocolError",
     "RunPaused",
     "TopK",
     "__version__",
     "join",
     "local",
+    "propose_local_steps",
 ]
 
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gridtrain.config import Dense, Exchange
+from gridtrain.config import Dense, Exchange, LocalSteps, round_exchange
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import settings, state_sync
 from gridtrain.optim.averages import BufferAverage
@@ -55,13 +55,14 @@ class GridOptimizer(torch.optim.Optimizer):
     Args:
         inner: the optimizer that applies updates.
         model: all of its trainable parameters take part, zeros where a gradient is None.
-        exchange: `Dense()`, `TopK(...)` or `GTopK(...)`.
+        exchange: `Dense()`, `TopK(...)` or `GTopK(...)`; `LocalSteps(...)` is for `LocalStepsOptimizer`.
         session: this worker's place in the run.
         clip_norm: largest 2-norm of the exchanged update; None: not clipped.
         average_buffers_every: steps between two averages of the model's buffers; 0: never.
         compare_every: steps between two comparisons of the whole state with the others'; 0: never.
 
     Attributes:
+        replicated: the optimizer that applies updates and whose state is equal on all workers: here `inner`.
         skipped_steps: committed steps whose update was empty because somebody's gradient was not finite.
         last_skipped: whether the latest step was one of these, or went on without this worker.
         timings: seconds of the latest step: computing, waiting, selecting, communicating, applying.
@@ -71,13 +72,15 @@ class GridOptimizer(torch.optim.Optimizer):
     """
 
     inner: torch.optim.Optimizer
+    shares_scale = True  # a GradScaler's scale has to be equal on all workers
+    local_calls = 0  # of `step` in this turn, without an exchange yet
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to `step`
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
         model: nn.Module,
-        exchange: Exchange,
+        exchange: Exchange | LocalSteps,
         session: Session,
         *,
         clip_norm: float | None = None,
@@ -90,10 +93,11 @@ class GridOptimizer(torch.optim.Optimizer):
         self.__setstate__({"inner": inner})
         self.model = model
         self.exchange_config = exchange
+        self.replicated = inner
         self._session = session
         self._clip_norm = clip_norm
         self._flat = FlatGradient(model, inner)
-        self._exchanger = exchanger(exchange, self._flat.n, self._flat.flat_N.device)
+        self._exchanger = exchanger(round_exchange(exchange), self._flat.n, self._flat.flat_N.device)
         self.averages = BufferAverage(model, average_buffers_every)
         self._trackers: dict[str, state_sync.Stateful] = {}
         self.compare_every = compare_every
@@ -152,6 +156,16 @@ class GridOptimizer(torch.optim.Optimizer):
             self._exchange()
         self._exchanged = False
         self._apply()
+
+    # -- turns: what `Grid` hands out for one step of the run ---------------------------------------
+
+    @property
+    def calls_per_turn(self) -> int:
+        """How often `step` is called in one step of the run."""
+        return 1
+
+    def turn_begins(self, trained: int) -> None:
+        """`trained`: so many of the turn's calls are for samples; the others are for stand-ins."""
 
     # -- the group's step ------------------------------------------------------------------------
 
@@ -249,7 +263,7 @@ class GridOptimizer(torch.optim.Optimizer):
         step, self._step = self._step, -1
         due = self._compare_next or (self.compare_every and (step + 1) % self.compare_every == 0)
         if step >= 0 and self.compare_every and due:
-            self._session.compare(step, state_sync.digest(self.model, self.inner))
+            self._session.compare(step, state_sync.digest(self.model, self.replicated))
 
     def _unscale(self) -> bool:
         """What GradScaler leaves to an optimizer that declares `_step_supports_amp_scaling`.
@@ -276,11 +290,11 @@ class GridOptimizer(torch.optim.Optimizer):
 
     def capture(self, whole: bool = True) -> Sequence[bytes | memoryview]:
         """The replicated state; see `state_sync.capture`."""
-        return state_sync.capture(self.model, self.inner, self._trackers, whole=whole)
+        return state_sync.capture(self.model, self.replicated, self._trackers, whole=whole)
 
     def copy(self) -> state_sync.Copy:
         """The same, without making bytes of it yet."""
-        return state_sync.copy(self.model, self.inner, self._trackers)
+        return state_sync.copy(self.model, self.replicated, self._trackers)
 
     def replay(self, step: StepUpdate) -> None:
         """What the members did in a step in which this worker did not take part.
@@ -294,7 +308,7 @@ class GridOptimizer(torch.optim.Optimizer):
             _, groups = json.loads(step.settings)
             state_sync.load_settings(self.inner, groups)
             self._put(step.update)
-            self.inner.step()
+            self.replicated.step()
         except Exception as error:  # other people's code, given what a peer made up: it may raise anything
             text = f"step {step.step} cannot be replayed: {type(error).__name__}: {error}"
             raise RemoteProtocolError(text, remedy="take the whole state") from error
@@ -309,15 +323,15 @@ class GridOptimizer(torch.optim.Optimizer):
 
     def restore(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
         """Take over another worker's `capture`; see `state_sync.restore`."""
-        state_sync.restore(blobs, self.model, self.inner, self._trackers)
+        state_sync.restore(blobs, self.model, self.replicated, self._trackers)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `state_sync.pack`; for checkpoints."""
-        return state_sync.pack(self.model, self.inner, self._trackers)
+        return state_sync.pack(self.model, self.replicated, self._trackers)
 
     def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take over what `pack` copied; raises `RemoteProtocolError` if it does not fit."""
-        state_sync.unpack(document, tensors, self.model, self.inner, self._trackers)
+        state_sync.unpack(document, tensors, self.model, self.replicated, self._trackers)
 
     def residual_state(self) -> dict[str, Tensor]:
         """What this worker has not yet sent; empty for `Dense`.  Not part of `state_dict`: not replicated."""
@@ -383,7 +397,9 @@ class _Stopwatch:
         return laps_s
 
 
-def _refuse_misfits(inner: torch.optim.Optimizer, exchange: Exchange, clip_norm: float | None) -> None:
+def _refuse_misfits(
+    inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps, clip_norm: float | None
+) -> None:
     name = type(inner).__name__
     if isinstance(inner, GridOptimizer):
         raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
@@ -391,7 +407,7 @@ def _refuse_misfits(inner: torch.optim.Optimizer, exchange: Exchange, clip_norm:
         raise ConfigError(f"{name} cannot take its gradients from a group", remedy="use SGD or AdamW")
     if clip_norm is not None and not 0.0 < clip_norm < math.inf:
         raise ConfigError(f"clip_norm is {clip_norm}; it must be > 0 and finite", remedy="try clip_norm=1.0")
-    if isinstance(exchange, Dense):
+    if isinstance(exchange, Dense | LocalSteps):
         return
     momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)
     if momentum and exchange.momentum:
@@ -402,7 +418,7 @@ def _refuse_misfits(inner: torch.optim.Optimizer, exchange: Exchange, clip_norm:
     if "betas" in inner.defaults:
         warnings.warn(
             f"{name} after a sparse exchange learns badly, most elements of an update being zero -> "
-            "use exchange=Dense(), or SGD with GTopK(momentum=0.9); LocalSteps arrives in a later release",
+            "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())",
             stacklevel=4,  # the line that called grid.optimizer(...)
         )
 
