@@ -467,28 +467,25 @@ class Grid:
         """This worker's spans for each call of `optimizer.step`; a stand-in where it holds none."""
         assert self._spec is not None
         # Batch norm, for one, cannot take a batch of one sample.
-        latest: Sequence[Span] = (Span(0, min(self._spec.size, max(2, self._share))),)
+        stand_in = (Span(0, min(self._spec.size, max(2, self._share // self._calls))),)
         while (picture := self._session.await_turn()) is not None:
             assert picture.open_round is not None
             self._settle_checkpoints(picture.applied + 1)
             self._take_back(picture)
             self._checkpoint(picture)
-            latest = picture.spans or latest
-            self._coming = deque(self._begin_turn(picture, latest))
+            self._coming = deque(self._begin_turn(picture, stand_in))
+            stand_in = self._coming[-1]
             while self._coming:
                 yield self._coming.popleft()
             if not self._session.turn_taken:
                 raise self._called_too_seldom(picture.open_round.step)
         self._finish()
 
-    def _begin_turn(self, picture: Picture, latest: Sequence[Span]) -> list[tuple[Span, ...]]:
-        """The turn's positions, cut for its calls of `optimizer.step`.
-
-        `latest`: this worker's, or what stands in for them if it holds none.
-        """
+    def _begin_turn(self, picture: Picture, stand_in: tuple[Span, ...]) -> list[tuple[Span, ...]]:
+        """This worker's positions, cut for the turn's calls of `optimizer.step`."""
         self._full = picture.shares[picture.rank][1]
         self._wrapped().turn_begins(self._trained(picture.spans))
-        return self._pieces(latest) if picture.spans else sampler.cut(latest, self._calls)
+        return self._pieces(picture.spans) if picture.spans else [stand_in] * self._calls
 
     @property
     def _calls(self) -> int:
