@@ -31,7 +31,10 @@ def small_model(dtype=torch.float32):
 
 def backward(model, seed, size=6):
     generator = torch.Generator().manual_seed(seed)
-    inputs, labels = torch.randn(size, 5, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+    inputs, labels = (
+        torch.randn(size, 5, generator=generator),
+        torch.randint(0, 3, (size,), generator=generator),
+    )
     dtype = next(model.parameters()).dtype
     F.cross_entropy(model(inputs.to(dtype)).float(), labels).backward()
 
@@ -130,7 +133,7 @@ def test_every_step_and_nothing_outside_is_plain_dense_sgd(network, world_size):
 
 @pytest.mark.parametrize("rate, momentum", [(1.0, 0.0), (0.7, 0.9)])
 def test_it_is_diloco_as_published(network, rate, momentum):
-    """Algorithm 1 with torch's own SGD(nesterov=True) outside, on one machine: the mean weighted by samples."""
+    """Algorithm 1 with torch's own SGD(nesterov=True) outside; the mean is weighted by samples."""
     samples, rounds = [1, 3, 2], 4
 
     def worker(session):
@@ -184,7 +187,7 @@ def integers(step, rank, n):
 @pytest.mark.parametrize("exchange", EXCHANGES[1:], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_nothing_of_the_change_is_lost(network, exchange, world_size):
-    """Integers, weighted by a power of two: residuals after + update == residuals before + changes, exactly."""
+    """Integers over a power of two: residuals after + update == residuals before + changes, exactly."""
     n, rounds = 60, 6
 
     def worker(session):
@@ -218,9 +221,7 @@ def test_an_abort_keeps_the_residual_and_the_change(network):
         begin, seen = session.begin, []
 
         def look():
-            seen.append(
-                (optimizer.residual_state()["residual"], flat(model), optimizer._flat.flat_N.clone())
-            )
+            seen.append((optimizer.residual_state()["residual"], flat(model), optimizer._flat.flat_N.clone()))
             return begin()
 
         session.begin = look
@@ -372,7 +373,9 @@ def test_replaying_updates_leads_to_the_same_bits(network):
     group = network()
     session = group.session()
     optimizer = wrap(session, model, GTopK(density=0.2), outer_learning_rate=0.7, outer_momentum=0.9)
-    behind = wrap(network().session(), follower, GTopK(density=0.2), outer_learning_rate=0.7, outer_momentum=0.9)
+    behind = wrap(
+        network().session(), follower, GTopK(density=0.2), outer_learning_rate=0.7, outer_momentum=0.9
+    )
     run, updates = session.run, []
 
     def recorded(plan, workspaces, skip, settings):
@@ -408,7 +411,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(network):
 
 
 def test_a_state_with_another_velocity_is_refused(network):
-    model, optimizer = trained(network)
+    _, optimizer = trained(network)
     plain = wrap(network().session(), small_model(), GTopK(density=0.2))
     with pytest.raises(RemoteProtocolError, match="an outer velocity on one side only"):
         plain.restore(optimizer.capture())
