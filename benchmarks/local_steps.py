@@ -1,4 +1,4 @@
-"""What local steps cost in learning and save in bytes: the demo's GPT under AdamW, four workers in one process.
+"""What local steps cost in learning and save in bytes: the demo's GPT, AdamW, four workers in one process.
 
 Decides nothing at run time; docs/local-steps.md quotes its table.  Real groups: coordinator, workers in
 threads, votes and all; only the sockets are memory.  Every setting sees the same samples in each step.
@@ -96,13 +96,13 @@ def train(setting: Setting, steps: int, seed: int) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the measured fact that it warns of is what is measured here
             optimizer = grid.optimizer(inner, model, exchange=setting.exchange)
-        curve, taken = [], 0
-        for x_BT, y_BT in grid.batches(windows, batch_size=BATCH_SIZE, steps=steps // every, seed=seed):
+        curve = []
+        batches = grid.batches(windows, batch_size=BATCH_SIZE, steps=steps // every, seed=seed)
+        for taken, (x_BT, y_BT) in enumerate(batches, 1):
             model.loss(x_BT, y_BT).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            taken += 1
             if taken % MEASURE_EVERY == 0:
                 loss = float("nan")
                 if grid.is_first:
