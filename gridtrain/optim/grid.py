@@ -467,7 +467,7 @@ class Grid:
         """This worker's spans for each call of `optimizer.step`; a stand-in where it holds none."""
         assert self._spec is not None
         # Batch norm, for one, cannot take a batch of one sample.
-        stand_in = (Span(0, min(self._spec.size, max(2, self._share // self._calls))),)
+        stand_in: tuple[Span, ...] = (Span(0, min(self._spec.size, max(2, self._share // self._calls))),)
         while (picture := self._session.await_turn()) is not None:
             assert picture.open_round is not None
             self._settle_checkpoints(picture.applied + 1)
@@ -493,7 +493,8 @@ class Grid:
 
     def _trained(self, spans: Sequence[Span]) -> int:
         """So many of a turn's calls have samples: a short step has fewer of them, not smaller batches."""
-        return min(self._calls, -(-self._calls * ledger.samples(spans) // max(1, self._full)))
+        samples = ledger.samples(spans)
+        return min(self._calls, samples, -(-self._calls * samples // max(1, self._full)))
 
     def _pieces(self, spans: Sequence[Span]) -> list[tuple[Span, ...]]:
         """For each of a turn's calls; those that have no samples are given the last ones again."""
