@@ -40,6 +40,15 @@ def state_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_warm() -> None:
+    """What torch imports at an optimizer's first step takes seconds on a busy machine."""
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.square().sum().backward()
+    optimizer.step()
+
+
 class Numbered:
     """Sample i is the number i, so that a batch says which ones it holds."""
 
@@ -109,17 +118,17 @@ def test_an_ordinary_loop_trains_one_model_and_takes_every_sample_once(
     def train(grid: gridtrain.Grid, number: int) -> dict[str, Any]:
         model = model_of()
         optimizer = wrapped(grid, model, exchange, outer_momentum=momentum)
-        return loop(grid, grid.batches(Numbered(61), batch_size=2, epochs=2), model, optimizer)
+        return loop(grid, grid.batches(Numbered(37), batch_size=2, epochs=2), model, optimizer)
 
     results = together(train, workers)
     assert len({str(seen["digests"]) + seen["last"] for seen in results}) == 1
-    steps = -(-61 // (2 * EVERY * workers))
+    steps = -(-37 // (2 * EVERY * workers))
     for seen in results:
         assert [calls for _, calls, _ in seen["samples"]] == list(range(EVERY)) * 2 * steps
         assert all(len(samples) <= 2 for _, _, samples in seen["samples"])
         assert len(set(seen["digests"].values())) == 2 * steps
     taken = {(step, tuple(samples)) for seen in results for step, _, samples in seen["samples"]}
-    assert sorted(i for _, samples in taken for i in samples) == sorted([*range(61), *range(61)])
+    assert sorted(i for _, samples in taken for i in samples) == sorted([*range(37), *range(37)])
 
 
 def test_sizes_are_of_one_step_of_the_loop(together: Any) -> None:
@@ -147,11 +156,11 @@ def test_other_ways_to_the_data(together: Any, way: str) -> None:
         optimizer = wrapped(grid, model, gridtrain.GTopK(density=0.3))
         options: dict[str, Any] = {"batch_size": 2, "epochs": 2}
         if way == "sampler":
-            data = Numbered(61)
+            data = Numbered(37)
             batches: Any = DataLoader(data, batch_sampler=grid.sampler(data, **options))
         else:
-            data = Numbered(61) if way == "prefetched" else Streamed(61)  # type: ignore[assignment]
-            length = None if way == "prefetched" else 61
+            data = Numbered(37) if way == "prefetched" else Streamed(37)  # type: ignore[assignment]
+            length = None if way == "prefetched" else 37
             ahead = 1 if "prefetched" in way else 0
             batches = grid.batches(data, length=length, num_workers=ahead, **options)
         return loop(grid, batches, model, optimizer)
@@ -159,7 +168,7 @@ def test_other_ways_to_the_data(together: Any, way: str) -> None:
     results = together(train, 2)
     assert len({str(seen["digests"]) + seen["last"] for seen in results}) == 1
     taken = {(step, tuple(samples)) for seen in results for step, _, samples in seen["samples"]}
-    assert sorted(i for _, samples in taken for i in samples) == sorted([*range(61), *range(61)])
+    assert sorted(i for _, samples in taken for i in samples) == sorted([*range(37), *range(37)])
 
 
 def test_schedulers_step_with_the_loop(together: Any) -> None:
