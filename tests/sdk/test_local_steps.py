@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +336,28 @@ def test_a_worker_that_is_killed_costs_nobody_a_sample(point: Any, exchange: Any
     assert len(digests) == 2 and len(set(digests)) == 1, run.ends
     assert sorted(index for name in run.committed for index in run.taken[name]) == list(range(200))
     assert len({name[0] for name in run.committed}) == 2, "the others went on in another generation"
+
+
+def test_a_slow_worker_shows_life_at_each_local_step(new_group: Any) -> None:
+    """Its eight local steps take twice as long as anybody's patience with a silent member."""
+    patient = replace(BRISK, first_step_s=1.2, patience_floor_s=1.2, patience_factor=0.0)
+
+    def train(grid: gridtrain.Grid, number: int) -> str:
+        model = model_of()
+        optimizer = wrapped(grid, model, gridtrain.Dense(), every=8)
+        for inputs, _ in grid.batches(Numbered(500), batch_size=2, steps=2):
+            if number == 1:
+                time.sleep(0.3)  # its processor is slow
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return digest(model, optimizer)
+
+    with new_group(workers=2, deadlines=patient) as group:
+        first, second = (group.result(number) for number in [group.start(train) for _ in range(2)])
+        events = [event["event"] for event in group.coordinator._core.snapshot(0.0)["events"]]
+    assert isinstance(first, str) and first == second, (first, second)
+    assert "stalled" not in events and "lost" not in events
 
 
 def test_what_was_trained_alone_and_not_exchanged_is_done_by_the_others(new_group: Any) -> None:
