@@ -36,7 +36,9 @@ from gridtrain.demo.text import load_corpus
 
 WORKERS = 4
 STEPS = 256
-MEASURE_EVERY = 64
+MEASURED = 4
+"""Times that the held-out loss is measured, evenly spaced: all settings have just exchanged then."""
+ROUND_STEPS = 32 * MEASURED
 RESULTS = Path(__file__).parent / "results" / "local_steps.json"
 LINE_Bps = 20e6 / 8
 
@@ -84,7 +86,7 @@ def settings() -> list[Setting]:
 
 
 def train(setting: Setting, steps: int, seed: int) -> dict[str, Any]:
-    """Held-out loss after every `MEASURE_EVERY` steps of each worker, and what a worker sent until then."""
+    """Held-out loss at `MEASURED` points, and what a worker sent until then."""
     size, corpus = SIZES["small"], load_corpus()
     windows = Windows(corpus.train, size.context)
     held_out = Windows(corpus.held_out, size.context).spread(HELD_OUT_WINDOWS)
@@ -103,7 +105,7 @@ def train(setting: Setting, steps: int, seed: int) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            if taken % MEASURE_EVERY == 0:
+            if taken % (steps // MEASURED) == 0:
                 loss = float("nan")
                 if grid.is_first:
                     with grid.evaluation(), torch.no_grad():
@@ -145,23 +147,23 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"of each worker; a multiple of {MEASURE_EVERY}"
+        "--steps", type=int, default=STEPS, help=f"of each worker; a multiple of {ROUND_STEPS}"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="may be given several times")
     parser.add_argument("--lr", type=float, default=0.003)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print what is in --out and train nothing")
     options = parser.parse_args()
-    if options.steps % MEASURE_EVERY:
-        parser.error(f"--steps must be a multiple of {MEASURE_EVERY}")
+    if options.steps % ROUND_STEPS:
+        parser.error(f"--steps must be a multiple of {ROUND_STEPS}")
     if options.table:
         print(table(json.loads(options.out.read_text())["results"]))
         return
     torch.set_num_threads(1)
     results = []
     chosen = [Setting(setting.exchange, options.lr) for setting in settings()]
-    for setting in (setting for setting in chosen if options.only in setting.name):
+    for setting in (s for s in chosen if any(text in s.name for text in options.only or [""])):
         results.append(train(setting, options.steps, options.seed))
         print(f"{setting.name:60} {results[-1]['held_out'][-1]:.3f}  {results[-1]['seconds']} s", flush=True)
         document = {
