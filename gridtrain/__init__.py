@@ -15,7 +15,7 @@ import os as _os
 from typing import TYPE_CHECKING, Any
 
 from gridtrain._version import __version__
-from gridtrain.config import Deadlines, Dense, GTopK, Overlap, TopK
+from gridtrain.config import Deadlines, Dense, GTopK, LocalSteps, Overlap, TopK
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
@@ -26,6 +26,7 @@ from gridtrain.errors import (
     RunPaused,
 )
 from gridtrain.extras import require_torch
+from gridtrain.protocol.local_steps import propose_local_steps
 
 if TYPE_CHECKING:
     from gridtrain.optim.grid import Grid, join
@@ -50,6 +51,7 @@ __all__ = [
     "GridtrainError",
     "JoinRefused",
     "LocalProtocolError",
+    "LocalSteps",
     "Overlap",
     "RemoteProtocolError",
     "RunPaused",
@@ -57,6 +59,7 @@ __all__ = [
     "__version__",
     "join",
     "local",
+    "propose_local_steps",
 ]
 
 

@@ -129,6 +129,67 @@ class Overlap:
         return f" in at most {self.buckets} buckets of at least {self.least} elements"
 
 
+@dataclass(frozen=True, slots=True)
+class LocalSteps:
+    """`every` optimizer steps on each worker alone, then one exchange of how far its parameters have come.
+
+    DiLoCo (arXiv 2311.08105), and with a sparse exchange SparseLoCo (arXiv 2508.15706): the road for AdamW on
+    slow lines.  A step of the run is then one exchange, and `every` of the loop's steps.
+
+    Attributes:
+        every: optimizer steps between two exchanges, the same on all workers;
+            `gridtrain.propose_local_steps` proposes a number.
+        exchange: how the changes of the parameters are shared, without momentum of its own.
+        outer_learning_rate: what the group's mean change is multiplied with; 1: plain averaging.
+        outer_momentum: Nesterov momentum over the exchanged changes; 0: none.
+    """
+
+    every: int
+    exchange: Exchange = field(default_factory=GTopK)
+    outer_learning_rate: float = 1.0
+    outer_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(
+                f"every is {self.every!r}; it must be a whole number >= 1, the same on all workers",
+                remedy="try every=32, or what gridtrain.propose_local_steps(...) proposes",
+            )
+        if not isinstance(self.exchange, Exchange):
+            raise ConfigError(
+                f"exchange is {self.exchange!r}, which cannot go inside LocalSteps",
+                remedy="use Dense(), TopK(...) or GTopK(...)",
+            )
+        if getattr(self.exchange, "momentum", 0.0):
+            raise ConfigError(
+                f"{self.exchange.describe()} corrects for momentum, but LocalSteps exchanges no gradient",
+                remedy="build the exchange with momentum=0, and try LocalSteps(outer_momentum=...)",
+            )
+        if not 0.0 < self.outer_learning_rate < float("inf"):
+            raise ConfigError(
+                f"outer_learning_rate is {self.outer_learning_rate}; it must be > 0 and finite",
+                remedy="try outer_learning_rate=1.0",
+            )
+        if not 0.0 <= self.outer_momentum < 1.0:
+            raise ConfigError(
+                f"outer_momentum is {self.outer_momentum}; it must be >= 0 and < 1",
+                remedy="try outer_momentum=0.9 with outer_learning_rate=0.7",
+            )
+
+    @property
+    def sparse(self) -> bool:
+        return self.exchange.sparse
+
+    def describe(self) -> str:
+        outer = f"outer_learning_rate={self.outer_learning_rate}, outer_momentum={self.outer_momentum}"
+        return f"LocalSteps(every={self.every}, exchange={self.exchange.describe()}, {outer})"
+
+
+def round_exchange(exchange: Exchange | LocalSteps) -> Exchange:
+    """What a round of it is on the wire."""
+    return exchange.exchange if isinstance(exchange, LocalSteps) else exchange
+
+
 # -- deadlines -----------------------------------------------------------------------------------
 
 

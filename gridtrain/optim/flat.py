@@ -88,17 +88,26 @@ class FlatGradient:
     def sizes(self) -> list[int]:
         return [view.numel() for view in self._views_P]
 
+    @property
+    def pieces(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """Of every trainable parameter its view of flat_N, in order."""
+        return [(view, parameter) for view, (_, parameter) in zip(self._views_P, self._named, strict=True)]
+
+    def refuse_unfrozen(self) -> None:
+        """Raise `ConfigError` if a parameter that was frozen at the start has a gradient."""
+        if any(p.grad is not None and p.requires_grad for p in self._outside):
+            raise ConfigError(
+                "a parameter that was frozen when the optimizer was wrapped has a gradient now",
+                remedy="unfreeze parameters before grid.optimizer(...), on all workers alike",
+            )
+
     @torch.no_grad()
     def gather(self, indices: Sequence[int] | None = None) -> None:
         """flat_N = the gradients, zeros where there is none; `indices`: of these parameters alone.
 
         Raises `ConfigError` for a sparse gradient or one of a parameter that was frozen at the start.
         """
-        if any(p.grad is not None and p.requires_grad for p in self._outside):
-            raise ConfigError(
-                "a parameter that was frozen when the optimizer was wrapped has a gradient now",
-                remedy="unfreeze parameters before grid.optimizer(...), on all workers alike",
-            )
+        self.refuse_unfrozen()
         for index in range(len(self._named)) if indices is None else indices:
             view, (name, parameter) = self._views_P[index], self._named[index]
             gradient = parameter.grad

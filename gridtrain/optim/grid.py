@@ -16,6 +16,7 @@ import inspect
 import logging
 import os
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,13 +29,24 @@ import torch
 from torch import nn
 
 from gridtrain._version import __version__
-from gridtrain.config import Deadlines, Dense, Exchange, GTopK, JoinConfig, Overlap, TopK
+from gridtrain.config import (
+    Deadlines,
+    Dense,
+    Exchange,
+    GTopK,
+    JoinConfig,
+    LocalSteps,
+    Overlap,
+    TopK,
+    round_exchange,
+)
 from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
 from gridtrain.optim import reading, sampler, state_sync
 from gridtrain.optim.checkpoint import Checkpoints, Snapshot
 from gridtrain.optim.figures import Figures, check_names
 from gridtrain.optim.flat import model_digest
 from gridtrain.optim.leaving import Left, hand_over, pick_up, put_down
+from gridtrain.optim.local_steps import LocalStepsOptimizer
 from gridtrain.optim.prefetch import Prefetcher
 from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.wrapper import GridOptimizer
@@ -178,6 +190,8 @@ class Grid:
         self._figures = Figures()
         self._done = self._closed = False
         self._share = 0  # samples of a step that this worker asks for; 0: its part of the whole
+        self._full = 0  # this worker's share of a full step, in samples
+        self._coming: deque[tuple[Span, ...]] = deque()  # of the turn: for the next calls of step()
         self._checkpoints: Checkpoints | None = None
         self._facts: Facts = ()
         self._inherited_mass = 0.0
@@ -226,7 +240,7 @@ class Grid:
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         *,
-        exchange: Exchange | None = None,
+        exchange: Exchange | LocalSteps | None = None,
         clip_norm: float | None = None,
         average_buffers_every: int = 100,
         compare_every: int = 500,
@@ -235,8 +249,9 @@ class Grid:
         """Wrap `optimizer`, so that `step()` applies the group's update.  See `GridOptimizer`.
 
         Args:
-            exchange: `Dense()`, `TopK(...)` or `GTopK(...)`, the same on all workers; `GTopK()` by default.
-            clip_norm: largest 2-norm of the exchanged update.
+            exchange: `Dense()`, `TopK(...)`, `GTopK(...)`, or `LocalSteps(...)` around one of them, the same
+                on all workers; `GTopK()` by default.
+            clip_norm: largest 2-norm of the exchanged update; not with `LocalSteps`.
             average_buffers_every: steps between two averages of floating buffers (batch norm).
             compare_every: steps between two comparisons of the workers' states; one that differs (a flipped
                 bit, another kind of processor) is replaced by that of most workers.  0: never.
@@ -245,16 +260,17 @@ class Grid:
         """
         if self._optimizer is not None:
             raise ConfigError("grid.optimizer was called twice", remedy="one run trains one model")
-        wrapped = GridOptimizer(
-            optimizer,
-            model,
-            exchange if exchange is not None else GTopK(),
-            self._session,
-            clip_norm=clip_norm,
-            average_buffers_every=average_buffers_every,
-            compare_every=compare_every,
-            overlap=overlap,
-        )
+        chosen = exchange if exchange is not None else GTopK()
+        options: dict[str, Any] = {
+            "clip_norm": clip_norm,
+            "average_buffers_every": average_buffers_every,
+            "compare_every": compare_every,
+            "overlap": overlap,
+        }
+        if isinstance(chosen, LocalSteps):
+            wrapped: GridOptimizer = LocalStepsOptimizer(optimizer, model, chosen, self._session, **options)
+        else:
+            wrapped = GridOptimizer(optimizer, model, chosen, self._session, **options)
         self._optimizer, self._clip_norm = wrapped, clip_norm
         largest_bytes = _largest_state_bytes(model)
         self._session.attach(wrapped.capture, self._restore, largest_bytes)
@@ -285,6 +301,9 @@ class Grid:
         of a pass) it gets a stand-in batch, whose gradient counts nothing, so that schedulers and the
         like take the same number of steps everywhere.
 
+        With `LocalSteps(every=H)` a step of the run (`steps=`, `grid.step`, what is due every so many steps)
+        is H of the loop's steps; sizes and `accumulate` are of one of these.
+
         Args:
             dataset: the same on all workers.  One that can only be iterated over must give the same samples
                 each time.  It is taken in its own order (`set_epoch(pass)` is called if there is one), and
@@ -302,7 +321,7 @@ class Grid:
             prefetch_factor: steps that each of them reads ahead.
         """
         _check_readers(dataset, num_workers, prefetch_factor)
-        sizes = _Sizes(batch_size, global_batch_size, max_batch_size, accumulate)
+        sizes = _Sizes(batch_size, global_batch_size, max_batch_size, accumulate, self._calls)
         self._enter(dataset, sizes, epochs, steps, seed, length)
         assert self._spec is not None
         self._wrapped().expect_backwards(accumulate)
@@ -312,7 +331,7 @@ class Grid:
         try:
             for spans in self._turns():
                 if ahead is not None and self._session.turn_spans:
-                    yield from ahead.read(tuple(spans), self._session.foresee(ahead.depth))
+                    yield from ahead.read(tuple(spans), self._foresee(ahead.depth))
                 else:
                     yield from reader.read(spans)
         finally:
@@ -335,7 +354,7 @@ class Grid:
         The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead use
         `grid.batches(..., num_workers=...)`, which knows what to drop when the group changes.
         """
-        sizes = _Sizes(batch_size, global_batch_size, max_batch_size)
+        sizes = _Sizes(batch_size, global_batch_size, max_batch_size, every=self._calls)
         if reading.is_iterable(dataset):
             raise ConfigError(
                 f"a {type(dataset).__name__} has no index, so there is nothing to sample from",
@@ -435,40 +454,74 @@ class Grid:
             ("data", data_text),
         )
         share = self._share = sizes.share
-        neighbours = _NEIGHBOURS[type(wrapped.exchange_config)]
+        shared_by = round_exchange(wrapped.exchange_config)
+        neighbours = _NEIGHBOURS[type(shared_by)]
         self._session.enter(
             Setup(
                 facts,
                 self._spec,
                 share,
-                sizes.whole,
+                sizes.whole_step,
                 self._resume(facts),
-                follows=not isinstance(wrapped.exchange_config, Dense),
+                follows=not isinstance(shared_by, Dense),
             ),
             # Averages of buffers and, in retries, settings go round the ring, whatever the exchange is.
             lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size),
         )
 
     def _turns(self) -> Iterator[Sequence[Span]]:
-        """This worker's spans of one step after the other; a stand-in where it holds none."""
+        """This worker's spans for each call of `optimizer.step`; a stand-in where it holds none."""
         assert self._spec is not None
         # Batch norm, for one, cannot take a batch of one sample.
-        latest: Sequence[Span] = (Span(0, min(self._spec.size, max(2, self._share))),)
+        stand_in: tuple[Span, ...] = (Span(0, min(self._spec.size, max(2, self._share // self._calls))),)
         while (picture := self._session.await_turn()) is not None:
             assert picture.open_round is not None
             self._settle_checkpoints(picture.applied + 1)
             self._take_back(picture)
             self._checkpoint(picture)
-            latest = picture.spans or latest
-            yield latest
+            self._coming = deque(self._begin_turn(picture, stand_in))
+            stand_in = self._coming[-1]
+            while self._coming:
+                yield self._coming.popleft()
             if not self._session.turn_taken:
-                raise ConfigError(
-                    f"optimizer.step() was called 0 times for the batch of step {picture.open_round.step}; "
-                    "each batch is one step",
-                    remedy="call it once for each batch, or once for every a batches of "
-                    "grid.batches(..., accumulate=a)",
-                )
+                raise self._called_too_seldom(picture.open_round.step)
         self._finish()
+
+    def _begin_turn(self, picture: Picture, stand_in: tuple[Span, ...]) -> list[tuple[Span, ...]]:
+        """This worker's positions, cut for the turn's calls of `optimizer.step`."""
+        self._full = picture.shares[picture.rank][1]
+        self._wrapped().turn_begins(self._trained(picture.spans))
+        return self._pieces(picture.spans) if picture.spans else [stand_in] * self._calls
+
+    @property
+    def _calls(self) -> int:
+        return self._wrapped().calls_per_turn
+
+    def _trained(self, spans: Sequence[Span]) -> int:
+        """So many of a turn's calls have samples: a short step has fewer of them, not smaller batches."""
+        samples = ledger.samples(spans)
+        return min(self._calls, samples, -(-self._calls * samples // max(1, self._full)))
+
+    def _pieces(self, spans: Sequence[Span]) -> list[tuple[Span, ...]]:
+        """For each of a turn's calls; those that have no samples are given the last ones again."""
+        pieces = sampler.cut(spans, self._trained(spans))
+        return pieces + [pieces[-1]] * (self._calls - len(pieces))
+
+    def _foresee(self, count: int) -> list[tuple[Span, ...]]:
+        """What `_turns` yields next, at least so many unless the run ends or the group changes."""
+        ahead = list(self._coming)
+        for spans in self._session.foresee(-(-count // self._calls)):
+            ahead += self._pieces(spans) if spans else [()]
+        return ahead
+
+    def _called_too_seldom(self, step: int) -> ConfigError:
+        had = self._wrapped().local_calls
+        batches = "the batch" if self._calls == 1 else f"the {self._calls} batches"
+        return ConfigError(
+            f"optimizer.step() was called {had} times for {batches} of step {step}; each batch is one step",
+            remedy="call it once for each batch, or once for every a batches of "
+            "grid.batches(..., accumulate=a)",
+        )
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -635,11 +688,17 @@ class _Sizes:
     whole: int | None
     most: int | None = None
     accumulate: int = 1
+    every: int = 1  # calls of `optimizer.step` in a step of the run
+
+    @property
+    def whole_step(self) -> int | None:
+        """For `Setup.global_batch_size`."""
+        return None if self.whole is None else self.whole * self.every
 
     @property
     def share(self) -> int:
         """For `Setup.batch_size`: of a step on this worker, or the most of it; 0: any number."""
-        return ((self.each if self.whole is None else self.most) or 0) * self.accumulate
+        return ((self.each if self.whole is None else self.most) or 0) * self.accumulate * self.every
 
     def check(self) -> None:
         """Raises `ConfigError`."""

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -55,6 +56,25 @@ def sample_indices(spec: LedgerSpec, spans: Sequence[Span]) -> list[int]:
             indices.extend(order[offset : offset + count].tolist())
             start += count
     return indices
+
+
+def cut(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
+    """`spans` in `count` near-equal runs of positions; where there are fewer than that, some come twice."""
+    total = sum(span.stop - span.start for span in spans)
+    bounds = [total * part // count for part in range(count + 1)]
+    pairs = [(a, b) if a < b else (a % total, a % total + 1) for a, b in pairwise(bounds)]
+    return [_between(spans, start, stop) for start, stop in pairs]
+
+
+def _between(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+    """From the start-th to before the stop-th position of `spans`."""
+    taken, before = [], 0
+    for span in spans:
+        first, last = max(start - before, 0), min(stop - before, span.stop - span.start)
+        if first < last:
+            taken.append(Span(span.start + first, span.start + last))
+        before += span.stop - span.start
+    return tuple(taken)
 
 
 def fetch(dataset: Any, indices: Sequence[int], collate_fn: Callable[[list[Any]], Any] = collate) -> Any:

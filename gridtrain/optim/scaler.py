@@ -6,6 +6,8 @@ the step on both, and both must back off:
     torch's GradScaler     A: scale / 2     B: counts a good step      scales drift apart
     GridScaler             A: scale / 2     B: scale / 2
 
+With `LocalSteps` each worker's scale is its own: what is exchanged is no gradient.
+
 The verdict has to be put into the scaler's own record: it hands `optimizer.found_inf` out as a fresh sum, so
 that a write to the optimizer's attribute does nothing.
 """
@@ -24,7 +26,7 @@ class GridScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         result = super().step(optimizer, *args, **kwargs)
-        if self.is_enabled() and isinstance(optimizer, GridOptimizer):
+        if self.is_enabled() and isinstance(optimizer, GridOptimizer) and optimizer.shares_scale:
             found: dict[torch.device, torch.Tensor]
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             if not found:  # no gradient on this worker at all

@@ -282,6 +282,21 @@ def _not_a_state(reason: str) -> RemoteProtocolError:
     )
 
 
+def pack_private(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """A further state for a checkpoint: its JSON; copies of its tensors are added to `tensors`."""
+    packer = _Packer()
+    packer.tensors = tensors
+    return packer.pack(state, "optimizer")
+
+
+def unpack_private(node: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What `pack_private` was given.  Raises `RemoteProtocolError`."""
+    try:
+        return dict(_unpack(node, tensors))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _not_a_state(f"{type(error).__name__}: {error}") from error
+
+
 # -- nested state_dicts as JSON and tensors ------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gridtrain.config import Dense, Exchange, Overlap
+from gridtrain.config import Dense, Exchange, LocalSteps, Overlap, round_exchange
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import settings, state_sync
 from gridtrain.optim.averages import BufferAverage
@@ -62,7 +62,7 @@ class GridOptimizer(torch.optim.Optimizer):
     Args:
         inner: the optimizer that applies updates.
         model: all of its trainable parameters take part, zeros where a gradient is None.
-        exchange: `Dense()`, `TopK(...)` or `GTopK(...)`.
+        exchange: `Dense()`, `TopK(...)` or `GTopK(...)`; `LocalSteps(...)` is for `LocalStepsOptimizer`.
         session: this worker's place in the run.
         clip_norm: largest 2-norm of the exchanged update; None: not clipped.
         average_buffers_every: steps between two averages of the model's buffers; 0: never.
@@ -71,6 +71,7 @@ class GridOptimizer(torch.optim.Optimizer):
             be changed between backward and `step`.
 
     Attributes:
+        replicated: the optimizer that applies updates and whose state is equal on all workers: here `inner`.
         skipped_steps: committed steps whose update was empty because somebody's gradient was not finite.
         last_skipped: whether the latest step was one of these, or went on without this worker.
         timings: seconds of the latest step: computing, waiting, selecting, communicating, applying.
@@ -80,13 +81,15 @@ class GridOptimizer(torch.optim.Optimizer):
     """
 
     inner: torch.optim.Optimizer
+    shares_scale = True  # a GradScaler's scale has to be equal on all workers
+    local_calls = 0  # of `step` in this turn, without an exchange yet
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to `step`
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
         model: nn.Module,
-        exchange: Exchange,
+        exchange: Exchange | LocalSteps,
         session: Session,
         *,
         clip_norm: float | None = None,
@@ -100,6 +103,7 @@ class GridOptimizer(torch.optim.Optimizer):
         self.__setstate__({"inner": inner})
         self.model = model
         self.exchange_config = exchange
+        self.replicated = inner
         self._session = session
         self._clip_norm = clip_norm
         self._flat = FlatGradient(model, inner)
@@ -107,10 +111,11 @@ class GridOptimizer(torch.optim.Optimizer):
         self._overlapper: Overlapper | None = None
         self._exchanger: Exchanger
         if overlap is None:
-            self._exchanger = exchanger(exchange, self._flat.n, self._flat.flat_N.device)
+            self._exchanger = exchanger(round_exchange(exchange), self._flat.n, self._flat.flat_N.device)
         else:
             bounds = cut(self._flat.sizes, overlap.buckets, overlap.least)
-            self._exchanger = bucketed = BucketedExchanger(exchange, bounds, self._flat.flat_N.device)
+            device = self._flat.flat_N.device
+            self._exchanger = bucketed = BucketedExchanger(round_exchange(exchange), bounds, device)
             self._overlapper = Overlapper(self._flat, bucketed, session, self._contribution, overlap.adaptive)
         self.averages = BufferAverage(model, average_buffers_every)
         self._trackers: dict[str, state_sync.Stateful] = {}
@@ -181,6 +186,16 @@ class GridOptimizer(torch.optim.Optimizer):
         self._exchanged = False
         self._apply()
 
+    # -- turns: what `Grid` hands out for one step of the run ---------------------------------------
+
+    @property
+    def calls_per_turn(self) -> int:
+        """How often `step` is called in one step of the run."""
+        return 1
+
+    def turn_begins(self, trained: int) -> None:
+        """`trained`: so many of the turn's calls are for samples; the others are for stand-ins."""
+
     # -- the group's step ------------------------------------------------------------------------
 
     def exchange(self) -> bool:
@@ -198,7 +213,7 @@ class GridOptimizer(torch.optim.Optimizer):
                 "exchange() was called twice for one step",
                 remedy="call optimizer.step() after each optimizer.exchange()",
             )
-        early: Early = (None, {})
+        early = None
         if self._overlapper is not None:
             refuse_scaler(self)
             early = self._overlapper.take()
@@ -208,7 +223,7 @@ class GridOptimizer(torch.optim.Optimizer):
         self._exchanged = True
         return not self.last_skipped
 
-    def _turn(self, largest: float, early: Early) -> None:
+    def _turn(self, largest: float, early: Early | None = None) -> None:
         """Attempts at one step until one commits; the local gradient in flat_N stays until then.
 
         Args:
@@ -228,7 +243,8 @@ class GridOptimizer(torch.optim.Optimizer):
             before = plan
             if attempt is None or fresh or not attempt.resumes:
                 usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
-                sent, early = early[1] if early[0] is plan else {}, (None, {})
+                sent = early[1] if early is not None and early[0] is plan else {}
+                early = None
                 attempt = self._prepare(plan, usable, sent)
             if fresh:  # else the rings go on from what has arrived
                 averages = self.averages.workspace(plan)
@@ -303,7 +319,7 @@ class GridOptimizer(torch.optim.Optimizer):
         step, self._step = self._step, -1
         due = self._compare_next or (self.compare_every and (step + 1) % self.compare_every == 0)
         if step >= 0 and self.compare_every and due:
-            self._session.compare(step, state_sync.digest(self.model, self.inner))
+            self._session.compare(step, state_sync.digest(self.model, self.replicated))
 
     def _unscale(self) -> bool:
         """What GradScaler leaves to an optimizer that declares `_step_supports_amp_scaling`.
@@ -330,11 +346,11 @@ class GridOptimizer(torch.optim.Optimizer):
 
     def capture(self, whole: bool = True) -> Sequence[bytes | memoryview]:
         """The replicated state; see `state_sync.capture`."""
-        return state_sync.capture(self.model, self.inner, self._trackers, whole=whole)
+        return state_sync.capture(self.model, self.replicated, self._trackers, whole=whole)
 
     def copy(self) -> state_sync.Copy:
         """The same, without making bytes of it yet."""
-        return state_sync.copy(self.model, self.inner, self._trackers)
+        return state_sync.copy(self.model, self.replicated, self._trackers)
 
     def replay(self, step: StepUpdate) -> None:
         """What the members did in a step in which this worker did not take part.
@@ -348,7 +364,7 @@ class GridOptimizer(torch.optim.Optimizer):
             _, groups = json.loads(step.settings)
             state_sync.load_settings(self.inner, groups)
             self._put(step.update)
-            self.inner.step()
+            self.replicated.step()
         except Exception as error:  # other people's code, given what a peer made up: it may raise anything
             text = f"step {step.step} cannot be replayed: {type(error).__name__}: {error}"
             raise RemoteProtocolError(text, remedy="take the whole state") from error
@@ -363,15 +379,15 @@ class GridOptimizer(torch.optim.Optimizer):
 
     def restore(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
         """Take over another worker's `capture`; see `state_sync.restore`."""
-        state_sync.restore(blobs, self.model, self.inner, self._trackers)
+        state_sync.restore(blobs, self.model, self.replicated, self._trackers)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `state_sync.pack`; for checkpoints."""
-        return state_sync.pack(self.model, self.inner, self._trackers)
+        return state_sync.pack(self.model, self.replicated, self._trackers)
 
     def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take over what `pack` copied; raises `RemoteProtocolError` if it does not fit."""
-        state_sync.unpack(document, tensors, self.model, self.inner, self._trackers)
+        state_sync.unpack(document, tensors, self.model, self.replicated, self._trackers)
 
     def residual_state(self) -> dict[str, Tensor]:
         """What this worker has not yet sent; empty for `Dense`.  Not part of `state_dict`: not replicated."""
@@ -437,7 +453,9 @@ class _Stopwatch:
         return laps_s
 
 
-def _refuse_misfits(inner: torch.optim.Optimizer, exchange: Exchange, clip_norm: float | None) -> None:
+def _refuse_misfits(
+    inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps, clip_norm: float | None
+) -> None:
     name = type(inner).__name__
     if isinstance(inner, GridOptimizer):
         raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
@@ -445,7 +463,7 @@ def _refuse_misfits(inner: torch.optim.Optimizer, exchange: Exchange, clip_norm:
         raise ConfigError(f"{name} cannot take its gradients from a group", remedy="use SGD or AdamW")
     if clip_norm is not None and not 0.0 < clip_norm < math.inf:
         raise ConfigError(f"clip_norm is {clip_norm}; it must be > 0 and finite", remedy="try clip_norm=1.0")
-    if isinstance(exchange, Dense):
+    if isinstance(exchange, Dense | LocalSteps):
         return
     momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)
     if momentum and exchange.momentum:
@@ -456,7 +474,7 @@ def _refuse_misfits(inner: torch.optim.Optimizer, exchange: Exchange, clip_norm:
     if "betas" in inner.defaults:
         warnings.warn(
             f"{name} after a sparse exchange learns badly, most elements of an update being zero -> "
-            "use exchange=Dense(), or SGD with GTopK(momentum=0.9); LocalSteps arrives in a later release",
+            "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())",
             stacklevel=4,  # the line that called grid.optimizer(...)
         )
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from gridtrain.errors import ConfigError
-from gridtrain.optim.sampler import GridSampler, dataset_digest, fetch, permutation, sample_indices
+from gridtrain.optim.sampler import GridSampler, cut, dataset_digest, fetch, permutation, sample_indices
 from gridtrain.protocol.messages import LedgerSpec, Span
 
 
@@ -33,6 +33,22 @@ def test_spans_across_passes_in_their_order():
     assert sample_indices(spec, [Span(8, 10), Span(1, 2)]) == [*second[3:], first[1]]
     assert sample_indices(spec, [Span(2, 14)]) == first[2:] + second + permutation(5, 3, 2).tolist()[:4]
     assert sample_indices(spec, []) == []
+
+
+@pytest.mark.parametrize(
+    "spans, count, pieces",
+    [
+        ([(0, 6)], 1, [[(0, 6)]]),
+        ([(0, 6)], 3, [[(0, 2)], [(2, 4)], [(4, 6)]]),
+        ([(0, 7)], 3, [[(0, 2)], [(2, 4)], [(4, 7)]]),
+        ([(10, 13), (2, 5)], 2, [[(10, 13)], [(2, 5)]]),
+        ([(10, 13), (2, 5)], 3, [[(10, 12)], [(12, 13), (2, 3)], [(3, 5)]]),
+        ([(4, 6)], 3, [[(4, 5)], [(4, 5)], [(5, 6)]]),  # fewer than pieces: one comes twice
+    ],
+)
+def test_spans_are_cut_in_their_order(spans, count, pieces):
+    cut_spans = cut([Span(*span) for span in spans], count)
+    assert cut_spans == [tuple(Span(*span) for span in piece) for piece in pieces]
 
 
 def test_fetch_is_what_a_loader_does():

@@ -488,7 +488,7 @@ def test_adam_after_a_sparse_exchange_warns_with_the_remedy(optimizer, recwarn):
     wrap(lambda m: optimizer(m.parameters()))
     assert not recwarn.list
     with pytest.warns(
-        UserWarning, match=r"Dense\(\), or SGD with GTopK\(momentum=0\.9\); LocalSteps arrives"
+        UserWarning, match=r"Dense\(\), SGD with GTopK\(momentum=0\.9\), or LocalSteps\(every=32"
     ):
         wrap(lambda m: optimizer(m.parameters()), exchange=GTopK())
 

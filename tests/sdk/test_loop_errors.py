@@ -185,7 +185,7 @@ def test_adam_after_a_sparse_exchange(together: Any) -> None:
     (warning,) = caught
     assert str(warning.message) == (
         "AdamW after a sparse exchange learns badly, most elements of an update being zero -> "
-        "use exchange=Dense(), or SGD with GTopK(momentum=0.9); LocalSteps arrives in a later release"
+        "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())"
     )
     assert warning.filename == __file__
 
