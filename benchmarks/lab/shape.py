@@ -37,18 +37,27 @@ def rate_Bps(text: str) -> float:
     return float(found[1]) * _UNITS_BIT[found[2]] / 8
 
 
-def limit(namespace: str, interface: str, rate: str) -> None:
+def limit(namespace: str, interface: str, rate: str, parent: str = "root") -> None:
     """What leaves the interface from now on obeys the rate; a limit that was there is replaced.
+
+    Args:
+        parent: the class of another queueing discipline under which it goes, such as "1:1".
 
     Raises `LabError`, `ValueError`.
     """
     speed_Bps = rate_Bps(rate)
     slow = speed_Bps <= SLOW_BPS
     bucket = ["rate", f"{round(speed_Bps * 8)}bit", "burst", "32kb" if slow else "256kb"]
-    tbf = ["dev", interface, "root", "tbf", *bucket, "latency", f"{LATENCY_MS}ms"]
+    place = ["root"] if parent == "root" else ["parent", parent]
+    tbf = ["dev", interface, *place, "tbf", *bucket, "latency", f"{LATENCY_MS}ms"]
     command("tc", "-n", namespace, "qdisc", "replace", *tbf)
     if slow:
-        inside(namespace, lambda: _offloads_off(interface))
+        offloads_off(namespace, interface)
+
+
+def offloads_off(namespace: str, interface: str) -> None:
+    """Frames of this interface are no longer than its MTU from now on.  Raises `LabError`."""
+    inside(namespace, lambda: _offloads_off(interface))
 
 
 def _offloads_off(interface: str) -> None:
