@@ -1,7 +1,7 @@
 """What people would use instead, measured beside us in the same run.
 
-Each rival is one module, started once for each rank, in an environment of its own; `contract.py` says how it is
-asked and what it answers, `environments.py` what it needs.  Nothing here is imported by the product.
+Each rival is one module, started once for each rank, in an environment of its own; `contract.py` says how it
+is asked and what it answers, `environments.py` what it needs.  Nothing here is imported by the product.
 
     contract.py      the command line, the result file: standard library only
     environments.py  available(), command(), setup()

@@ -4,7 +4,7 @@ Decides names, options and the file's format.  Only the standard library: it is 
 interpreter, in an environment without this project.
 
     harness --argv--> python -m rivals.NAME --rank R --world P --master HOST:PORT --interface eth0
-                            --op OP --n N --density RHO --repeats 5 --warmup 1 --out FILE      (one for each rank)
+                            --op OP --n N --density RHO --repeats 5 --warmup 1 --out FILE    (for each rank)
     harness <--FILE-- {"rival", "version", "op", "n", "world", "rank", "seconds": [...], "cpu_s": [...], ...}
 
 All ranks of a group get the same command line but for `--rank` and `--out`; rank 0 runs on the host of

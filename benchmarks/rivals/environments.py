@@ -94,7 +94,8 @@ def why_not(name: str) -> str:
     if not (place / READY).exists():
         return f"not installed in {place} (python -m rivals setup {name}, in benchmarks/)"
     if (was := (place / READY).read_text()) != _recipe(environment):
-        return f"{place} was made for {was!r}, {_recipe(environment)!r} is needed (python -m rivals setup {name})"
+        needed = _recipe(environment)
+        return f"{place} was made for {was!r}, {needed!r} is needed (python -m rivals setup {name})"
     return ""
 
 
@@ -190,7 +191,7 @@ def environment_of(name: str, interface: str, threads: int = 1) -> dict[str, str
     return {
         **inherited,
         **few,
-        "PYTHONPATH": str(BENCHMARKS),
+        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)]),
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": interface,
     }
