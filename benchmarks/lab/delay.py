@@ -6,9 +6,10 @@ Decides when a packet goes on.  Never sees what is in it (metadata only), and ne
                         | id                                              ^ "all up to id"
     here:               `--> (now + delay, id) in a queue --when due------'
 
-Started by `arrivals.py` in a host's namespace, one process for each delayed host; prints "ready" when the queue
-is bound.  All packets wait equally long, so they stay in order, and one verdict serves all that are due.  On
-SIGTERM what is held goes on at once.  Run as a file (python -I -S delay.py QUEUE SECONDS): it starts in 20 ms.
+Started by `arrivals.py` in a host's namespace, one process for each delayed host; prints "ready" when the
+queue is bound.  All packets wait equally long, so they stay in order, and one verdict serves all that are
+due.  On SIGTERM what is held goes on at once.  Run as a file, python -I -S delay.py QUEUE SECONDS, it starts
+in 20 ms.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 from collections import deque
 
 MOST_HELD = 1 << 17
-"""Packets; above, the kernel lets them pass at once: 40 ms at 10 Gbit/s in frames of 1500 bytes are 34,000."""
+"""Packets; above, the kernel lets them pass at once.  40 ms at 10 Gbit/s are 34,000 of 1500 bytes."""
 
 EARLY_S = 0.00025
 """What is due so soon goes now: waking up costs about that much."""

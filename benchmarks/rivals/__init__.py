@@ -7,7 +7,7 @@ is asked and what it answers, `environments.py` what it needs.  Nothing here is 
     environments.py  available(), command(), setup()
     measure.py       barrier, operation, clock: the same for all
     rendezvous.py    how the ranks find each other where a rival has no way of its own
-    gloo.py  mpi.py  hivemind.py      the rivals
+    gloo.py  mpi.py  hivemind.py      the rivals; mpi_job.py, mpi_agent.py: parts of mpi
     train.py         a whole training run over gloo, for time to accuracy
     hosts.py         a group of ranks on the lab's hosts
     python -m rivals setup [NAME...] | list | run NAME --op OP --world 4 --rate 100Mbit --n 2.56e6

@@ -160,7 +160,7 @@ def wait(ranks: Mapping[int, subprocess.Popen[bytes]], folder: Path, timeout_s: 
 
 def _tails(folder: Path) -> str:
     texts = []
-    for path in sorted(folder.glob("rank-*.err")):
-        lines = path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        texts.append("\n".join([f"--- the end of {path.name}:", *lines]))
+    for path in sorted([*folder.glob("rank-*.out"), *folder.glob("rank-*.err")]):
+        if lines := path.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
+            texts.append("\n".join([f"--- the end of {path.name}:", *lines]))
     return "\n".join(texts)
