@@ -8,17 +8,19 @@ is asked and what it answers, `environments.py` what it needs.  Nothing here is 
     measure.py       barrier, operation, clock: the same for all
     rendezvous.py    how the ranks find each other where a rival has no way of its own
     gloo.py  mpi.py  hivemind.py      the rivals; mpi_job.py, mpi_agent.py: parts of mpi
-    train.py         a whole training run over gloo, for time to accuracy
+    train.py         a whole training run with gloo, PowerSGD or hivemind, for time to accuracy
     hosts.py         a group of ranks on the lab's hosts
     python -m rivals setup [NAME...] | list | run NAME --op OP --world 4 --rate 100Mbit --n 2.56e6
+    python -m rivals train NAME --world 4 --rate 20Mbit --folder FOLDER -- --until-loss 2.5
 """
 
-from rivals.contract import NAMES, OPS, Combined, ContractError, Request, Result, combine
-from rivals.environments import available, command, setup
+from rivals.contract import NAMES, OPS, TRAINERS, Combined, ContractError, Request, Result, combine
+from rivals.environments import available, command, setup, train_command
 
 __all__ = [
     "NAMES",
     "OPS",
+    "TRAINERS",
     "Combined",
     "ContractError",
     "Request",
@@ -27,4 +29,5 @@ __all__ = [
     "combine",
     "command",
     "setup",
+    "train_command",
 ]

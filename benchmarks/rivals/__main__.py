@@ -8,44 +8,56 @@ python -m rivals run gloo --op all_reduce --world 4 --rate 100Mbit --delay 0.02 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lab.net import Net, why_not
+from lab.net import Host, Net, why_not
 from lab.ns import LabError
 from lab.shape import rate_Bps
-from rivals.contract import DENSITY, NAMES, OPS, REPEATS, WARMUP, Combined, ContractError
+from rivals.contract import DENSITY, NAMES, OPS, REPEATS, TRAINERS, WARMUP, Combined, ContractError
 from rivals.environments import available, setup
-from rivals.hosts import Job, Lines, hosts_of, measure, measure_here
+from rivals.hosts import Job, Lines, hosts_of, measure, measure_here, train
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    lines = argparse.ArgumentParser(add_help=False)
+    lines.add_argument("--world", type=int, default=4)
+    lines.add_argument("--rate", default="", help="of each host's cable, such as 100Mbit; default: no limit")
+    lines.add_argument("--delay", type=float, default=0.0, metavar="SECONDS", help="one way")
+    lines.add_argument("--loss", type=float, default=0.0, help="share of the frames, such as 0.001")
+    lines.add_argument("--congestion", default="", help="TCP's congestion control; default: the machine's")
+    lines.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
     parser = argparse.ArgumentParser(prog="python -m rivals", description="what people would use instead")
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("setup", help="install rivals, each in an environment of its own")
     make.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
     commands.add_parser("list", help="which there are, what they can do, why they cannot run here")
-    run = commands.add_parser("run", help="measure one operation of one rival")
+    learn = commands.add_parser(
+        "train", parents=[lines], help="train the demo's model; what follows -- are options of rivals.train"
+    )
+    learn.add_argument("trainer", choices=sorted(TRAINERS))
+    learn.add_argument("--folder", type=Path, required=True, help="for steps.jsonl and logs")
+    run = commands.add_parser("run", parents=[lines], help="measure one operation of one rival")
     run.add_argument("rival", choices=NAMES)
     run.add_argument("--op", required=True)
-    run.add_argument("--world", type=int, default=4)
     run.add_argument("--n", type=lambda text: int(float(text)), default=25_600_000, metavar="ELEMENTS")
     run.add_argument("--density", type=float, default=DENSITY)
     run.add_argument("--repeats", type=int, default=REPEATS)
     run.add_argument("--warmup", type=int, default=WARMUP)
-    run.add_argument("--rate", default="", help="of each host's cable, such as 100Mbit; default: no limit")
-    run.add_argument("--delay", type=float, default=0.0, metavar="SECONDS", help="one way")
-    run.add_argument("--loss", type=float, default=0.0, help="share of the frames, such as 0.001")
-    run.add_argument("--congestion", default="", help="TCP's congestion control; default: the machine's")
     run.add_argument("--loopback", action="store_true", help="all ranks on this machine, without a lab")
-    run.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
     run.add_argument("--json", type=Path, metavar="FILE", help="the figures, for later")
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:cut])
+    options.further = words[cut + 1 :]
+    if options.further and options.command != "train":
+        parser.error(f"nothing goes after -- with {options.command}, but {options.further}")
     if options.command == "setup" and (unknown := set(options.names) - set(NAMES)):
         parser.error(f"there is no rival {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     return options
@@ -74,8 +86,7 @@ def line_of(figures: Combined, options: argparse.Namespace) -> str:
 
 def run(options: argparse.Namespace) -> Combined:
     """Raises `LabError`, `ContractError`, `ValueError`."""
-    if reason := available()[options.rival]:
-        raise LabError(f"{options.rival} cannot run here: {reason}")
+    _must_run(options.rival)
     job = Job(
         options.rival,
         options.op,
@@ -89,11 +100,30 @@ def run(options: argparse.Namespace) -> Combined:
         folder = Path(place, "ranks")
         if options.loopback:
             return measure_here(job, folder, options.timeout)
-        if reason := why_not():
-            raise LabError(f"no network lab here: {reason}")
-        with Net(congestion=options.congestion) as net:
-            hosts = hosts_of(net, options.world, Lines(options.rate, options.delay, options.loss))
+        with _hosts(options) as hosts:
             return measure(hosts, job, folder, options.timeout)
+
+
+def _must_run(rival: str) -> None:
+    if reason := available()[rival]:
+        raise LabError(f"{rival} cannot run here: {reason}")
+
+
+@contextlib.contextmanager
+def _hosts(options: argparse.Namespace) -> Iterator[list[Host]]:
+    if reason := why_not():
+        raise LabError(f"no network lab here: {reason}")
+    with Net(congestion=options.congestion) as net:
+        yield hosts_of(net, options.world, Lines(options.rate, options.delay, options.loss))
+
+
+def learn(options: argparse.Namespace) -> str:
+    """The last measured step, as JSON.  Raises `LabError`, `ValueError`."""
+    _must_run(TRAINERS[options.trainer])
+    with _hosts(options) as hosts:
+        train(hosts, options.trainer, options.folder, options.timeout, options.further)
+    last: str = (options.folder / "steps.jsonl").read_text().splitlines()[-1]
+    return last
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,6 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"    {op:20} {meaning}")
         return int(options.command == "setup" and any(reasons.values()))
     try:
+        if options.command == "train":
+            print(learn(options))
+            return 0
         figures = run(options)
     except (LabError, ContractError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -37,6 +37,10 @@ OPS: dict[str, dict[str, str]] = {
 """What each rival can do, with the words for a table."""
 
 NAMES = tuple(OPS)
+
+TRAINERS = {"gloo": "gloo", "powersgd": "gloo", "hivemind": "hivemind"}
+"""What `rivals.train` can train with, and the rival in whose environment that runs."""
+
 POWERSGD_MATRICES = 16
 DENSITY, REPEATS, WARMUP, INTERFACE = 0.001, 5, 1, "eth0"
 

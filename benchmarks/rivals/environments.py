@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rivals.contract import DENSITY, INTERFACE, NAMES, OPS, REPEATS, WARMUP, ContractError, Request
+from rivals.contract import DENSITY, INTERFACE, NAMES, OPS, REPEATS, TRAINERS, WARMUP, ContractError, Request
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 CONSTRAINTS = BENCHMARKS.parent / "constraints.txt"
@@ -180,6 +180,30 @@ def command(
     request = Request(rank, world, master, op, n, out.resolve(), density, repeats, warmup, interface)
     argv = [*prefix, str(python(name)), "-m", f"rivals.{name}", *request.to_arguments()]
     return argv, environment_of(name, interface, threads)
+
+
+def train_command(
+    trainer: str,
+    rank: int,
+    world: int,
+    master: str,
+    folder: Path,
+    extra: Sequence[str] = (),
+    *,
+    interface: str = INTERFACE,
+    prefix: Sequence[str] = (),
+) -> tuple[list[str], dict[str, str]]:
+    """How to start one rank of a training run, `rivals.train`: (argv, the whole environment).
+
+    Args:
+        trainer: one of `contract.TRAINERS`.
+        folder: where rank 0 writes steps.jsonl.
+        extra: further options, such as ("--until-loss", "2.5", "--optimizer", "adamw").
+    """
+    words = ["--rival", trainer, "--rank", str(rank), "--world", str(world), "--master", master]
+    words += ["--interface", interface, "--folder", str(folder.resolve()), *extra]
+    name = TRAINERS[trainer]
+    return [*prefix, str(python(name)), "-m", "rivals.train", *words], environment_of(name, interface)
 
 
 def environment_of(name: str, interface: str, threads: int = 1) -> dict[str, str]:

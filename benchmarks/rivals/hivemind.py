@@ -18,6 +18,7 @@ import sys
 
 import hivemind
 import torch
+from torch import Tensor
 
 from rivals.contract import Request, Result, parse
 from rivals.measure import measured
@@ -53,30 +54,39 @@ def start_dht(request: Request, group: Rendezvous) -> hivemind.DHT:
     return dht or hivemind.DHT(initial_peers=addresses, **options)
 
 
+def start_averager(tensor_N: Tensor, dht: hivemind.DHT, world: int) -> hivemind.DecentralizedAverager:
+    return hivemind.DecentralizedAverager(
+        averaged_tensors=[tensor_N],
+        dht=dht,
+        prefix="rivals",
+        target_group_size=world,
+        min_group_size=world,
+        min_matchmaking_time=MATCHMAKING_S,
+        request_timeout=REQUEST_S,
+        allow_state_sharing=False,
+        start=True,
+    )
+
+
+def average(averager: hivemind.DecentralizedAverager, world: int) -> None:
+    """Of all members, or `ArithmeticError`."""
+    members = averager.step(timeout=STEP_S, allow_retries=True)
+    if members is None or len(members) < world:
+        raise ArithmeticError(f"{len(members or ())} of {world} have averaged")
+
+
 def run(request: Request) -> Result:
     torch.set_num_threads(1)
     with Rendezvous(request) as group:
         dht = start_dht(request, group)
-        averager = hivemind.DecentralizedAverager(
-            averaged_tensors=[torch.empty(request.n)],
-            dht=dht,
-            prefix="rivals",
-            target_group_size=request.world,
-            min_group_size=request.world,
-            min_matchmaking_time=MATCHMAKING_S,
-            request_timeout=REQUEST_S,
-            allow_state_sharing=False,
-            start=True,
-        )
+        averager = start_averager(torch.empty(request.n), dht, request.world)
 
         def prepare() -> None:
             with averager.get_tensors() as (tensor_N,):
                 tensor_N.fill_(request.rank + 1.0)
 
         def operation() -> None:
-            members = averager.step(timeout=STEP_S, allow_retries=True)
-            if members is None or len(members) < request.world:
-                raise ArithmeticError(f"{len(members or ())} of {request.world} have averaged")
+            average(averager, request.world)
             with averager.get_tensors() as (tensor_N,):
                 mean, expected = float(tensor_N[-1]), (request.world + 1) / 2
             if abs(mean - expected) > 1e-4:

@@ -19,7 +19,7 @@ from pathlib import Path
 from lab.net import Host, Net
 from lab.ns import LabError
 from rivals.contract import DENSITY, REPEATS, WARMUP, Combined, Result, combine
-from rivals.environments import command
+from rivals.environments import command, train_command
 
 PORT = 29500
 TAIL_LINES = 15
@@ -93,6 +93,28 @@ def measure_here(job: Job, folder: Path, timeout_s: float) -> Combined:
     return _collect(ranks, job, folder, timeout_s)
 
 
+def train(
+    hosts: Sequence[Host],
+    trainer: str,
+    folder: Path,
+    timeout_s: float,
+    extra: Sequence[str] = (),
+    port: int = PORT,
+) -> None:
+    """A training run, one rank on each host; rank 0 writes `folder`/steps.jsonl, the logs lie beside it.
+
+    Args:
+        extra: further options of `rivals.train`.
+
+    Raises `LabError` with the ends of the logs.
+    """
+    ranks, master = {}, f"{hosts[0].address}:{port}"
+    for rank, host in enumerate(hosts):
+        argv, env = train_command(trainer, rank, len(hosts), master, folder, extra, interface=host.interface)
+        ranks[rank] = host.run(argv, folder, env=env, log=f"rank-{rank}")
+    _watch(ranks, folder, timeout_s)
+
+
 def _command(
     job: Job, rank: int, master: str, folder: Path, interface: str
 ) -> tuple[list[str], dict[str, str]]:
@@ -128,18 +150,22 @@ def _free_port() -> int:
 
 
 def _collect(ranks: Ranks, job: Job, folder: Path, timeout_s: float) -> Combined:
-    try:
-        wait(dict(enumerate(ranks)), folder, timeout_s)
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+    _watch(dict(enumerate(ranks)), folder, timeout_s)
     return combine([Result.read(_result_path(folder, rank)) for rank in range(job.world)])
 
 
-def wait(ranks: Mapping[int, subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
-    """Until all have ended with exit code 0.  Raises `LabError` with the ends of the logs."""
+def _watch(ranks: Mapping[int, subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
+    """Until all have ended, and none is left if one fails.  Raises `LabError` with the ends of the logs."""
+    try:
+        _wait(ranks, folder, timeout_s)
+    finally:
+        for process in ranks.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _wait(ranks: Mapping[int, subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
     waiting, until_s = dict(ranks), time.monotonic() + timeout_s
     while waiting:
         rank, process = next(iter(waiting.items()))

@@ -78,8 +78,7 @@ def _mpirun(request: Request, group: Rendezvous, hosts: list[str]) -> int:
             with subprocess.Popen(argv, stdin=subprocess.DEVNULL) as mpirun:
                 ended = os.pidfd_open(mpirun.pid)
                 try:
-                    while ended not in (ready := select.select([listener, ended], [], [])[0]):
-                        assert ready
+                    while ended not in select.select([listener.fileno(), ended], [], [])[0]:
                         _pass_on(listener, group, hosts)
                 finally:
                     os.close(ended)

@@ -51,6 +51,10 @@ class Rendezvous:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
+    @property
+    def world(self) -> int:
+        return self._request.world
+
     def exchange(self, value: Any) -> list[Any]:
         """Everybody's values, by rank; returns when all have called it."""
         others = range(1, self._request.world)
