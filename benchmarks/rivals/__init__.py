@@ -6,6 +6,7 @@ is asked and what it answers, `environments.py` what it needs.  Nothing here is 
     contract.py      the command line, the result file: standard library only
     environments.py  available(), command(), setup()
     measure.py       barrier, operation, clock: the same for all
+    entries.py       sparse gradients and their merge
     rendezvous.py    how the ranks find each other where a rival has no way of its own
     gloo.py  mpi.py  hivemind.py      the rivals; mpi_job.py, mpi_agent.py: parts of mpi
     train.py         a whole training run with gloo, PowerSGD or hivemind, for time to accuracy

@@ -52,10 +52,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--warmup", type=int, default=WARMUP)
     run.add_argument("--loopback", action="store_true", help="all ranks on this machine, without a lab")
     run.add_argument("--json", type=Path, metavar="FILE", help="the figures, for later")
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    options = parser.parse_args(words[:cut])
-    options.further = words[cut + 1 :]
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    cut = typed.index("--") if "--" in typed else len(typed)
+    options = parser.parse_args(typed[:cut])
+    options.further = typed[cut + 1 :]
     if options.further and options.command != "train":
         parser.error(f"nothing goes after -- with {options.command}, but {options.further}")
     if options.command == "setup" and (unknown := set(options.names) - set(NAMES)):

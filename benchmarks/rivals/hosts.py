@@ -83,7 +83,7 @@ def measure(hosts: Sequence[Host], job: Job, folder: Path, timeout_s: float, por
 def measure_here(job: Job, folder: Path, timeout_s: float) -> Combined:
     """The same over this machine's loopback, without a lab.  Raises as `measure` does."""
     folder.mkdir(parents=True)
-    master = f"127.0.0.1:{_free_port()}"
+    master = f"127.0.0.1:{free_port()}"
     ranks = []
     for rank in range(job.world):
         argv, env = _command(job, rank, master, folder, "lo")
@@ -137,7 +137,7 @@ def _result_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """One whose successor is free too, as the contract wants it."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:

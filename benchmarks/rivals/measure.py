@@ -3,12 +3,13 @@
 Decides what counts as time, CPU and bytes.  Only the standard library.
 
     warm-up runs, then for each repeat:
-        prepare, descendants' CPU | barrier | bytes, own CPU, clock | operation | clock, own CPU, bytes, ...
+        prepare, descendants' CPU | barrier | bytes, own CPU, clock | operation | clock, CPU | barrier | bytes
 
 CPU is that of this rank's process and of its living descendants (daemons, helpers).  These are asked before
 the barrier, as looking through /proc takes milliseconds that must not come between barrier and operation.
 Bytes are what the kernel counted at this rank's interface, so all headers and all retransmissions are in
-them; where the ranks share an interface (loopback), nobody's bytes are known.
+them, and the second barrier's few: what a rank sends last may still be in its kernel when it has all of the
+others'.  Where the ranks share an interface (loopback), nobody's bytes are known.
 """
 
 from __future__ import annotations
@@ -52,10 +53,13 @@ def measured(
         began_s = time.perf_counter()
         operation()
         took_s = time.perf_counter() - began_s
-        own_s, bytes_now = time.process_time() - own_s, sent_bytes(request.interface)
+        own_s = time.process_time() - own_s
+        helpers_s = descendants_cpu_s() - helpers_s
+        barrier()
+        bytes_now = sent_bytes(request.interface)
         if number >= request.warmup:
             seconds.append(took_s)
-            cpu_s.append(own_s + descendants_cpu_s() - helpers_s)
+            cpu_s.append(own_s + helpers_s)
             if bytes_now is not None and before_bytes is not None:
                 sent.append(bytes_now - before_bytes)
     op, n, world, rank = request.op, request.n, request.world, request.rank

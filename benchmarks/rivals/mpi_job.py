@@ -24,10 +24,10 @@ import numpy as np
 from mpi4py import MPI
 
 from rivals.contract import Request, Result, parse
+from rivals.entries import drawn, merge
 from rivals.measure import measured
 from rivals.mpi import ARGUMENTS
 
-Array = np.ndarray[Any, Any]
 Prepared = tuple[Callable[[], object], Callable[[], object], int]
 """(before each run, the operation, payload bytes)."""
 
@@ -47,15 +47,8 @@ def all_reduce(comm: Any, request: Request) -> Prepared:
     return prepare, operation, 4 * request.n
 
 
-def entries(request: Request) -> tuple[Array, Array]:
-    """This rank's k indices, in order, and values."""
-    rng = np.random.default_rng(request.rank)
-    indices_K = np.sort(rng.choice(request.n, request.k, replace=False, shuffle=False)).astype(np.int32)
-    return indices_K, rng.standard_normal(request.k).astype(np.float32)
-
-
 def all_gather(comm: Any, request: Request) -> Prepared:
-    indices_K, values_K = entries(request)
+    indices_K, values_K = drawn(request)
     all_indices = np.empty((request.world, request.k), np.int32)
     all_values = np.empty((request.world, request.k), np.float32)
     update_N = np.zeros(request.n, np.float32)
@@ -74,7 +67,7 @@ def all_gather(comm: Any, request: Request) -> Prepared:
 
 def gtopk(comm: Any, request: Request) -> Prepared:
     own = np.empty(2 * request.k, np.int32)  # indices, then the values' bits
-    own[: request.k], values_K = entries(request)
+    own[: request.k], values_K = drawn(request)
     own[request.k :] = values_K.view(np.int32)
     theirs = np.empty_like(own)
     update_N = np.zeros(request.n, np.float32)
@@ -96,18 +89,6 @@ def gtopk(comm: Any, request: Request) -> Prepared:
         update_N[mine[: request.k]] = mine[request.k :].view(np.float32)
 
     return prepare, operation, 8 * request.k
-
-
-def merge(mine: Array, theirs: Array, k: int) -> Array:
-    """The k largest of the sum by index of two times k entries, in the order of their indices."""
-    indices = np.concatenate([mine[:k], theirs[:k]])
-    values = np.concatenate([mine[k:], theirs[k:]]).view(np.float32)
-    order = np.argsort(indices, kind="stable")
-    indices, values = indices[order], values[order]
-    first = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]]))
-    indices, sums = indices[first], np.add.reduceat(values, first)
-    largest = np.sort(np.argpartition(np.abs(sums), len(sums) - k)[len(sums) - k :])
-    return np.concatenate([indices[largest], sums[largest].view(np.int32)])
 
 
 OPERATIONS: dict[str, Callable[[Any, Request], Prepared]] = {
