@@ -31,8 +31,10 @@ MOST_HELD = 1 << 17
 EARLY_S = 0.00025
 """What is due so soon goes now: waking up costs about that much."""
 
-PAUSE_S = 0.0002
-"""Between two looks at the queue: packets come in groups then, which halves the work of a busy line."""
+LONGEST_PAUSE_S = 0.0005
+PAUSES = 40
+"""Between two looks at the queue a pause, of so small a part of the delay: on a busy line packets come in
+groups then, which halves the work."""
 
 BUFFER_BYTES = 64 << 20
 BATCH = 256
@@ -117,6 +119,7 @@ class Queue:
 def hold(queue: Queue, delay_s: float) -> None:
     """Until SIGTERM."""
     held: deque[tuple[float, int]] = deque()
+    pause_s = min(LONGEST_PAUSE_S, delay_s / PAUSES)
     try:
         while True:
             wait_s = max(0.0, held[0][0] - EARLY_S - time.monotonic()) if held else None
@@ -130,7 +133,7 @@ def hold(queue: Queue, delay_s: float) -> None:
                 due = held.popleft()[1]
             if due is not None:
                 queue.accept_up_to(due)
-            time.sleep(PAUSE_S)
+            time.sleep(pause_s)
     finally:
         if held:
             queue.accept_up_to(held[-1][1])

@@ -75,7 +75,7 @@ class Line:
         _set(self._far, now.down, bool(down), (delay_s, loss) if with_netem else None)
         _set(self._near, now.up, bool(up), (delay_s, 0.0) if with_netem and self._both else None)
         if loss:
-            shape.offloads_off(self._far.namespace, self._far.interface)
+            shape.offloads(self._far.namespace, self._far.interface, on=False)
         self.settings = now
 
 
