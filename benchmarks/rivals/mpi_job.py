@@ -24,7 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from rivals.contract import Request, Result, parse
-from rivals.entries import drawn, merge
+from rivals.entries import check, drawn, gathered, merge, merged_by_tree, packed
 from rivals.measure import measured
 from rivals.mpi import ARGUMENTS
 
@@ -52,8 +52,10 @@ def all_gather(comm: Any, request: Request) -> Prepared:
     all_indices = np.empty((request.world, request.k), np.int32)
     all_values = np.empty((request.world, request.k), np.float32)
     update_N = np.zeros(request.n, np.float32)
+    expected = gathered(request)
 
     def prepare() -> None:
+        check(update_N, expected)
         update_N.fill(0)
 
     def operation() -> None:
@@ -66,13 +68,13 @@ def all_gather(comm: Any, request: Request) -> Prepared:
 
 
 def gtopk(comm: Any, request: Request) -> Prepared:
-    own = np.empty(2 * request.k, np.int32)  # indices, then the values' bits
-    own[: request.k], values_K = drawn(request)
-    own[request.k :] = values_K.view(np.int32)
+    own = packed(request)
     theirs = np.empty_like(own)
     update_N = np.zeros(request.n, np.float32)
+    expected = merged_by_tree(request)
 
     def prepare() -> None:
+        check(update_N, expected)
         update_N.fill(0)
 
     def operation() -> None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import socket
 import time
-from contextlib import ExitStack
-from typing import IO, Any
+from contextlib import ExitStack, closing
+from io import BufferedRWPair
+from typing import Any
 
 from rivals.contract import ContractError, Request
 
@@ -34,7 +35,7 @@ class Rendezvous:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._stack = ExitStack()
-        self._files: dict[int, IO[bytes]] = {}
+        self._files: dict[int, BufferedRWPair] = {}
 
     def __enter__(self) -> Rendezvous:
         try:
@@ -110,4 +111,6 @@ class Rendezvous:
         connection.settimeout(ANSWER_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stack.enter_context(connection)
-        self._files[rank] = self._stack.enter_context(connection.makefile("rwb"))
+        file = connection.makefile("rwb")
+        self._stack.enter_context(closing(file))
+        self._files[rank] = file
