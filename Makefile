@@ -15,7 +15,7 @@ EVERY ?= 30
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweep chaos hostile fuzz lab lint types format check clean
+.PHONY: help setup demo test sweep chaos hostile fuzz lab rivals lint types format check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,6 +36,9 @@ sweep: $(READY) ## the randomised tests over SEEDS=10000 seeds; GRIDTRAIN_SEED=1
 
 lab: $(READY) ## step times behind NAT and through relays, in network namespaces (needs root); LAB="--help"
 	@cd benchmarks && ../$(BIN)/python -m lab.volunteers $(LAB)
+
+rivals: $(READY) ## install what others would use, each in an environment of its own, to be measured beside us; NAMES=mpi for one
+	@cd benchmarks && ../$(BIN)/python -m rivals setup $(NAMES)
 
 fuzz: $(READY) ## hostile input into all decoders and state machines for MINUTES=5; TARGET=codec SEED=7 for less
 	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED)) $(if $(JOBS),--jobs $(JOBS))

@@ -31,7 +31,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from lab import nat, ns, shape
+from lab import nat, ns
+from lab.line import End, Line
 from lab.ns import LabError
 
 INTERNET = "10.77.0"
@@ -63,6 +64,7 @@ class Host:
     """
 
     interface = "eth0"
+    inner: tuple[str, ...] = ()
 
     def __init__(self, net: Net, name: str, address: str, switch: str, gateway: str = "") -> None:
         self.net, self.name, self.address = net, name, address
@@ -73,16 +75,37 @@ class Host:
         ns.ip_batch(switch, [f"link set {self._port} master {_bridge_of(switch, net)} up"])
         lines = [f"addr add {address}/24 dev {self.interface}", f"link set {self.interface} up"]
         ns.ip_batch(self.namespace, lines + ([f"route add default via {gateway}"] if gateway else []))
+        near, far = End(self.namespace, self.interface), End(switch, self._port)
+        self.line = Line(near, far, self.inner, self._start)
 
-    def shape(self, *, up: str = "", down: str = "") -> None:
-        """Give the cable a rate in each direction, such as "20Mbit"; empty: leave it as it is.
+    def shape(
+        self, *, up: str = "", down: str = "", delay_s: float | None = None, loss: float | None = None
+    ) -> None:
+        """Give the cable a rate in each direction, such as "20Mbit", a delay and a loss.
+
+        What is empty or None stays as it is.
+
+        Args:
+            delay_s: from the cable's far end to this host: between two hosts with 20 ms each, a packet is
+                20 ms on its way and a round trip takes 40.  A router delays what leaves its home, too.
+            loss: the share of the frames that come to this host and never arrive.
 
         Raises `LabError`, `ValueError`.
         """
-        if up:
-            shape.limit(self.namespace, self.interface, up)
-        if down:
-            shape.limit(self._switch, self._port, down)
+        self.line.change(up, down, delay_s, loss)
+
+    def _start(self, argv: Sequence[str]) -> Process:
+        """A helper of the lab's own, its output in pipes."""
+        pipe = subprocess.PIPE
+        argv = ["ip", "netns", "exec", self.namespace, *argv]
+        try:
+            process = Process(
+                argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+            )
+        except OSError as error:
+            raise LabError(f"{argv[0]} cannot be started on {self.name}: {error.strerror}") from None
+        self.net._processes.append(process)
+        return process
 
     def run(
         self,
@@ -141,6 +164,7 @@ class Router(Host):
     """
 
     interface = nat.WAN
+    inner = (nat.LAN,)
 
     def __init__(self, net: Net, name: str, address: str, subnet: str, translate: bool) -> None:
         super().__init__(net, name, address, net.internet)
@@ -160,14 +184,18 @@ class Router(Host):
 
 
 class Net:
-    """See the module's text.  `firewall`: "nft" or "iptables"; empty: what is there.
+    """See the module's text.
+
+    Args:
+        firewall: of the routers, "nft" or "iptables"; empty: what is there.
+        congestion: TCP's congestion control on all hosts, such as "cubic"; empty: the machine's.
 
     SIGTERM ends the `with` like an exception, if nobody else has asked for the signal; what a SIGKILL
     leaves behind is removed when the next lab begins.
     """
 
-    def __init__(self, firewall: str = "") -> None:
-        self.firewall = firewall
+    def __init__(self, firewall: str = "", congestion: str = "") -> None:
+        self.firewall, self.congestion = firewall, congestion
         self.internet = ""
         self.hosts: dict[str, Host] = {}
         self._tag = f"{ns.owner_tag()}-{next(_labs)}"
@@ -228,6 +256,8 @@ class Net:
             raise LabError(f"there is a host {name!r} already")
         self._namespaces.append(namespace)  # before it exists, so that nothing can come in between
         ns.add(namespace)
+        if self.congestion:
+            ns.congestion_control(namespace, self.congestion)
         return namespace
 
     def _next_address(self) -> str:

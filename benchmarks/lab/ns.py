@@ -124,6 +124,26 @@ def write_sysctls(namespace: str, values: dict[str, str]) -> None:
         raise LabError(f"a setting of namespace {namespace}: {error}") from None
 
 
+CONGESTION = Path("/proc/sys/net/ipv4")
+
+
+def congestion_control(namespace: str, name: str) -> None:
+    """TCP's congestion control for all new sockets in there.
+
+    The kernel lets a namespace choose only what the machine allows everybody: a name that the machine has and
+    does not allow yet is added to its list (net.ipv4.tcp_allowed_congestion_control), and stays there.
+
+    Raises `LabError` if the machine does not have it.
+    """
+    has = (CONGESTION / "tcp_available_congestion_control").read_text().split()
+    if name not in has:
+        raise LabError(f"this kernel has no congestion control {name!r}; it has {', '.join(has)}")
+    allowed = CONGESTION / "tcp_allowed_congestion_control"
+    if name not in (names := allowed.read_text().split()):
+        allowed.write_text(" ".join([*names, name]))
+    write_sysctls(namespace, {"net/ipv4/tcp_congestion_control": name})
+
+
 def inside(namespace: str, action: Callable[[], T]) -> T:
     """Call `action` in a thread that lives in the namespace; sockets that it makes stay there for good.
 

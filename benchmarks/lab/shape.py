@@ -37,27 +37,38 @@ def rate_Bps(text: str) -> float:
     return float(found[1]) * _UNITS_BIT[found[2]] / 8
 
 
-def limit(namespace: str, interface: str, rate: str) -> None:
+def limit(namespace: str, interface: str, rate: str, parent: str = "root") -> None:
     """What leaves the interface from now on obeys the rate; a limit that was there is replaced.
+
+    Args:
+        parent: the class of another queueing discipline under which it goes, such as "1:1".
 
     Raises `LabError`, `ValueError`.
     """
     speed_Bps = rate_Bps(rate)
     slow = speed_Bps <= SLOW_BPS
     bucket = ["rate", f"{round(speed_Bps * 8)}bit", "burst", "32kb" if slow else "256kb"]
-    tbf = ["dev", interface, "root", "tbf", *bucket, "latency", f"{LATENCY_MS}ms"]
+    place = ["root"] if parent == "root" else ["parent", parent]
+    tbf = ["dev", interface, *place, "tbf", *bucket, "latency", f"{LATENCY_MS}ms"]
     command("tc", "-n", namespace, "qdisc", "replace", *tbf)
-    if slow:
-        inside(namespace, lambda: _offloads_off(interface))
+    offloads(namespace, interface, not slow)
 
 
-def _offloads_off(interface: str) -> None:
-    """What `ethtool -K INTERFACE tso off gso off gro off` does, for machines without it."""
+def offloads(namespace: str, interface: str, on: bool) -> None:
+    """Whether the interface may send frames longer than its MTU from now on.  Raises `LabError`."""
+    inside(namespace, lambda: _set_offloads(interface, on))
+
+
+def _set_offloads(interface: str, on: bool) -> None:
+    """What `ethtool -K INTERFACE tso off gso off gro off` does, for machines without it.
+
+    Joining received frames (gro) stays off once it is: it is off on a new virtual cable.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
         for name, number in _OFFLOADS.items():
-            value = create_string_buffer(struct.pack("=II", number, 0), 8)
+            value = create_string_buffer(struct.pack("=II", number, on and name != "gro"), 8)
             request = struct.pack("16sP16x", interface.encode(), addressof(value))
             try:
                 fcntl.ioctl(handle, _SIOCETHTOOL, request)
             except OSError as error:
-                raise LabError(f"{name} of {interface} cannot be switched off: {error.strerror}") from None
+                raise LabError(f"{name} of {interface} cannot be switched: {error.strerror}") from None

@@ -1,0 +1,205 @@
+"""What is asked of a rival and what it answers: one command line, one JSON file for each rank.
+
+Decides names, options and the file's format.  Only the standard library: it is read by each rival's own
+interpreter, in an environment without this project.
+
+    harness --argv--> python -m rivals.NAME --rank R --world P --master HOST:PORT --interface eth0
+                            --op OP --n N --density RHO --repeats 5 --warmup 1 --out FILE    (for each rank)
+    harness <--FILE-- {"rival", "version", "op", "n", "world", "rank", "seconds": [...], "cpu_s": [...], ...}
+
+All ranks of a group get the same command line but for `--rank` and `--out`; rank 0 runs on the host of
+`--master`, and the ports PORT and PORT + 1 there are the group's.  A rank that exits with 0 has written its
+file; the group's time for a repeat is the longest of its ranks (`combine`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+OPS: dict[str, dict[str, str]] = {
+    "gloo": {
+        "all_reduce": "dense sum of n float32, gloo's own choice of algorithm",
+        "all_gather": "TopK: all-gather of k (index, value) pairs, 8 bytes each, summed by index",
+        "powersgd": "torch's PowerSGD hook in DDP, rank 1, the n parameters in 16 square matrices",
+    },
+    "mpi": {
+        "all_reduce": "dense Allreduce of n float32 by ring, which is Open MPI's fastest here",
+        "all_reduce_default": "dense Allreduce of n float32, Open MPI's own choice of algorithm",
+        "all_gather": "TopK: two Allgathers of k indices and k values, 8 bytes an entry, summed by index",
+        "gtopk": "gTop-k as published: a tree of merges to rank 0, then a broadcast; 8 bytes an entry",
+    },
+    "hivemind": {"all_reduce": "one averaging round of n float32, matchmaking included, no compression"},
+}
+"""What each rival can do, with the words for a table."""
+
+NAMES = tuple(OPS)
+
+TRAINERS = {"gloo": "gloo", "powersgd": "gloo", "hivemind": "hivemind"}
+"""What `rivals.train` can train with, and the rival in whose environment that runs."""
+
+POWERSGD_MATRICES = 16
+DENSITY, REPEATS, WARMUP, INTERFACE = 0.001, 5, 1, "eth0"
+
+
+class ContractError(Exception):
+    """A file or a request is not what this module describes; the text says which and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One rank's part of a measurement.
+
+    Attributes:
+        op: one of `OPS` of the rival.
+        n: elements of the float32 vector; the sparse ones send k = max(1, round(density * n)) of them.
+        master: host and port of rank 0, such as "10.77.0.2:29500".
+        interface: the network interface that leads to the others.
+        warmup: runs before the measured ones.
+        out: this rank's result file.
+    """
+
+    rank: int
+    world: int
+    master: str
+    op: str
+    n: int
+    out: Path
+    density: float = DENSITY
+    repeats: int = REPEATS
+    warmup: int = WARMUP
+    interface: str = INTERFACE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            raise ContractError(f"rank is {self.rank}; it must be at least 0 and below --world {self.world}")
+        if self.n < 1 or self.repeats < 1 or self.warmup < 0:
+            text = f"n {self.n}, repeats {self.repeats}, warmup {self.warmup}"
+            raise ContractError(f"{text}: at least 1, 1 and 0 are needed")
+        if not 0 < self.density <= 1:
+            raise ContractError(f"density is {self.density}; it must be above 0 and at most 1")
+        host, _, port = self.master.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65535:
+            raise ContractError(f"master is {self.master!r}; it must be HOST:PORT, with PORT + 1 a port too")
+
+    @property
+    def k(self) -> int:
+        return max(1, round(self.density * self.n))
+
+    @property
+    def master_host(self) -> str:
+        return self.master.rpartition(":")[0]
+
+    @property
+    def master_port(self) -> int:
+        return int(self.master.rpartition(":")[2])
+
+    def to_arguments(self) -> list[str]:
+        """The options that `parse` reads back."""
+        words: list[str] = []
+        for field in fields(self):
+            words += [f"--{field.name}", str(getattr(self, field.name))]
+        return words
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one rank measured.
+
+    Attributes:
+        rival, version: "gloo", "torch 2.13.0".
+        seconds: of each repeat, from the end of a barrier to this rank's own end of the operation.
+        cpu_s: CPU seconds of this rank's processes in each repeat, their helpers (daemons) included.
+        bytes_sent: by this rank's interface in each repeat, headers included; empty: not known, because
+            several ranks share it.
+        payload_bytes: of one repeat, what this rank hands to the operation.
+        note: what a reader of the table should know.
+    """
+
+    rival: str
+    version: str
+    op: str
+    n: int
+    world: int
+    rank: int
+    seconds: list[float]
+    cpu_s: list[float]
+    bytes_sent: list[int]
+    payload_bytes: int
+    note: str = ""
+
+    def write(self, path: Path) -> None:
+        """All or nothing: whoever sees the file sees all of it."""
+        half = path.with_name(path.name + ".part")
+        half.write_text(json.dumps(asdict(self)) + "\n")
+        half.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """Raises `ContractError` if there is no result in the file."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ContractError(f"{path} holds no rival's result: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """A group's figures.  `seconds`: the slowest rank of each repeat; `cpu_s`, `bytes_sent`: the mean of the
+    ranks; `bytes_sent` is empty where they are not known."""
+
+    rival: str
+    version: str
+    op: str
+    n: int
+    world: int
+    seconds: list[float]
+    cpu_s: list[float]
+    bytes_sent: list[float]
+    note: str
+
+
+def combine(results: Sequence[Result]) -> Combined:
+    """One group from its ranks.  Raises `ContractError` if they do not belong together or one is missing."""
+    if not results:
+        raise ContractError("there are no results to combine")
+    first = results[0]
+    kinds = {(r.rival, r.version, r.op, r.n, r.world, len(r.seconds), len(r.cpu_s)) for r in results}
+    if len(kinds) > 1:
+        raise ContractError(f"the results are of different runs: {sorted(map(str, kinds))}")
+    if sorted(r.rank for r in results) != list(range(first.world)):
+        raise ContractError(f"ranks {sorted(r.rank for r in results)} of {first.world} gave results")
+    sent = [r.bytes_sent for r in results]
+    return Combined(
+        rival=first.rival,
+        version=first.version,
+        op=first.op,
+        n=first.n,
+        world=first.world,
+        seconds=[max(column) for column in zip(*(r.seconds for r in results), strict=True)],
+        cpu_s=[sum(column) / first.world for column in zip(*(r.cpu_s for r in results), strict=True)],
+        bytes_sent=[sum(column) / first.world for column in zip(*sent, strict=True)] if all(sent) else [],
+        note=first.note,
+    )
+
+
+def parse(rival: str, arguments: Sequence[str] | None = None) -> Request:
+    """The command line of `python -m rivals.RIVAL`; ends the program with code 2 if it is not understood."""
+    parser = argparse.ArgumentParser(prog=f"python -m rivals.{rival}", description="one rank of a rival")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--master", required=True, metavar="HOST:PORT")
+    parser.add_argument("--op", choices=sorted(OPS[rival]), required=True)
+    parser.add_argument("--n", type=lambda text: int(float(text)), required=True, metavar="ELEMENTS")
+    parser.add_argument("--density", type=float, default=DENSITY)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--warmup", type=int, default=WARMUP)
+    parser.add_argument("--interface", default=INTERFACE)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    try:
+        return Request(**vars(parser.parse_args(arguments)))
+    except ContractError as error:
+        parser.error(str(error))

@@ -1,0 +1,140 @@
+"""gloo, as torch.distributed has it: what most people use over plain sockets.
+
+Decides the three operations.  Runs in the project's own environment, with its torch.
+
+    all_reduce   n float32, summed in place
+    all_gather   TopK: k indices and k values of everybody in one all-gather, summed by index
+    powersgd     DDP with torch's PowerSGD hook (Vogels et al. 2019), rank 1, over 16 square matrices
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from rivals.contract import POWERSGD_MATRICES, Request, Result, parse
+from rivals.measure import measured
+
+TIMEOUT = datetime.timedelta(seconds=1800)
+POWERSGD_RANK = 1
+
+Prepared = tuple[Callable[[], object], Callable[[], object], int]
+"""(before each run, the operation, payload bytes)."""
+
+
+def all_reduce(request: Request) -> Prepared:
+    gradient_N = torch.full((request.n,), 1.0)
+
+    def prepare() -> None:
+        gradient_N.fill_(request.rank + 1.0)
+
+    def operation() -> None:
+        dist.all_reduce(gradient_N)
+        total = request.world * (request.world + 1) / 2
+        if gradient_N[0] != total or gradient_N[-1] != total:
+            raise ArithmeticError(f"the sum is {gradient_N[0]}, not {total}")
+
+    return prepare, operation, 4 * request.n
+
+
+def all_gather(request: Request) -> Prepared:
+    """Indices and values travel as one tensor of 2 k int32: 8 bytes an entry."""
+    k = request.k
+    generator = torch.Generator().manual_seed(request.rank)
+    indices_K = torch.randperm(request.n, generator=generator)[:k].sort().values.to(torch.int32)
+    mine = torch.cat([indices_K, torch.ones(k).view(torch.int32)])
+    everybody = [torch.empty_like(mine) for _ in range(request.world)]
+    update_N = torch.zeros(request.n)
+
+    def prepare() -> None:
+        update_N.zero_()
+
+    def operation() -> None:
+        dist.all_gather(everybody, mine)
+        for theirs in everybody:
+            update_N.index_add_(0, theirs[:k], theirs[k:].view(torch.float32))
+
+    return prepare, operation, 8 * k
+
+
+def powersgd(request: Request) -> Prepared:
+    """Of the backward pass nothing is left but the hook: the gradient is the input."""
+    side = math.isqrt(request.n // POWERSGD_MATRICES)
+    model = _Matrices(side, POWERSGD_MATRICES)
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2
+    )
+    parallel = DistributedDataParallel(model)
+    parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    gradient = torch.randn(side, side, generator=torch.Generator().manual_seed(request.rank))
+    for _ in range(3):  # the first steps of PowerSGD are dense, by its own rule
+        parallel(gradient).backward()
+    loss: Tensor | None = None
+
+    def prepare() -> None:
+        nonlocal loss
+        parallel.zero_grad()
+        loss = parallel(gradient)
+
+    def operation() -> None:
+        assert loss is not None
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    return prepare, operation, 2 * 4 * side * POWERSGD_RANK * POWERSGD_MATRICES
+
+
+class _Matrices(nn.Module):
+    def __init__(self, side: int, count: int) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList(nn.Parameter(torch.zeros(side, side)) for _ in range(count))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return torch.stack([(matrix * gradient).sum() for matrix in self.matrices]).sum()
+
+
+OPERATIONS: dict[str, Callable[[Request], Prepared]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "powersgd": powersgd,
+}
+
+
+def join(request: Request) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{request.master}",
+        rank=request.rank,
+        world_size=request.world,
+        timeout=TIMEOUT,
+    )
+
+
+def run(request: Request) -> Result:
+    join(request)
+    prepare, operation, payload_bytes = OPERATIONS[request.op](request)
+    version = f"torch {torch.__version__}"
+    result = measured(
+        request,
+        "gloo",
+        version,
+        operation,
+        dist.barrier,
+        payload_bytes=payload_bytes,
+        prepare=prepare,
+    )
+    dist.barrier()  # nobody leaves while another still measures
+    return result
+
+
+if __name__ == "__main__":
+    asked = parse("gloo")
+    run(asked).write(asked.out)
+    dist.destroy_process_group()

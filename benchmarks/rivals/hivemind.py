@@ -1,0 +1,116 @@
+"""hivemind's averaging: what volunteers over the internet use.
+
+Decides hivemind's settings, which favour it: the group is known beforehand, so matchmaking ends as soon as
+all are there, and everybody's first contact is rank 0.
+
+    rank 0: DHT --address, by rendezvous--> the others: DHT with that first peer
+    everybody: DecentralizedAverager over n float32, no compression; one step = matchmaking + all-reduce
+
+Its links are encrypted, by its default; the averager and its network daemon are processes of their own, whose
+CPU is counted with the rank's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import hivemind
+import torch
+from torch import Tensor
+
+from rivals.contract import Request, Result, parse
+from rivals.measure import measured
+from rivals.rendezvous import Rendezvous
+
+MATCHMAKING_S = 2.0
+"""How long a group waits for more members; it begins at once when `target_group_size` are there."""
+
+REQUEST_S = 1.0
+STEP_S = 600.0
+
+
+def own_address(request: Request) -> str:
+    """The one by which the master's host sees this rank."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((request.master_host, request.master_port))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def start_dht(request: Request, group: Rendezvous) -> hivemind.DHT:
+    """Rank 0's first, then the others', which are told its address."""
+    options = {
+        "host_maddrs": [f"/ip4/{own_address(request)}/tcp/0"],
+        "use_ipfs": False,
+        "use_relay": False,
+        "use_auto_relay": False,
+        "auto_nat": False,
+        "nat_port_map": False,
+        "start": True,
+    }
+    dht = hivemind.DHT(**options) if request.rank == 0 else None
+    addresses = group.exchange([str(address) for address in dht.get_visible_maddrs()] if dht else [])[0]
+    return dht or hivemind.DHT(initial_peers=addresses, **options)
+
+
+def start_averager(tensor_N: Tensor, dht: hivemind.DHT, world: int) -> hivemind.DecentralizedAverager:
+    return hivemind.DecentralizedAverager(
+        averaged_tensors=[tensor_N],
+        dht=dht,
+        prefix="rivals",
+        target_group_size=world,
+        min_group_size=world,
+        min_matchmaking_time=MATCHMAKING_S,
+        request_timeout=REQUEST_S,
+        allow_state_sharing=False,
+        start=True,
+    )
+
+
+def average(averager: hivemind.DecentralizedAverager, world: int) -> None:
+    """Of all members, or `ArithmeticError`."""
+    members = averager.step(timeout=STEP_S, allow_retries=True)
+    if members is None or len(members) < world:
+        raise ArithmeticError(f"{len(members or ())} of {world} have averaged")
+
+
+def run(request: Request) -> Result:
+    torch.set_num_threads(1)
+    with Rendezvous(request) as group:
+        dht = start_dht(request, group)
+        averager = start_averager(torch.empty(request.n), dht, request.world)
+
+        def prepare() -> None:
+            with averager.get_tensors() as (tensor_N,):
+                tensor_N.fill_(request.rank + 1.0)
+
+        def operation() -> None:
+            average(averager, request.world)
+            with averager.get_tensors() as (tensor_N,):
+                mean, expected = float(tensor_N[-1]), (request.world + 1) / 2
+            if abs(mean - expected) > 1e-4:
+                raise ArithmeticError(f"the mean is {mean}, not {expected}")
+
+        result = measured(
+            request,
+            "hivemind",
+            f"hivemind {hivemind.__version__}",
+            operation,
+            lambda: group.exchange(None),
+            payload_bytes=4 * request.n,
+            prepare=prepare,
+            note="with matchmaking; encrypted, by its default",
+        )
+        group.exchange(None)  # nobody leaves while another still averages
+        averager.shutdown()
+        dht.shutdown()
+    return result
+
+
+if __name__ == "__main__":
+    asked = parse("hivemind")
+    run(asked).write(asked.out)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # its threads and processes wait for each other at the interpreter's end

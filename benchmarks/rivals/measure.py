@@ -1,0 +1,100 @@
+"""How an operation is measured, the same for all rivals: barrier, clock, operation, clock.
+
+Decides what counts as time, CPU and bytes.  Only the standard library.
+
+    warm-up runs, then for each repeat:
+        prepare, descendants' CPU | barrier | bytes, own CPU, clock | operation | clock, CPU | barrier | bytes
+
+CPU is that of this rank's process and of its living descendants (daemons, helpers).  These are asked before
+the barrier, as looking through /proc takes milliseconds that must not come between barrier and operation.
+Bytes are what the kernel counted at this rank's interface, so all headers and all retransmissions are in
+them, and the second barrier's few: what a rank sends last may still be in its kernel when it has all of the
+others'.  Where the ranks share an interface (loopback), nobody's bytes are known.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rivals.contract import Request, Result
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_SENT_COLUMN = 8
+
+
+def measured(
+    request: Request,
+    rival: str,
+    version: str,
+    operation: Callable[[], object],
+    barrier: Callable[[], object],
+    *,
+    payload_bytes: int,
+    prepare: Callable[[], object] = lambda: None,
+    note: str = "",
+) -> Result:
+    """Run the operation `warmup` + `repeats` times.
+
+    Args:
+        barrier: returns when all ranks have called it.
+        prepare: before each run, outside the clock.
+    """
+    seconds: list[float] = []
+    cpu_s: list[float] = []
+    sent: list[int] = []
+    for number in range(request.warmup + request.repeats):
+        prepare()
+        helpers_s = descendants_cpu_s()
+        barrier()
+        before_bytes, own_s = sent_bytes(request.interface), time.process_time()
+        began_s = time.perf_counter()
+        operation()
+        took_s = time.perf_counter() - began_s
+        own_s = time.process_time() - own_s
+        helpers_s = descendants_cpu_s() - helpers_s
+        barrier()
+        bytes_now = sent_bytes(request.interface)
+        if number >= request.warmup:
+            seconds.append(took_s)
+            cpu_s.append(own_s + helpers_s)
+            if bytes_now is not None and before_bytes is not None:
+                sent.append(bytes_now - before_bytes)
+    op, n, world, rank = request.op, request.n, request.world, request.rank
+    return Result(rival, version, op, n, world, rank, seconds, cpu_s, sent, payload_bytes, note)
+
+
+def sent_bytes(interface: str) -> int | None:
+    """What has left by the interface since it is there; None: others' bytes are counted in it too."""
+    if interface == "lo":
+        return None
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[_SENT_COLUMN])
+    return None
+
+
+def descendants_cpu_s() -> float:
+    """CPU of this process's living descendants, in ticks of 10 ms."""
+    children: dict[int, list[tuple[int, float]]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and (found := _stat(path)):
+            children.setdefault(found[0], []).append((int(path.name), found[1]))
+    total_s, waiting = 0.0, [os.getpid()]
+    while waiting:
+        for pid, used_s in children.get(waiting.pop(), []):
+            total_s += used_s
+            waiting.append(pid)
+    return total_s
+
+
+def _stat(path: Path) -> tuple[int, float] | None:
+    """(parent's pid, CPU seconds) of a process; None: it has ended."""
+    try:
+        words = (path / "stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(words[1]), (int(words[11]) + int(words[12])) * _TICK_S

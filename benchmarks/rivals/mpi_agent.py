@@ -1,0 +1,26 @@
+"""What mpirun starts in place of ssh: hands the command for a host to the launcher, which knows its agent.
+
+python -m rivals.mpi_agent SOCKET HOST COMMAND...
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+
+
+def agent() -> None:
+    """Ends with an error unless the launcher has taken the command."""
+    path, host, *command = sys.argv[1:]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        with connection.makefile("rwb") as launcher:
+            launcher.write(json.dumps([host, " ".join(command)]).encode() + b"\n")
+            launcher.flush()
+            if launcher.readline() != b"\n":
+                sys.exit(f"the launcher did not take the command for {host}")
+
+
+if __name__ == "__main__":
+    agent()

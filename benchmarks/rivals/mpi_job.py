@@ -1,0 +1,121 @@
+"""Open MPI by way of mpi4py: dense Allreduce, TopK by two Allgathers, and gTop-k as published.
+
+Decides the operations.  How an MPI job gets onto the hosts is mpi.py's part.
+
+gTop-k (Shi et al., ICDCS 2019, section III and algorithm 3), for P = 4:
+
+    rank   0       1       2       3
+    t = 0  merge <--       merge <--        receive k entries, sum by index, keep the k largest
+    t = 1  merge <----------                log2 P times
+           broadcast of k entries to all    log2 P times
+
+An entry is an int32 index and a float32 value.  The entries are chosen before the clock starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+
+from rivals.contract import Request, Result, parse
+from rivals.entries import check, drawn, gathered, merge, merged_by_tree, packed
+from rivals.measure import measured
+from rivals.mpi import ARGUMENTS
+
+Prepared = tuple[Callable[[], object], Callable[[], object], int]
+"""(before each run, the operation, payload bytes)."""
+
+
+def all_reduce(comm: Any, request: Request) -> Prepared:
+    gradient_N = np.empty(request.n, np.float32)
+
+    def prepare() -> None:
+        gradient_N.fill(request.rank + 1)
+
+    def operation() -> None:
+        comm.Allreduce(MPI.IN_PLACE, gradient_N)
+        total = request.world * (request.world + 1) / 2
+        if gradient_N[0] != total or gradient_N[-1] != total:
+            raise ArithmeticError(f"the sum is {gradient_N[0]}, not {total}")
+
+    return prepare, operation, 4 * request.n
+
+
+def all_gather(comm: Any, request: Request) -> Prepared:
+    indices_K, values_K = drawn(request)
+    all_indices = np.empty((request.world, request.k), np.int32)
+    all_values = np.empty((request.world, request.k), np.float32)
+    update_N = np.zeros(request.n, np.float32)
+    expected = gathered(request)
+
+    def prepare() -> None:
+        check(update_N, expected)
+        update_N.fill(0)
+
+    def operation() -> None:
+        comm.Allgather(indices_K, all_indices)
+        comm.Allgather(values_K, all_values)
+        for indices, values in zip(all_indices, all_values, strict=True):
+            update_N[indices] += values  # no index comes twice in one rank's entries
+
+    return prepare, operation, 8 * request.k
+
+
+def gtopk(comm: Any, request: Request) -> Prepared:
+    own = packed(request)
+    theirs = np.empty_like(own)
+    update_N = np.zeros(request.n, np.float32)
+    expected = merged_by_tree(request)
+
+    def prepare() -> None:
+        check(update_N, expected)
+        update_N.fill(0)
+
+    def operation() -> None:
+        mine, distance = own.copy(), 1
+        while distance < request.world:
+            if request.rank % (2 * distance):
+                comm.Send(mine, request.rank - distance)
+                break
+            if request.rank + distance < request.world:
+                comm.Recv(theirs, request.rank + distance)
+                mine = merge(mine, theirs, request.k)
+            distance *= 2
+        comm.Bcast(mine, 0)
+        update_N[mine[: request.k]] = mine[request.k :].view(np.float32)
+
+    return prepare, operation, 8 * request.k
+
+
+OPERATIONS: dict[str, Callable[[Any, Request], Prepared]] = {
+    "all_reduce": all_reduce,
+    "all_reduce_default": all_reduce,
+    "all_gather": all_gather,
+    "gtopk": gtopk,
+}
+
+
+def run(request: Request) -> Result:
+    """One rank of a started MPI job."""
+    comm = MPI.COMM_WORLD
+    prepare, operation, payload_bytes = OPERATIONS[request.op](comm, request)
+    library = MPI.Get_library_version().partition(",")[0]
+    version = f"{library}, mpi4py {mpi4py.__version__}"
+    barrier = comm.Barrier
+    result = measured(
+        request, "mpi", version, operation, barrier, payload_bytes=payload_bytes, prepare=prepare
+    )
+    comm.Barrier()  # nobody leaves while another still measures
+    return result
+
+
+if __name__ == "__main__":
+    everybody: list[list[str]] = json.loads(os.environ[ARGUMENTS])
+    asked = parse("mpi", everybody[MPI.COMM_WORLD.Get_rank()])
+    run(asked).write(asked.out)

@@ -1,0 +1,116 @@
+"""How the ranks of a group find each other where their library has no way of its own.
+
+Decides nothing about what they say: lines of JSON.  Only the standard library.
+
+    rank 0 listens at the master's address and port;  the others dial it, until it is there
+    exchange(value):  everybody's values, by rank, to everybody; so it is a barrier too
+    send, receive:    between rank 0 and one other
+
+Whoever reaches the port can join, so it belongs into a lab or onto loopback, and ends with the group.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import ExitStack, closing
+from io import BufferedRWPair
+from typing import Any
+
+from rivals.contract import ContractError, Request
+
+UP_S = 120.0
+ANSWER_S = 1800.0
+AGAIN_S = 0.05
+MOST_BYTES = 1 << 20
+
+
+class Rendezvous:
+    """A rank's connections to the others: rank 0 has one to each, the others one to rank 0.
+
+    To be used in a `with`.  Raises `ContractError` if the group is not complete in `UP_S` seconds.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._stack = ExitStack()
+        self._files: dict[int, BufferedRWPair] = {}
+
+    def __enter__(self) -> Rendezvous:
+        try:
+            if self._request.rank:
+                self._keep(0, self._dial())
+                self.send(0, self._request.rank)
+            else:
+                self._accept()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @property
+    def world(self) -> int:
+        return self._request.world
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Everybody's values, by rank; returns when all have called it."""
+        others = range(1, self._request.world)
+        if self._request.rank:
+            self.send(0, value)
+            everybody: list[Any] = self.receive(0)
+            return everybody
+        everybody = [value, *(self.receive(rank) for rank in others)]
+        for rank in others:
+            self.send(rank, everybody)
+        return everybody
+
+    def send(self, rank: int, value: Any) -> None:
+        self._files[rank].write(json.dumps(value).encode() + b"\n")
+        self._files[rank].flush()
+
+    def receive(self, rank: int) -> Any:
+        """Raises `ContractError` if the other has gone."""
+        line = self._files[rank].readline(MOST_BYTES)
+        if not line.endswith(b"\n"):
+            raise ContractError(f"rank {rank} has left the group")
+        return json.loads(line)
+
+    def _accept(self) -> None:
+        address = (self._request.master_host, self._request.master_port)
+        until_s = time.monotonic() + UP_S
+        with socket.create_server(address) as listener:
+            while len(self._files) < self._request.world - 1:
+                listener.settimeout(max(0.001, until_s - time.monotonic()))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    came = [0, *sorted(self._files)]
+                    text = f"after {UP_S:g} s ranks {came} of {self._request.world} have come"
+                    raise ContractError(text) from None
+                with connection.makefile("rb", buffering=0) as first:
+                    rank = int(first.readline(16))
+                self._keep(rank, connection)
+
+    def _dial(self) -> socket.socket:
+        address = (self._request.master_host, self._request.master_port)
+        until_s = time.monotonic() + UP_S
+        while True:
+            try:
+                return socket.create_connection(address, timeout=UP_S)
+            except OSError as error:
+                if time.monotonic() > until_s:
+                    text = f"rank 0 is not at {self._request.master} after {UP_S:g} s: {error}"
+                    raise ContractError(text) from None
+                time.sleep(AGAIN_S)  # rank 0 is still starting
+
+    def _keep(self, rank: int, connection: socket.socket) -> None:
+        connection.settimeout(ANSWER_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._stack.enter_context(connection)
+        file = connection.makefile("rwb")
+        self._stack.enter_context(closing(file))
+        self._files[rank] = file
