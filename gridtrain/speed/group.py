@@ -105,6 +105,7 @@ class Repeat:
         cpu_s: CPU seconds of each member's process from its start until all have ended.
         sent_bytes: that each member has sent meanwhile.
         workspace_s: of `seconds`, what each member decoded, added, merged, encoded and sealed.
+        payloads, payload_bytes: that each member has handed to its transport.
         prepare_s, prepare_cpu_s: before the start: selecting and encoding.
         commit_s: after the end: what the commit puts back into the residual.
         aborts: attempts that did not commit; more than 0 says that the figure is not one exchange's.
@@ -114,6 +115,8 @@ class Repeat:
     cpu_s: list[float]
     sent_bytes: list[int]
     workspace_s: list[float]
+    payloads: list[int]
+    payload_bytes: list[int]
     prepare_s: list[float]
     prepare_cpu_s: list[float]
     commit_s: list[float]
@@ -126,6 +129,8 @@ class Repeat:
             cpu_s=[report["cpu_s"] for report in settled],
             sent_bytes=[report["sent_bytes"] for report in settled],
             workspace_s=[report["workspace_s"] for report in settled],
+            payloads=[report["payloads"] for report in settled],
+            payload_bytes=[report["payload_bytes"] for report in settled],
             prepare_s=[report["prepare_s"] for report in settled],
             prepare_cpu_s=[report["prepare_cpu_s"] for report in settled],
             commit_s=[report["commit_s"] for report in settled],

@@ -47,14 +47,29 @@ class Vector(nn.Module):
 
 
 class Work:
-    """Seconds that a workspace takes: decoding, adding, merging, encoding, digests."""
+    """Seconds that a workspace takes (decoding, adding, merging, encoding, digests), and what it sends.
+
+    Attributes:
+        payloads, payload_bytes: handed to the transport, before its own framing.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.payloads = self.payload_bytes = 0
 
     def over(self, workspace: Any) -> None:
+        workspace.payload = self._counted(workspace.payload)
         for name in _WORK:
             setattr(workspace, name, self._timed(getattr(workspace, name)))
+
+    def _counted(self, payload: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            sent = payload(*arguments)
+            self.payloads += 1
+            self.payload_bytes += len(sent)
+            return sent
+
+        return call
 
     def _timed(self, method: Callable[..., T]) -> Callable[..., T]:
         def call(*arguments: Any) -> T:
@@ -122,6 +137,8 @@ def repeat(
         "cpu_s": time.process_time() - cpu_s,  # to here the last bytes of everybody have left
         "sent_bytes": sent_bytes(grid, interface) - sent,
         "workspace_s": work.seconds,
+        "payloads": work.payloads,
+        "payload_bytes": work.payload_bytes,
     }
     began_s = time.perf_counter()
     exchanger.commit(attempt)

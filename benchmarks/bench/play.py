@@ -1,0 +1,141 @@
+"""Cells of the same link take turns: A B A B, so that a machine that slows down slows all of them.
+
+Decides the order.  Ours stay alive between their turns, at a barrier; a rival is started anew for each block.
+
+    link 1    ours A: r repeats | rival: r repeats | ours B: r repeats |   block 1
+              ours A: r repeats | rival: r repeats | ours B: r repeats |   block 2
+    link 2    ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from bench import rivals_side
+from bench.bounds import bound_s
+from bench.cells import Cell, Link
+from bench.ground import Namespaces, ground_of
+from bench.results import CellResult, Sample
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.speed.group import Group, Loopback, Repeat, Setting, started
+
+Say = Callable[[str], None]
+KEPT_ELEMENTS = 160_000_000
+"""Groups of ours that are alive together hold at most about three vectors of so many elements in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How often: `blocks` turns of `repeats` each; the first `warmup` of a start are not counted."""
+
+    blocks: int = 2
+    repeats: int = 5
+    warmup: int = 1
+    loopback: bool = False
+
+
+def by_link(cells: Sequence[Cell]) -> list[tuple[Link, list[Cell]]]:
+    """In the order of first appearance; a cell that is named twice is measured once."""
+    groups: dict[Link, list[Cell]] = {}
+    for cell in cells:
+        mine = groups.setdefault(cell.link, [])
+        if cell not in mine:
+            mine.append(cell)
+    return list(groups.items())
+
+
+def play(cells: Sequence[Cell], effort: Effort, reasons: Mapping[str, str], say: Say) -> Iterator[CellResult]:
+    """Measure; each link's cells are handed out when it is done.  What cannot be measured says why."""
+    for link, mine in by_link(cells):
+        results = [CellResult(cell, bound_s(cell)) for cell in mine]
+        for result in results:
+            if result.cell.rival and (reason := rivals_side.why_not(result.cell, reasons)):
+                result.skipped = reason
+            elif result.cell.rival and effort.loopback:
+                result.skipped = "rivals are measured in namespaces: they cannot limit themselves"
+        runnable = [result for result in results if not result.skipped]
+        try:
+            for wave in _waves(runnable):
+                _play_wave(link, wave, effort, say)
+        except ConfigError as error:
+            for result in runnable:
+                result.skipped = result.skipped or ("" if result.samples else str(error))
+        yield from results
+
+
+def _waves(results: Sequence[CellResult]) -> Iterator[list[CellResult]]:
+    """As many cells at once as the memory is thought to hold; a rival counts when it runs."""
+    wave: list[CellResult] = []
+    held = 0
+    for result in results:
+        size = 0 if result.cell.rival else result.cell.n * result.cell.link.workers
+        if wave and held + size > KEPT_ELEMENTS:
+            yield wave
+            wave, held = [], 0
+        wave.append(result)
+        held += size
+    if wave:
+        yield wave
+
+
+def _play_wave(link: Link, wave: Sequence[CellResult], effort: Effort, say: Say) -> None:
+    numbers = itertools.count()
+    with (
+        tempfile.TemporaryDirectory(prefix="gridtrain-bench-") as folder,
+        ground_of(link, loopback=effort.loopback) as ground,
+        contextlib.ExitStack() as groups,
+    ):
+        ours: dict[Cell, Group] = {}
+        for block in range(effort.blocks):
+            for result in wave:
+                if result.skipped:
+                    continue
+                say(f"{link}: {result.cell.label}, n = {result.cell.n:,}, block {block + 1} of {effort.blocks}")
+                place = Path(folder, str(next(numbers)))
+                try:
+                    if result.cell.rival:
+                        assert isinstance(ground, Namespaces)
+                        rival = rivals_side.RivalBlock(result.cell, ground, place, block + len(result.samples))
+                        samples = rival.run(effort.repeats, effort.warmup)
+                    else:
+                        samples = _our_block(result.cell, ours, ground, place, groups, effort)
+                except GridtrainError as error:
+                    result.skipped = f"failed: {error}"
+                    say(f"{result.cell.label}: {result.skipped}")
+                    continue
+                result.samples += [replace(sample, block=block) for sample in samples]
+
+
+def _our_block(
+    cell: Cell,
+    ours: dict[Cell, Group],
+    ground: Namespaces | Loopback,
+    place: Path,
+    groups: contextlib.ExitStack,
+    effort: Effort,
+) -> list[Sample]:
+    warmup = 0
+    if cell not in ours:
+        setting = Setting(cell.exchange_text, cell.link.workers, cell.n, cell.encrypted)
+        ours[cell] = groups.enter_context(started(setting, ground, place))
+        warmup = effort.warmup
+    return [sample_of(ours[cell].repeat()) for _ in range(warmup + effort.repeats)][warmup:]
+
+
+def sample_of(repeat: Repeat) -> Sample:
+    return Sample(
+        seconds=repeat.seconds,
+        cpu_s=fmean(repeat.cpu_s),
+        sent_bytes=fmean(repeat.sent_bytes),
+        payload_bytes=sum(repeat.payload_bytes) / max(1, sum(repeat.payloads)),
+        workspace_s=fmean(repeat.workspace_s),
+        prepare_s=fmean(repeat.prepare_s),
+        prepare_cpu_s=fmean(repeat.prepare_cpu_s),
+        aborts=repeat.aborts,
+    )

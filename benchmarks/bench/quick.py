@@ -1,0 +1,1 @@
+def main(**k): return 0
