@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(markdown(Results.from_json(options.file.read_text())), end="")
             return 0
         if options.action == "quick":
-            return quick.main(keep=options.keep, command=command)
+            return quick.main(keep=options.keep, command=command, date=str(made(command, 0)["date"]))
         print(markdown(measure(options, command)), end="")
         print(f"written to {options.out}", file=sys.stderr)
     except (CellError, ResultsError, OSError, GridtrainError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +27,8 @@ from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.speed.group import Group, Loopback, Repeat, Setting, started
 
 Say = Callable[[str], None]
-KEPT_ELEMENTS = 160_000_000
-"""Groups of ours that are alive together hold at most about three vectors of so many elements in all."""
+VECTOR_BYTES = 16
+"""For each element of a member's vector: gradient, scaled copy, residual and its second buffer, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def play(cells: Sequence[Cell], effort: Effort, reasons: Mapping[str, str], say:
                 result.skipped = "rivals are measured in namespaces: they cannot limit themselves"
         runnable = [result for result in results if not result.skipped]
         try:
-            for wave in _waves(runnable):
+            for wave in _waves(runnable, half_of_the_memory()):
                 _play_wave(link, wave, effort, say)
         except ConfigError as error:
             for result in runnable:
@@ -69,19 +70,24 @@ def play(cells: Sequence[Cell], effort: Effort, reasons: Mapping[str, str], say:
         yield from results
 
 
-def _waves(results: Sequence[CellResult]) -> Iterator[list[CellResult]]:
-    """As many cells at once as the memory is thought to hold; a rival counts when it runs."""
-    wave: list[CellResult] = []
-    held = 0
-    for result in results:
-        size = 0 if result.cell.rival else result.cell.n * result.cell.link.workers
-        if wave and held + size > KEPT_ELEMENTS:
+def _waves(results: Sequence[CellResult], room_bytes: int) -> Iterator[list[CellResult]]:
+    """Those of one size take turns with each other, as many at once as the memory is thought to hold."""
+    for n in dict.fromkeys(result.cell.n for result in results):
+        wave: list[CellResult] = []
+        held_bytes = 0
+        for result in (result for result in results if result.cell.n == n):
+            size_bytes = 0 if result.cell.rival else VECTOR_BYTES * n * result.cell.link.workers
+            if wave and held_bytes + size_bytes > room_bytes:
+                yield wave
+                wave, held_bytes = [], 0
+            wave.append(result)
+            held_bytes += size_bytes
+        if wave:
             yield wave
-            wave, held = [], 0
-        wave.append(result)
-        held += size
-    if wave:
-        yield wave
+
+
+def half_of_the_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _play_wave(link: Link, wave: Sequence[CellResult], effort: Effort, say: Say) -> None:
