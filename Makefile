@@ -19,7 +19,7 @@ export PYTHON TORCH_INDEX
 .PHONY: help setup demo test sweep chaos hostile fuzz lab bench bench-quick lint types format check clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(READY) ## .venv with everything in it
 

@@ -1,9 +1,9 @@
 """`make bench`: measure a suite of cells and write JSON, Markdown and a picture.
 
-    python -m bench --suite goals --out results           every goal, with rivals where they are installed
-    python -m bench --cell "gtopk P=4 n=25.6M rate=100Mbit" "gloo/all_gather P=4 n=25.6M rate=100Mbit"
-    python -m bench report results/bench.json             the report again from a file
-    python -m bench quick                                 what got slower than benchmarks/results/quick.json
+python -m bench --suite goals --out results           every goal, with rivals where they are installed
+python -m bench --cell "gtopk P=4 n=25.6M rate=100Mbit" "gloo/all_gather P=4 n=25.6M rate=100Mbit"
+python -m bench report results/bench.json             the report again from a file
+python -m bench quick                                 what got slower than benchmarks/results/quick.json
 """
 
 from __future__ import annotations
@@ -31,13 +31,21 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("action", nargs="?", choices=("measure", "report", "quick"), default="measure")
     parser.add_argument("file", nargs="?", type=Path, help="for report: the JSON file")
     parser.add_argument("--suite", choices=sorted(SUITES), default="goals")
-    parser.add_argument("--cell", nargs="+", default=[], metavar="TEXT", help="these cells instead of a suite's")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cells of the suite that contain this text")
+    parser.add_argument(
+        "--cell", nargs="+", default=[], metavar="TEXT", help="these cells instead of a suite's"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="cells of the suite that contain this text"
+    )
     parser.add_argument("--blocks", type=int, default=2, help="turns that each cell of a link gets")
     parser.add_argument("--repeats", type=int, default=5, help="in each turn")
-    parser.add_argument("--loopback", action="store_true", help="no namespaces: rates by the members' own limits")
+    parser.add_argument(
+        "--loopback", action="store_true", help="no namespaces: rates by the members' own limits"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder of the three files")
-    parser.add_argument("--keep", action="store_true", help="quick: write the figures that later runs are held to")
+    parser.add_argument(
+        "--keep", action="store_true", help="quick: write the figures that later runs are held to"
+    )
     options = parser.parse_args(arguments)
     if options.blocks < 1 or options.repeats < 1:
         parser.error("--blocks and --repeats must be at least 1")
@@ -74,7 +82,12 @@ def command_of(arguments: Sequence[str]) -> str:
 
 def made(command: str, blocks: int) -> dict[str, object]:
     now = datetime.datetime.now(datetime.UTC)
-    return {"date": f"{now:%Y-%m-%d %H:%M} UTC", "command": command, "software": __version__, "blocks": blocks}
+    return {
+        "date": f"{now:%Y-%m-%d %H:%M} UTC",
+        "command": command,
+        "software": __version__,
+        "blocks": blocks,
+    }
 
 
 def write(results: Results, folder: Path) -> None:

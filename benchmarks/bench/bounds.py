@@ -10,8 +10,8 @@ direction at once; S: bytes of one member's payload; n: elements.
     gTop-k, tree and broadcast  2 ceil(log2 P) (alpha + S / B)          Shi et al. 2019, section 3
     gTop-k, single reducer      2 alpha + 2 (P-1) S / B
 
-S is exact for our payloads (`wire.sparse.encoded_bytes`) and 8 bytes an entry for the rivals'.  That a merge may
-have fewer than k entries is left out: with synthetic gradients it has k.
+S is exact for our payloads (`wire.sparse.encoded_bytes`) and 8 bytes an entry for the rivals'.  That a merge
+may have fewer than k entries is left out: with synthetic gradients it has k.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def bound_s(cell: Cell) -> float | None:
     size = payload_bytes(cell)
     if cell.dense:
         star = not cell.rival and getattr(cell.exchange, "topology", "ring") == "star"
-        return star_s(P, FLOAT_BYTES * cell.n, alpha_s, beta_s) if star else dense_s(P, cell.n, alpha_s, beta_s)
+        return (
+            star_s(P, FLOAT_BYTES * cell.n, alpha_s, beta_s) if star else dense_s(P, cell.n, alpha_s, beta_s)
+        )
     if size is None:
         return None
     if cell.rival:

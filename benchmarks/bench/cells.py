@@ -128,7 +128,9 @@ def parse(text: str) -> Cell:
     encrypted = values.pop("curve", None) is not None
     unknown = values.keys() - {"P", "n", "rate", "delay", "loss", "density"}
     if unknown or not {"P", "n"} <= values.keys():
-        raise CellError(f"{text!r}: P= and n= are needed; rate=, delay=, loss=, density= and curve are possible")
+        raise CellError(
+            f"{text!r}: P= and n= are needed; rate=, delay=, loss=, density= and curve are possible"
+        )
     link = Link(
         workers=_whole("P", values["P"], 2),
         rate=values.get("rate", ""),

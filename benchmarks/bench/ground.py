@@ -47,7 +47,9 @@ class Namespaces:
     def address(self, who: str) -> str:
         return self._hosts[who].address
 
-    def run(self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def run(
+        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         return begin(["ip", "netns", "exec", self._hosts[who].namespace, *argv], log, env)
 
 

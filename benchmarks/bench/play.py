@@ -91,26 +91,20 @@ def half_of_the_memory() -> int:
 
 
 def _play_wave(link: Link, wave: Sequence[CellResult], effort: Effort, say: Say) -> None:
-    numbers = itertools.count()
     with (
         tempfile.TemporaryDirectory(prefix="gridtrain-bench-") as folder,
         ground_of(link, loopback=effort.loopback) as ground,
         contextlib.ExitStack() as groups,
     ):
-        ours: dict[Cell, Group] = {}
+        stage = _Stage(ground, Path(folder), groups, effort)
         for block in range(effort.blocks):
             for result in wave:
                 if result.skipped:
                     continue
-                say(f"{link}: {result.cell.label}, n = {result.cell.n:,}, block {block + 1} of {effort.blocks}")
-                place = Path(folder, str(next(numbers)))
+                size = f"n = {result.cell.n:,}"
+                say(f"{link}: {result.cell.label}, {size}, block {block + 1} of {effort.blocks}")
                 try:
-                    if result.cell.rival:
-                        assert isinstance(ground, Namespaces)
-                        rival = rivals_side.RivalBlock(result.cell, ground, place, block + len(result.samples))
-                        samples = rival.run(effort.repeats, effort.warmup)
-                    else:
-                        samples = _our_block(result.cell, ours, ground, place, groups, effort)
+                    samples = stage.turn(result.cell)
                 except GridtrainError as error:
                     result.skipped = f"failed: {error}"
                     say(f"{result.cell.label}: {result.skipped}")
@@ -118,20 +112,30 @@ def _play_wave(link: Link, wave: Sequence[CellResult], effort: Effort, say: Say)
                 result.samples += [replace(sample, block=block) for sample in samples]
 
 
-def _our_block(
-    cell: Cell,
-    ours: dict[Cell, Group],
-    ground: Namespaces | Loopback,
-    place: Path,
-    groups: contextlib.ExitStack,
-    effort: Effort,
-) -> list[Sample]:
-    warmup = 0
-    if cell not in ours:
-        setting = Setting(cell.exchange_text, cell.link.workers, cell.n, cell.encrypted)
-        ours[cell] = groups.enter_context(started(setting, ground, place))
-        warmup = effort.warmup
-    return [sample_of(ours[cell].repeat()) for _ in range(warmup + effort.repeats)][warmup:]
+class _Stage:
+    """The hosts of a link, and our groups that live on them."""
+
+    def __init__(
+        self, ground: Namespaces | Loopback, folder: Path, groups: contextlib.ExitStack, effort: Effort
+    ) -> None:
+        self._ground, self._folder, self._groups, self._effort = ground, folder, groups, effort
+        self._numbers = itertools.count()
+        self._ours: dict[Cell, Group] = {}
+
+    def turn(self, cell: Cell) -> list[Sample]:
+        """The repeats of one block.  Raises `GridtrainError`."""
+        effort, number = self._effort, next(self._numbers)
+        place = self._folder / str(number)
+        if cell.rival:
+            assert isinstance(self._ground, Namespaces)
+            rival = rivals_side.RivalBlock(cell, self._ground, place, number)
+            return rival.run(effort.repeats, effort.warmup)
+        warmup = 0
+        if cell not in self._ours:
+            setting = Setting(cell.exchange_text, cell.link.workers, cell.n, cell.encrypted)
+            self._ours[cell] = self._groups.enter_context(started(setting, self._ground, place))
+            warmup = effort.warmup
+        return [sample_of(self._ours[cell].repeat()) for _ in range(warmup + effort.repeats)][warmup:]
 
 
 def sample_of(repeat: Repeat) -> Sample:

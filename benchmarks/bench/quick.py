@@ -1,7 +1,7 @@
 """`make bench-quick`: what got slower, in under three minutes on two cores.
 
-Decides which ratios are taken and how far they may rise.  A ratio is to something that does not change with this
-project and runs in the same minute: gloo's dense all-reduce, and a copy of the memory.
+Decides which ratios are taken and how far they may rise.  A ratio is to something that does not change with
+this project and runs in the same minute: gloo's dense all-reduce, and a copy of the memory.
 
     measured   {"select": 18.1, "dense / gloo": 1.02, ...}
     kept       benchmarks/results/quick.json: {"figures": {"select": {"ratio": 17.6, "tolerance": 0.35}, ...}}

@@ -23,8 +23,15 @@ def markdown(results: Results, picture: str = "") -> str:
     """The whole report.  `picture`: the name of the SVG beside it; "": there is none."""
     made, machine = results.made, results.machine
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
-    lines = ["# Measured exchanges", "", f"{made['date']}, `{made['command']}`, gridtrain {made['software']}; {about}."]
-    lines += ["", "Seconds of the exchange alone, all members starting together until the last one's end; for ours the"]
+    lines = [
+        "# Measured exchanges",
+        "",
+        f"{made['date']}, `{made['command']}`, gridtrain {made['software']}; {about}.",
+    ]
+    lines += [
+        "",
+        "Seconds of the exchange alone, all members starting together until the last one's end; for ours the",
+    ]
     lines += ["vote is in it. CPU seconds are of one member's process. Bound: what the link alone takes."]
     lines += ["", "## Goals", "", *goal_table(judged(results))]
     lines += ["", "## Figures", ""]
@@ -59,11 +66,24 @@ def in_unit(of: str, value: float) -> str:
 
 def figure_table(rows: Sequence[CellResult]) -> list[str]:
     """Fastest first; what was left out says why."""
-    heads = ("what", "median", "min", "p90", "x bound", "CPU s", "of it merge", "CPU s per GB", "sent MB", "select ms")
+    heads = (
+        "what",
+        "median",
+        "min",
+        "p90",
+        "x bound",
+        "CPU s",
+        "of it merge",
+        "CPU s per GB",
+        "sent MB",
+        "select ms",
+    )
     done = sorted((row for row in rows if row.samples), key=lambda row: row.median_s)
     cells = [_row(row) for row in done]
     left = [
-        (row.cell.label, f"left out: {row.skipped}", *[""] * (len(heads) - 2)) for row in rows if not row.samples
+        (row.cell.label, f"left out: {row.skipped}", *[""] * (len(heads) - 2))
+        for row in rows
+        if not row.samples
     ]
     return table(heads, [*cells, *left])
 
@@ -114,7 +134,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def picture(results: Results) -> str:
-    """x bound or time, for each exchange against what varies most in this run: P, or n.  "": nothing varies."""
+    """x bound or time, for each exchange against what varies in this run: P, or n.  "": nothing."""
     done = [result for result in results.cells if result.samples]
     sizes, groups = {r.cell.n for r in done}, {r.cell.link.workers for r in done}
     if max(len(sizes), len(groups)) < 2:

@@ -1,7 +1,7 @@
 """The figures of a bench run as a file: what was measured, where, by which command.
 
-Decides the format, and which numbers stand for a cell: the median, the least and the 90th percentile of all its
-repeats.  Never names a machine, a user or a path.
+Decides the format, and which numbers stand for a cell: the median, the least and the 90th percentile of all
+its repeats.  Never names a machine, a user or a path.
 
     {"schema": 1, "made": {...}, "machine": {...}, "rivals": {...}, "cells": [{"cell": "gtopk P=4 ...",
      "samples": [{"seconds": ..., "cpu_s": ..., ...}], "bound_s": ..., "skipped": ""}], "local": {...}}

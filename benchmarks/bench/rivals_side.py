@@ -30,7 +30,6 @@ START_S = 180.0
 REPEAT_S = 120.0
 
 
-
 def missing() -> dict[str, str]:
     """Why each known rival cannot run here, "" if it can; {} if there are no rivals at all."""
     if importlib.util.find_spec("rivals") is None:

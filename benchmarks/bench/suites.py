@@ -1,10 +1,10 @@
 """Lists of cells by name.
 
-    goals      every goal, with the rivals beside it
-    first      dense and gTop-k, P = 4, 100 Mbit/s, two sizes, beside gloo
-    quick      small cells on loopback or namespaces, for `make bench-quick`
-    scaling    P = 2 to 32 at 100 Mbit/s: CPU seconds and time, sparse and dense
-    rates      1000, 100 and 20 Mbit/s, 0 to 40 ms
+goals      every goal, with the rivals beside it
+first      dense and gTop-k, P = 4, 100 Mbit/s, two sizes, beside gloo
+quick      small cells on loopback or namespaces, for `make bench-quick`
+scaling    P = 2 to 32 at 100 Mbit/s: CPU seconds and time, sparse and dense
+rates      1000, 100 and 20 Mbit/s, 0 to 40 ms
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def of_goals() -> list[Cell]:
 
 def first() -> list[Cell]:
     words = [f"{what} P=4 n={n} rate=100Mbit" for n in ("2.56M", "25.6M") for what in ("dense", "gtopk")]
-    words += [f"gloo/{op} P=4 n={n} rate=100Mbit" for n in ("2.56M", "25.6M") for op in ("all_reduce", "all_gather")]
+    words += [
+        f"gloo/{op} P=4 n={n} rate=100Mbit" for n in ("2.56M", "25.6M") for op in ("all_reduce", "all_gather")
+    ]
     return [parse(text) for text in words]
 
 
@@ -44,7 +46,13 @@ def scaling() -> list[Cell]:
 
 def rates() -> list[Cell]:
     cells = []
-    for link in ("rate=1Gbit", "rate=100Mbit", "rate=20Mbit", "rate=100Mbit delay=10ms", "rate=20Mbit delay=40ms"):
+    for link in (
+        "rate=1Gbit",
+        "rate=100Mbit",
+        "rate=20Mbit",
+        "rate=100Mbit delay=10ms",
+        "rate=20Mbit delay=40ms",
+    ):
         where = f"P=4 n=2.56M density=0.001 {link}"
         whats = ("dense", "topk", "gtopk", "gloo/all_reduce", "gloo/all_gather")
         cells += [parse(f"{what} {where}") for what in whats]

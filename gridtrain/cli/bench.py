@@ -40,7 +40,11 @@ def _sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Of each exchange.")
 @click.option("--cap", default="", metavar="RATE", help="Limit of each local worker, such as 100Mbit.")
 @click.option(
-    "--line", default="20Mbit", show_default=True, metavar="RATE", help="The line that bytes are converted for."
+    "--line",
+    default="20Mbit",
+    show_default=True,
+    metavar="RATE",
+    help="The line that bytes are converted for.",
 )
 @click.option("--unencrypted", is_flag=True, help="Exchange in the clear, as other programs do.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")

@@ -55,8 +55,10 @@ class Ground(Protocol):
         """Where a member listens; "": on the interface that leads to the coordinator."""
         ...
 
-    def run(self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start a program on the host of `who`, in a session of its own; output to `log`.out and `log`.err."""
+    def run(
+        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Start a program on the host of `who`, in a session of its own; output to `log`.out and .err."""
         ...
 
 
@@ -74,7 +76,9 @@ class Loopback:
     def member_listen(self) -> str:
         return "tcp://127.0.0.1:0"
 
-    def run(self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def run(
+        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         return begin(argv, log, env)
 
 
@@ -173,7 +177,8 @@ def started(setting: Setting, ground: Ground, folder: Path) -> Iterator[Group]:
     """A coordinator and its members, ready for the first repeat.
 
     Args:
-        folder: for keys, journal, logs and the referee's socket; short, as a socket's path is at most 100 bytes.
+        folder: for keys, journal, logs and the referee's socket; short, as a socket's path has at most 100
+            bytes.
 
     Raises `GridtrainError` with the ends of the logs.
     """

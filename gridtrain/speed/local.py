@@ -4,14 +4,14 @@ Decides what one figure covers.  On the CPU it is the thread's own time, on a GP
 several runs counts, as everything else on the machine can only add.
 
     copy     float32 from one place to another: what the memory allows
-    select   residual + contribution, the k largest, encode, residual after (`ErrorFeedback.prepare`, `commit`)
+    select   residual + contribution, the k largest, encode, residual after (`ErrorFeedback`)
     encode, decode, merge   of payloads of k entries, for each entry
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,18 +51,22 @@ def local_figures(n: int, density: float, *, repeats: int = 7) -> dict[str, floa
     return {f"{name}_ns": figure.ns for name, figure in figures.items()}
 
 
-def processor_figures(n: int, density: float, *, repeats: int) -> Mapping[str, Figure]:
+def processor_figures(n: int, density: float, *, repeats: int) -> dict[str, Figure]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        long = max(n, COPY_ELEMENTS)
-        source_N, target_N = np.ones(long, np.float32), np.zeros(long, np.float32)
-        copied = least(lambda: np.copyto(target_N, source_N), repeats)
-        del source_N, target_N
-        figures = {"copy": Figure(copied, long), "select": Figure(selection("cpu", n, density, repeats), n)}
+        figures = {"copy": copy_figure(n, repeats)}
+        figures["select"] = Figure(selection("cpu", n, density, repeats), n)
         return figures | codec_figures(n, density, repeats)
     finally:
         torch.set_num_threads(threads)
+
+
+def copy_figure(n: int, repeats: int) -> Figure:
+    """Of n parameters, or more where the caches would hold them."""
+    long = max(n, COPY_ELEMENTS)
+    source_N, target_N = np.ones(long, np.float32), np.zeros(long, np.float32)
+    return Figure(least(lambda: np.copyto(target_N, source_N), repeats), long)
 
 
 def gpu_figures(n: int, density: float, *, repeats: int) -> dict[str, Figure]:
@@ -115,9 +119,7 @@ def _entries(rng: np.random.Generator, n: int, k: int) -> Sparse:
     return decode(encode(indices_K, values_K, n=n, kind=KIND), n=n, max_entries=k, kind=KIND)
 
 
-def least(
-    action: Callable[[], object], repeats: int, clock: Callable[[], float] = time.thread_time
-) -> float:
+def least(action: Callable[[], object], repeats: int, clock: Callable[[], float] = time.thread_time) -> float:
     """Seconds of the fastest run, after one that is not counted (memory is touched for the first time)."""
     action()
     taken_s = []

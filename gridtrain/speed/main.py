@@ -112,8 +112,8 @@ def exchanged(setting: Setting, repeats: Sequence[Repeat]) -> Exchanged:
 def show(found: Found, console: Console) -> None:
     plan = found.plan
     console.print(
-        f"{plan.parameters:,} parameters ({4e-6 * plan.parameters:.1f} MB of gradient), density {plan.density:g}; "
-        f"{found.cores} CPU cores, {found.gpu or 'no GPU'}"
+        f"{plan.parameters:,} parameters ({4e-6 * plan.parameters:.1f} MB of gradient), "
+        f"density {plan.density:g}; {found.cores} CPU cores, {found.gpu or 'no GPU'}"
     )
     console.print(_processor_table(found))
     if found.exchanges:
@@ -136,7 +136,14 @@ def _exchange_table(found: Found) -> Table:
     plan = found.plan
     title = f"Exchange on this machine, {'encrypted' if plan.encrypted else 'in the clear'}"
     title += f", each worker at most {plan.rate}" if plan.rate else ""
-    heads = ("exchange", "workers", "ms", "CPU ms a worker", "MB sent a worker", f"bytes alone at {plan.line}")
+    heads = (
+        "exchange",
+        "workers",
+        "ms",
+        "CPU ms a worker",
+        "MB sent a worker",
+        f"bytes alone at {plan.line}",
+    )
     table = Table(*heads, title=title, title_justify="left")
     for row in found.exchanges:
         line_s = row.sent_bytes / parse_rate(plan.line)
@@ -150,7 +157,9 @@ def sentences(found: Found) -> list[str]:
     plan, said = found.plan, []
     select_ms = 1e-6 * found.local["select_ns"] * plan.parameters
     times = found.local["select_ns"] / found.local["copy_ns"]
-    said.append(f"Selecting takes {select_ms:.1f} ms a step on one CPU thread, {times:.1f} times a plain copy.")
+    said.append(
+        f"Selecting takes {select_ms:.1f} ms a step on one CPU thread, {times:.1f} times a plain copy."
+    )
     if "gpu_select_ns" in found.local:
         gpu_ms = 1e-6 * found.local["gpu_select_ns"] * plan.parameters
         said.append(f"On the GPU it takes {gpu_ms:.1f} ms.")
@@ -159,13 +168,14 @@ def sentences(found: Found) -> list[str]:
         dense, sparse = (row for row in found.exchanges if row.workers == most)
         line_Bps = parse_rate(plan.line)
         said.append(
-            f"On a line of {plan.line} a step among {most} workers takes at least {dense.sent_bytes / line_Bps:.1f} s "
-            f"dense and {sparse.sent_bytes / line_Bps:.2f} s with gTop-k, for the bytes alone."
+            f"On a line of {plan.line} a step among {most} workers takes at least "
+            f"{dense.sent_bytes / line_Bps:.1f} s dense and {sparse.sent_bytes / line_Bps:.2f} s with "
+            "gTop-k, for the bytes alone."
         )
         crowd = most + 1  # and the coordinator
         if crowd > found.cores:
             said.append(
-                f"{crowd} processes share {found.cores} cores here: on machines of their own they exchange faster."
+                f"{crowd} processes share {found.cores} cores here: on machines of their own they are faster."
             )
     return said
 

@@ -1,14 +1,14 @@
 """One worker of a real run that exchanges synthetic gradients, and nothing else: the exchange alone is timed.
 
-Decides from where to where a figure is taken.  Admission, generations, rounds, votes and transport are those of
-every run; what is left out is the model: forward, backward, and applying the update.
+Decides from where to where a figure is taken.  Admission, generations, rounds, votes and transport are those
+of every run; what is left out is the model: forward, backward, and applying the update.
 
-    begin --> prepare (select, encode) --> "ready" ==barrier==> session.run ------------> "done" ==barrier==>
-              prepare_s                                         start_s .. end_s                  cpu_s, sent_bytes
+    begin --> prepare (select, encode) --> "ready" ==barrier==> session.run -----> "done" ==barrier==>
+              prepare_s                                         start_s .. end_s           cpu_s, sent_bytes
                                                                 collective, vote, decision
                                                                 workspace_s: decode, merge, seal in it
 
-    python -m gridtrain.speed.member --invitation ... --name worker-1 --exchange gtopk:density=0.001 --n 25600000
+    python -m gridtrain.speed.member --invitation ... --name worker-1 --exchange gtopk --n 25600000
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Work:
 
 
 def sent_bytes(grid: Grid, interface: str) -> int:
-    """By this machine's cable, all headers included; without an interface: what the sockets have been given."""
+    """By this machine's cable, all headers included; without an interface: what the sockets were given."""
     if not interface:
         return sum(sent for sent, _ in grid.traffic.values())
     line = next(line for line in _NET.read_text().splitlines() if line.strip().startswith(f"{interface}:"))
@@ -103,9 +103,7 @@ def measure(grid: Grid, player: Player, options: argparse.Namespace) -> None:
             return
 
 
-def repeat(
-    grid: Grid, wrapped: Any, contribution_N: Tensor, player: Player, interface: str
-) -> bool:
+def repeat(grid: Grid, wrapped: Any, contribution_N: Tensor, player: Player, interface: str) -> bool:
     """One step's exchange; False: the referee has ended the measurement.
 
     An attempt that is aborted is repeated within the measured time, as a step does.

@@ -1,7 +1,7 @@
 """Exchanges by name, as they are typed on a command line and stored with figures.
 
-Decides how a text becomes one of `gridtrain.config`'s exchanges: its fields are the options, so that a new field
-is an option at once.
+Decides how a text becomes one of `gridtrain.config`'s exchanges: its fields are the options, so that a new
+field is an option at once.
 
     "dense"                           Dense()
     "gtopk:density=0.001,values=fp32" GTopK(density=0.001, values="fp32")
@@ -57,7 +57,7 @@ def _value(default: object, key: str, text: str) -> object:
             case str():
                 return text
     except (KeyError, ValueError):
-        raise ConfigError(f"{key}={text}: not a {type(default).__name__}", remedy="give a plain number") from None
+        raise ConfigError(
+            f"{key}={text}: not a {type(default).__name__}", remedy="give a plain number"
+        ) from None
     raise ConfigError(f"{key}={text}: this option has no text form", remedy="leave it at its default")
-
-

@@ -1,7 +1,7 @@
 """A barrier for the processes of one machine, whichever network namespaces they are in, and what they report.
 
-Decides when everybody goes on.  A path of the file system is seen from every namespace, and so is the machine's
-monotonic clock: moments of different processes can be compared.
+Decides when everybody goes on.  A path of the file system is seen from every namespace, and so is the
+machine's monotonic clock: moments of different processes can be compared.
 
     member   --{"at": "ready", ...}-->   referee    waits until all are there
     member   <------- "go" -----------   referee    all at once, over sockets that nothing shapes
