@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.cells import Link
 from gridtrain.errors import ConfigError
-from gridtrain.speed.group import Loopback, begin
+from gridtrain.speed.group import Loopback
 from lab.net import Host, Net, why_not
 
 FIRST_PORT = 7700
@@ -50,7 +50,7 @@ class Namespaces:
     def run(
         self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        return begin(["ip", "netns", "exec", self._hosts[who].namespace, *argv], log, env)
+        return self._hosts[who].run(argv, log.parent, env=env, log=log.name)
 
 
 def why_no_link(link: Link) -> str:
@@ -66,10 +66,10 @@ def why_no_link(link: Link) -> str:
 
 
 def shape(host: Host, link: Link) -> None:
-    """Half of the delay at each cable, as a frame crosses two on its way."""
+    """The lab delays what comes to a host: two hosts with 20 ms each are 20 ms apart."""
     more: dict[str, float] = {}
     if link.delay_s:
-        more["delay_s"] = link.delay_s / 2
+        more["delay_s"] = link.delay_s
     if link.loss:
         more["loss"] = link.loss
     host.shape(up=link.rate, down=link.rate, **more)  # type: ignore[arg-type]

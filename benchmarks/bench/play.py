@@ -25,6 +25,7 @@ from bench.ground import Namespaces, ground_of
 from bench.results import CellResult, Sample
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.speed.group import Group, Loopback, Repeat, Setting, started
+from lab.ns import LabError
 
 Say = Callable[[str], None]
 VECTOR_BYTES = 16
@@ -64,7 +65,7 @@ def play(cells: Sequence[Cell], effort: Effort, reasons: Mapping[str, str], say:
         try:
             for wave in _waves(runnable, half_of_the_memory()):
                 _play_wave(link, wave, effort, say)
-        except ConfigError as error:
+        except (ConfigError, LabError) as error:
             for result in runnable:
                 result.skipped = result.skipped or ("" if result.samples else str(error))
         yield from results
@@ -105,7 +106,7 @@ def _play_wave(link: Link, wave: Sequence[CellResult], effort: Effort, say: Say)
                 say(f"{link}: {result.cell.label}, {size}, block {block + 1} of {effort.blocks}")
                 try:
                     samples = stage.turn(result.cell)
-                except GridtrainError as error:
+                except (GridtrainError, LabError) as error:
                     result.skipped = f"failed: {error}"
                     say(f"{result.cell.label}: {result.skipped}")
                     continue

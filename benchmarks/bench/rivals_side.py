@@ -87,8 +87,11 @@ class RivalBlock:
 
     def _samples(self) -> list[Sample]:
         contract = importlib.import_module("rivals.contract")
-        ranks = [contract.Result.read(self.out(rank)) for rank in range(self.cell.link.workers)]
-        whole = contract.combine(ranks)
+        try:
+            ranks = [contract.Result.read(self.out(rank)) for rank in range(self.cell.link.workers)]
+            whole = contract.combine(ranks)
+        except contract.ContractError as error:
+            raise GridtrainError(f"{self.cell.what}: {error}", remedy=f"look into {self.folder}") from None
         sent = whole.bytes_sent or [None] * len(whole.seconds)
         note = f"{whole.version}{'; ' + whole.note if whole.note else ''}"
         return [
