@@ -38,7 +38,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--only", default="", metavar="TEXT", help="cells of the suite that contain this text"
     )
     parser.add_argument("--blocks", type=int, default=2, help="turns that each cell of a link gets")
-    parser.add_argument("--repeats", type=int, default=5, help="in each turn")
+    parser.add_argument("--repeats", type=int, default=3, help="in each turn, at least")
     parser.add_argument(
         "--loopback", action="store_true", help="no namespaces: rates by the members' own limits"
     )

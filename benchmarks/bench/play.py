@@ -28,18 +28,24 @@ from gridtrain.speed.group import Group, Loopback, Repeat, Setting, started
 from lab.ns import LabError
 
 Say = Callable[[str], None]
+TURN_S, MOST_REPEATS = 1.0, 10
 VECTOR_BYTES = 16
 """For each element of a member's vector: gradient, scaled copy, residual and its second buffer, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How often: `blocks` turns of `repeats` each; the first `warmup` of a start are not counted."""
+    """How often: `blocks` turns of at least `repeats`; the first `warmup` of a start are not counted."""
 
     blocks: int = 2
-    repeats: int = 5
+    repeats: int = 3
     warmup: int = 1
     loopback: bool = False
+
+    def repeats_of(self, cell: Cell) -> int:
+        """More of what is over soon, ours and rivals alike: a turn of about `TURN_S`, were it at its bound."""
+        least_s = bound_s(cell)
+        return max(self.repeats, min(MOST_REPEATS, int(TURN_S / least_s))) if least_s else self.repeats
 
 
 def by_link(cells: Sequence[Cell]) -> list[tuple[Link, list[Cell]]]:
@@ -126,17 +132,18 @@ class _Stage:
     def turn(self, cell: Cell) -> list[Sample]:
         """The repeats of one block.  Raises `GridtrainError`."""
         effort, number = self._effort, next(self._numbers)
+        repeats = effort.repeats_of(cell)
         place = self._folder / str(number)
         if cell.rival:
             assert isinstance(self._ground, Namespaces)
             rival = rivals_side.RivalBlock(cell, self._ground, place, number)
-            return rival.run(effort.repeats, effort.warmup)
+            return rival.run(repeats, effort.warmup)
         warmup = 0
         if cell not in self._ours:
             setting = Setting(cell.exchange_text, cell.link.workers, cell.n, cell.encrypted)
             self._ours[cell] = self._groups.enter_context(started(setting, self._ground, place))
             warmup = effort.warmup
-        return [sample_of(self._ours[cell].repeat()) for _ in range(warmup + effort.repeats)][warmup:]
+        return [sample_of(self._ours[cell].repeat()) for _ in range(warmup + repeats)][warmup:]
 
 
 def sample_of(repeat: Repeat) -> Sample:

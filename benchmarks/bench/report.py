@@ -141,8 +141,8 @@ def picture(results: Results) -> str:
         return ""
     by_workers = len(groups) >= len(sizes)
     panels = [
-        _panel([r for r in done if r.cell.dense], "dense", by_workers),
-        _panel([r for r in done if not r.cell.dense], "sparse", by_workers),
+        _panel([r for r in done if r.cell.dense is dense], title, by_workers)
+        for dense, title in ((True, "dense"), (False, "sparse"))
     ]
     kept = [panel for panel in panels if panel is not None]
     made = results.made
@@ -150,7 +150,13 @@ def picture(results: Results) -> str:
 
 
 def _panel(rows: Sequence[CellResult], title: str, by_workers: bool) -> Panel | None:
-    rows = [row for row in rows if row.cell.link.rate == "100Mbit" and not row.cell.link.delay_s]
+    """Of the kind of link that most of the cells have.  None: nothing varies there."""
+    kinds = [(row.cell.link.rate, row.cell.link.delay_s, row.cell.link.loss) for row in rows]
+    if not kinds:
+        return None
+    usual = max(kinds, key=kinds.count)
+    rows = [row for row, kind in zip(rows, kinds, strict=True) if kind == usual]
+    rate, delay_s = usual[0] or "no limit", f", {1e3 * usual[1]:g} ms" if usual[1] else ""
     lines = []
     for label in dict.fromkeys(row.cell.label for row in rows):
         points = {
@@ -164,4 +170,4 @@ def _panel(rows: Sequence[CellResult], title: str, by_workers: bool) -> Panel | 
     if not lines:
         return None
     x_label = "members" if by_workers else "million elements"
-    return Panel(f"{title}, 100 Mbit/s", x_label, "milliseconds", tuple(lines), log_x=True)
+    return Panel(f"{title}, {rate}{delay_s}", x_label, "milliseconds", tuple(lines), log_x=True)

@@ -17,10 +17,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
 from gridtrain.config import ENV_PREFIX
@@ -183,6 +185,7 @@ def started(setting: Setting, ground: Ground, folder: Path) -> Iterator[Group]:
     Raises `GridtrainError` with the ends of the logs.
     """
     folder.mkdir(parents=True)
+    unwind_on_sigterm()
     env = environment(folder)
     running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -253,6 +256,18 @@ def environment(folder: Path) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return {**inherited, **ours, "XDG_STATE_HOME": str(folder / "state")}
+
+
+def unwind_on_sigterm() -> None:
+    """So that `with` blocks are left in order, and end what they have started; unless somebody has asked for
+    the signal already.  Only the main thread may."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def tail(log: Path) -> str:
