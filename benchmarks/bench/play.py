@@ -43,7 +43,7 @@ class Effort:
     loopback: bool = False
 
     def repeats_of(self, cell: Cell) -> int:
-        """More of what is over soon, ours and rivals alike: a turn of about `TURN_S`, were it at its bound."""
+        """More of what is over soon, ours and rivals alike: about `TURN_S` a turn, were it at its bound."""
         least_s = bound_s(cell)
         return max(self.repeats, min(MOST_REPEATS, int(TURN_S / least_s))) if least_s else self.repeats
 
