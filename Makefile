@@ -12,11 +12,10 @@ SEEDS ?= 10000
 TESTS ?= tests
 MINUTES ?= 5
 EVERY ?= 30
-SUITE ?= goals
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sweep chaos hostile fuzz lab bench bench-quick lint types format check clean
+.PHONY: help setup demo test sweep chaos hostile fuzz lab lint types format check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,6 +28,15 @@ $(READY): pyproject.toml constraints.txt scripts/setup
 demo: $(READY) ## four workers on this machine train a small GPT, dense and gTop-k (under 3 minutes)
 	@$(BIN)/gridtrain demo
 
+.PHONY: bench bench-quick
+SUITE ?= goals
+
+bench: $(READY) ## exchanges over shaped links beside rivals, SUITE=goals (minutes; needs root); BENCH="--help"
+	@cd benchmarks && ../$(BIN)/python -m bench --suite $(SUITE) --out $(CURDIR)/bench-results $(BENCH)
+
+bench-quick: $(READY) ## what got slower: ratios to gloo and to a memory copy (under 3 minutes)
+	@cd benchmarks && ../$(BIN)/python -m bench quick $(BENCH)
+
 test: $(READY) ## the whole test suite; TESTS=tests/wire for a part of it
 	$(BIN)/pytest $(TESTS)
 
@@ -37,12 +45,6 @@ sweep: $(READY) ## the randomised tests over SEEDS=10000 seeds; GRIDTRAIN_SEED=1
 
 lab: $(READY) ## step times behind NAT and through relays, in network namespaces (needs root); LAB="--help"
 	@cd benchmarks && ../$(BIN)/python -m lab.volunteers $(LAB)
-
-bench: $(READY) ## exchanges over shaped links beside rivals, SUITE=goals (minutes; needs root); BENCH="--help"
-	@cd benchmarks && ../$(BIN)/python -m bench --suite $(SUITE) --out $(CURDIR)/bench-results $(BENCH)
-
-bench-quick: $(READY) ## what got slower: ratios to gloo and to a memory copy (under 3 minutes)
-	@cd benchmarks && ../$(BIN)/python -m bench quick $(BENCH)
 
 fuzz: $(READY) ## hostile input into all decoders and state machines for MINUTES=5; TARGET=codec SEED=7 for less
 	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED)) $(if $(JOBS),--jobs $(JOBS))
