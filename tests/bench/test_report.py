@@ -9,7 +9,7 @@ import pytest
 from bench.bounds import bound_s
 from bench.cells import parse
 from bench.goals import Goal, judge, judged
-from bench.quick import compare, exchange_ratios, local_ratios
+from bench.quick import EXCHANGES, KEPT, LOCAL, compare, exchange_ratios, local_ratios
 from bench.report import markdown, picture
 from bench.results import CellResult, Results, ResultsError, Sample, machine, percentile
 
@@ -161,3 +161,10 @@ def test_ratios_to_gloo_take_the_least_of_each() -> None:
 
     ratios, why = exchange_ratios([dense, gtopk, result(f"gloo/all_reduce {where}", skipped="no torch")])
     assert ratios == {} and set(why.values()) == {"no torch"}
+
+
+def test_the_kept_figures_are_those_of_a_quick_bench() -> None:
+    whole = json.loads(KEPT.read_text())
+    assert whole["schema"] == 1 and whole["made"]["command"].startswith("python -m bench quick")
+    assert set(whole["figures"]) == {*LOCAL, *EXCHANGES}
+    assert all(figure["ratio"] > 0 and figure["tolerance"] > 0 for figure in whole["figures"].values())
