@@ -18,7 +18,7 @@ export PYTHON TORCH_INDEX
 .PHONY: help setup demo test sweep chaos hostile fuzz lab rivals lint types format check clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(READY) ## .venv with everything in it
 
@@ -27,6 +27,15 @@ $(READY): pyproject.toml constraints.txt scripts/setup
 
 demo: $(READY) ## four workers on this machine train a small GPT, dense and gTop-k (under 3 minutes)
 	@$(BIN)/gridtrain demo
+
+.PHONY: bench bench-quick
+SUITE ?= goals
+
+bench: $(READY) ## exchanges over shaped links beside rivals, SUITE=goals (minutes; needs root); BENCH="--help"
+	@cd benchmarks && ../$(BIN)/python -m bench --suite $(SUITE) --out $(CURDIR)/bench-results $(BENCH)
+
+bench-quick: $(READY) ## what got slower: ratios to gloo and to a memory copy (under 3 minutes)
+	@cd benchmarks && ../$(BIN)/python -m bench quick $(BENCH)
 
 test: $(READY) ## the whole test suite; TESTS=tests/wire for a part of it
 	$(BIN)/pytest $(TESTS)

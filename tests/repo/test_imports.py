@@ -48,6 +48,7 @@ TABLE: dict[str, str] = {
     "gridtrain.pipeline":           LIBRARY,
     "gridtrain.sim":                "gridtrain.protocol gridtrain.sparsify.merge numpy",
     "gridtrain.testing":            "gridtrain numpy torch nacl",
+    "gridtrain.speed":              f"{LIBRARY} gridtrain rich",
     "gridtrain.demo":               f"{LIBRARY} gridtrain rich",
     "gridtrain.cli":                ANYTHING,     # lazily: another test holds the module level
     "gridtrain_coordinator":        CORE,

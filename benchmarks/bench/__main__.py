@@ -1,0 +1,120 @@
+"""`make bench`: measure a suite of cells and write JSON, Markdown and a picture.
+
+python -m bench --suite goals --out results           every goal, with rivals where they are installed
+python -m bench --cell "gtopk P=4 n=25.6M rate=100Mbit" "gloo/all_gather P=4 n=25.6M rate=100Mbit"
+python -m bench report results/bench.json             the report again from a file
+python -m bench quick                                 what got slower than benchmarks/results/quick.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import quick, rivals_side
+from bench.cells import CellError, parse
+from bench.play import Effort, play
+from bench.report import markdown, picture
+from bench.results import Results, ResultsError, machine
+from bench.suites import SUITES
+from gridtrain._version import __version__
+from gridtrain.errors import GridtrainError
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    assert __doc__
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0])
+    parser.add_argument("action", nargs="?", choices=("measure", "report", "quick"), default="measure")
+    parser.add_argument("file", nargs="?", type=Path, help="for report: the JSON file")
+    parser.add_argument("--suite", choices=sorted(SUITES), default="goals")
+    parser.add_argument(
+        "--cell", nargs="+", default=[], metavar="TEXT", help="these cells instead of a suite's"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="cells of the suite that contain this text"
+    )
+    parser.add_argument("--blocks", type=int, default=2, help="turns that each cell of a link gets")
+    parser.add_argument("--repeats", type=int, default=3, help="in each turn, at least")
+    parser.add_argument(
+        "--loopback", action="store_true", help="no namespaces: rates by the members' own limits"
+    )
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder of the three files")
+    parser.add_argument(
+        "--keep", action="store_true", help="quick: write the figures that later runs are held to"
+    )
+    options = parser.parse_args(arguments)
+    if options.blocks < 1 or options.repeats < 1:
+        parser.error("--blocks and --repeats must be at least 1")
+    if options.action == "report" and options.file is None:
+        parser.error("report needs a file")
+    return options
+
+
+def measure(options: argparse.Namespace, command: str) -> Results:
+    """Writes the results so far after each link: a long run that is stopped leaves what it has."""
+    cells = [parse(text) for text in options.cell] or SUITES[options.suite]()
+    cells = [cell for cell in cells if options.only in cell.text]
+    reasons = rivals_side.missing()
+    results = Results(made(command, options.blocks), machine(), reasons)
+    if any(cell.n > 0 for cell in cells) and not options.cell and options.suite == "goals":
+        from gridtrain.speed.local import local_figures
+
+        results.local = local_figures(25_600_000, 0.001)
+    effort = Effort(options.blocks, options.repeats, loopback=options.loopback)
+    for result in play(cells, effort, reasons, lambda text: print(text, file=sys.stderr, flush=True)):
+        results.cells.append(result)
+        write(results, options.out)
+    return results
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """What was typed, without where the files go: a figure does not depend on that."""
+    kept = list(arguments)
+    if "--out" in kept:
+        at = kept.index("--out")
+        del kept[at : at + 2]
+    return shlex.join(["python", "-m", "bench", *kept])
+
+
+def made(command: str, blocks: int) -> dict[str, object]:
+    now = datetime.datetime.now(datetime.UTC)
+    return {
+        "date": f"{now:%Y-%m-%d %H:%M} UTC",
+        "command": command,
+        "software": __version__,
+        "blocks": blocks,
+    }
+
+
+def write(results: Results, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(results.to_json())
+    drawn = picture(results)
+    if drawn:
+        (folder / "bench.svg").write_text(drawn)
+    (folder / "bench.md").write_text(markdown(results, "bench.svg" if drawn else ""))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
+    command = command_of(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if options.action == "report":
+            print(markdown(Results.from_json(options.file.read_text())), end="")
+            return 0
+        if options.action == "quick":
+            return quick.main(keep=options.keep, command=command, date=str(made(command, 0)["date"]))
+        print(markdown(measure(options, command)), end="")
+        print(f"written to {options.out}", file=sys.stderr)
+    except (CellError, ResultsError, OSError, GridtrainError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""What one figure is a figure of.
+
+Decides how a cell is written down.  Measures nothing.
+
+    "gtopk:values=fp16 P=4 n=25.6M rate=100Mbit density=0.001"           ours
+    "gloo/all_reduce P=4 n=25.6M rate=1Gbit delay=20ms"                  a rival's operation
+    "dense P=4 n=25.6M rate=1Gbit curve"                                 encrypted
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gridtrain.config import Exchange
+from gridtrain.speed.named import exchange_named
+from lab.shape import rate_Bps
+
+DENSITY = 0.001
+_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+_COUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?)([kMG]?)")
+_TIME = re.compile(r"([0-9.]+)(ms|s)")
+
+
+class CellError(ValueError):
+    """A text that is no cell; it says which word and what would be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where an exchange takes place; cells of the same link take turns.
+
+    Attributes:
+        workers: P, each with a cable of its own.
+        rate: of each cable, in each direction, such as "100Mbit"; "": nothing limits it.
+        delay_s: from any worker to any other, one way.
+        loss: share of the frames that are lost on the way.
+    """
+
+    workers: int
+    rate: str = ""
+    delay_s: float = 0.0
+    loss: float = 0.0
+
+    @property
+    def bandwidth_Bps(self) -> float:
+        """0: nothing limits it."""
+        return rate_Bps(self.rate) if self.rate else 0.0
+
+    def __str__(self) -> str:
+        delay = f", {1e3 * self.delay_s:g} ms" if self.delay_s else ""
+        loss = f", {100 * self.loss:g} % lost" if self.loss else ""
+        return f"P = {self.workers}, {self.rate or 'no limit'}{delay}{loss}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One thing to measure.
+
+    Attributes:
+        what: an exchange of ours ("gtopk:values=fp16") or a rival's operation ("gloo/all_reduce").
+        n: elements of the vector, float32.
+        density: of sparse ones: k = max(1, round(density * n)).
+        encrypted: ours alone; rivals have no encryption.
+    """
+
+    what: str
+    link: Link
+    n: int
+    density: float = DENSITY
+    encrypted: bool = False
+
+    @property
+    def rival(self) -> str:
+        """Its name; "": one of ours."""
+        return self.what.partition("/")[0] if "/" in self.what else ""
+
+    @property
+    def op(self) -> str:
+        return self.what.partition("/")[2]
+
+    @property
+    def k(self) -> int:
+        return max(1, round(self.density * self.n))
+
+    @property
+    def exchange(self) -> Exchange:
+        """Of a cell of ours.  Raises `ConfigError`: this gridtrain has no such exchange."""
+        return exchange_named(self.what, {"density": str(self.density)})
+
+    @property
+    def exchange_text(self) -> str:
+        """For `gridtrain.speed.member`: `what` with the density that it does not name itself."""
+        sparse = self.exchange.sparse and "density=" not in self.what
+        return self.what + (f"{',' if ':' in self.what else ':'}density={self.density!r}" if sparse else "")
+
+    @property
+    def label(self) -> str:
+        return self.what + (" CURVE" if self.encrypted else "")
+
+    @property
+    def dense(self) -> bool:
+        """Whether every element travels."""
+        return not self.exchange.sparse if not self.rival else self.op.startswith("all_reduce")
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads back."""
+        words = [self.what, f"P={self.link.workers}", f"n={self.n}", f"density={self.density!r}"]
+        words += [f"rate={self.link.rate}"] if self.link.rate else []
+        words += [f"delay={self.link.delay_s!r}s"] if self.link.delay_s else []
+        words += [f"loss={self.link.loss!r}"] if self.link.loss else []
+        return " ".join(words + (["curve"] if self.encrypted else []))
+
+
+def parse(text: str) -> Cell:
+    """A cell from its words, in any order after the first.
+
+    Raises `CellError`, and `ConfigError` for an exchange that this gridtrain does not have.
+    """
+    what, *words = text.split()
+    values: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in values:
+            raise CellError(f"{word!r}: {key} is given twice in {text!r}")
+        values[key] = value
+    encrypted = values.pop("curve", None) is not None
+    unknown = values.keys() - {"P", "n", "rate", "delay", "loss", "density"}
+    if unknown or not {"P", "n"} <= values.keys():
+        raise CellError(
+            f"{text!r}: P= and n= are needed; rate=, delay=, loss=, density= and curve are possible"
+        )
+    link = Link(
+        workers=_whole("P", values["P"], 2),
+        rate=values.get("rate", ""),
+        delay_s=seconds(values["delay"]) if "delay" in values else 0.0,
+        loss=_share("loss", values["loss"], least=0.0) if "loss" in values else 0.0,
+    )
+    density = _share("density", values["density"]) if "density" in values else DENSITY
+    cell = Cell(what, link, count(values["n"]), density, encrypted)
+    if link.rate:
+        try:
+            rate_Bps(link.rate)
+        except ValueError as error:
+            raise CellError(f"rate={link.rate}: {error}") from None
+    if cell.rival and encrypted:
+        raise CellError(f"{text!r}: rivals are measured in plain mode")
+    if not cell.rival:
+        cell.exchange  # noqa: B018 - raises what is wrong with it
+    return cell
+
+
+def count(text: str) -> int:
+    """ "25.6M" is 25,600,000.  Raises `CellError`."""
+    found = _COUNT.fullmatch(text)
+    if found is None or float(found[1]) * _SCALES[found[2]] < 1:
+        raise CellError(f"{text!r} is not a number of elements such as 25.6M (k, M, G)")
+    return round(float(found[1]) * _SCALES[found[2]])
+
+
+def seconds(text: str) -> float:
+    """ "20ms" is 0.02.  Raises `CellError`."""
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise CellError(f"{text!r} is not a time such as 20ms or 0.02s")
+    return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
+
+
+def _whole(name: str, text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise CellError(f"{name}={text}: it must be a whole number of at least {least}")
+    return int(text)
+
+
+def _share(name: str, text: str, *, least: float = 1e-9) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not least <= value <= 1.0:
+        raise CellError(f"{name}={text}: it must be from {least:g} to 1")
+    return value

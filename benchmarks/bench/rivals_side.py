@@ -1,0 +1,123 @@
+"""A rival's group on the hosts of a link: one process for each rank, started anew for each block of repeats.
+
+Decides when a rival is left out, and says why.  How it is measured is its own script's (`rivals.contract`).
+
+    worker-1   python -m rivals.gloo --rank 0 --world 4 --master 10.77.0.3:29500 ... --out 0.json
+    worker-2   python -m rivals.gloo --rank 1 ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.cells import Cell
+from bench.ground import Namespaces
+from bench.results import Sample
+from gridtrain.errors import GridtrainError
+from gridtrain.speed.group import end, tail
+
+FIRST_PORT = 29500
+PORTS_EACH = 20
+"""A group has the master's port and a few above it; groups of one link follow each other."""
+
+START_S = 180.0
+REPEAT_S = 120.0
+
+
+def missing() -> dict[str, str]:
+    """Why each known rival cannot run here, "" if it can; {} if there are no rivals at all."""
+    if importlib.util.find_spec("rivals") is None:
+        return {}
+    found: dict[str, str] = _environments().available()
+    return found
+
+
+def why_not(cell: Cell, reasons: Mapping[str, str]) -> str:
+    """Why this cell's rival is left out; empty: it can run."""
+    if cell.rival not in reasons:
+        return f"rivals not installed: {cell.rival}" if not reasons else f"there is no rival {cell.rival!r}"
+    return reasons[cell.rival]
+
+
+class RivalBlock:
+    """A few repeats of one rival's operation.
+
+    Args:
+        number: of the block on this ground; its ports follow from it.
+    """
+
+    def __init__(self, cell: Cell, ground: Namespaces, folder: Path, number: int) -> None:
+        self.cell, self.ground, self.folder = cell, ground, folder
+        self.master = f"{ground.address('worker-1')}:{FIRST_PORT + PORTS_EACH * number}"
+
+    def run(self, repeats: int, warmup: int) -> list[Sample]:
+        """Raises `GridtrainError` with the ends of the logs."""
+        self.folder.mkdir(parents=True)
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(self.cell.link.workers):
+                argv, env = _command(self, rank, repeats, warmup)
+                log = self.folder / f"rank-{rank}"
+                processes.append(self.ground.run(f"worker-{rank + 1}", argv, log, env))
+            self._wait(processes, START_S + REPEAT_S * (repeats + warmup))
+        finally:
+            end(processes)
+        return self._samples()
+
+    def out(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.json"
+
+    def _wait(self, processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        for rank, process in enumerate(processes):
+            try:
+                code: int | None = process.wait(max(0.0, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                code = None
+            if code != 0:
+                said = "is not done in time" if code is None else f"ended with exit code {code}"
+                text = f"{self.cell.what}: rank {rank} {said}\n{tail(self.folder / f'rank-{rank}')}"
+                raise GridtrainError(text, remedy=f"the complete logs are in {self.folder}")
+
+    def _samples(self) -> list[Sample]:
+        contract = importlib.import_module("rivals.contract")
+        try:
+            ranks = [contract.Result.read(self.out(rank)) for rank in range(self.cell.link.workers)]
+            whole = contract.combine(ranks)
+        except contract.ContractError as error:
+            raise GridtrainError(f"{self.cell.what}: {error}", remedy=f"look into {self.folder}") from None
+        sent = whole.bytes_sent or [None] * len(whole.seconds)
+        note = f"{whole.version}{'; ' + whole.note if whole.note else ''}"
+        return [
+            Sample(seconds=seconds, cpu_s=cpu_s, sent_bytes=sent_bytes, note=note)
+            for seconds, cpu_s, sent_bytes in zip(whole.seconds, whole.cpu_s, sent, strict=True)
+        ]
+
+
+def _command(block: RivalBlock, rank: int, repeats: int, warmup: int) -> tuple[list[str], dict[str, str]]:
+    """The rival's own interpreter with its options, and its whole environment."""
+    made: tuple[list[str], dict[str, str]] = _environments().command(
+        block.cell.rival,
+        rank,
+        block.cell.link.workers,
+        block.master,
+        block.cell.op,
+        block.cell.n,
+        density=block.cell.density,
+        repeats=repeats,
+        warmup=warmup,
+        out=block.out(rank),
+        interface=block.ground.interface,
+    )
+    return made
+
+
+def _environments() -> Any:
+    """Found at run time: a rival is optional, and so is the folder of all of them."""
+    return importlib.import_module("rivals.environments")

@@ -1,0 +1,91 @@
+"""Lists of cells by name.
+
+    goals      every goal, with the rivals beside it
+    first      dense and gTop-k, P = 4, 100 Mbit/s, two sizes, beside gloo
+    quick      small cells on loopback or namespaces, for `make bench-quick`
+    scaling    P = 2 to 32 at 100 Mbit/s: CPU seconds and time, sparse and dense
+    rates      1000, 100 and 20 Mbit/s, 0 to 40 ms
+    sparse     every topology and kind of values of ours, P = 4 and 8, beside others' sparse exchanges
+
+An exchange that this gridtrain does not have is left out, and said.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+from bench.cells import Cell, parse
+from bench.goals import goals
+from gridtrain.errors import ConfigError
+
+
+def of_goals() -> list[Cell]:
+    cells: list[Cell] = []
+    for goal in goals():
+        cells += [] if goal.cell is None else [goal.cell, *goal.beside]
+    return list(dict.fromkeys(cells))
+
+
+def first() -> list[Cell]:
+    words = [f"{what} P=4 n={n} rate=100Mbit" for n in ("2.56M", "25.6M") for what in ("dense", "gtopk")]
+    words += [
+        f"gloo/{op} P=4 n={n} rate=100Mbit" for n in ("2.56M", "25.6M") for op in ("all_reduce", "all_gather")
+    ]
+    return [parse(text) for text in words]
+
+
+def quick() -> list[Cell]:
+    dense = "P=2 n=2M rate=1Gbit"
+    sparse = "P=2 n=2M rate=1Gbit density=0.01"
+    return [parse(f"dense {dense}"), parse(f"gtopk {sparse}"), parse(f"gloo/all_reduce {dense}")]
+
+
+def scaling() -> list[Cell]:
+    cells = []
+    for workers in (2, 4, 8, 16, 32):
+        where = f"P={workers} n=2.56M rate=100Mbit density=0.001"
+        cells += [parse(f"{what} {where}") for what in ("dense", "topk", "gtopk", "gloo/all_reduce")]
+    return cells
+
+
+def sparse() -> list[Cell]:
+    whats = ["topk", "gtopk", "gtopk:topology=tree", "gtopk:topology=star"]
+    whats += [f"gtopk:values={kind}" for kind in ("fp32", "bf16", "int8")]
+    whats += ["gloo/all_gather", "mpi/all_gather", "mpi/gtopk"]
+    return known(f"{what} P={P} n=25.6M rate=100Mbit density=0.001" for P in (4, 8) for what in whats)
+
+
+def known(texts: Iterable[str]) -> list[Cell]:
+    cells = []
+    for text in texts:
+        try:
+            cells.append(parse(text))
+        except ConfigError as error:
+            print(f"left out: {text}: {error}", file=sys.stderr)
+    return cells
+
+
+def rates() -> list[Cell]:
+    cells = []
+    for link in (
+        "rate=1Gbit",
+        "rate=100Mbit",
+        "rate=20Mbit",
+        "rate=100Mbit delay=10ms",
+        "rate=20Mbit delay=40ms",
+    ):
+        where = f"P=4 n=2.56M density=0.001 {link}"
+        whats = ("dense", "topk", "gtopk", "gloo/all_reduce", "gloo/all_gather")
+        cells += [parse(f"{what} {where}") for what in whats]
+    return cells
+
+
+SUITES: dict[str, Callable[[], list[Cell]]] = {
+    "goals": of_goals,
+    "first": first,
+    "quick": quick,
+    "scaling": scaling,
+    "sparse": sparse,
+    "rates": rates,
+}

@@ -1,0 +1,78 @@
+"""`gridtrain bench`: options only; the work is `gridtrain.speed.main`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from gridtrain.cli.main import EXIT_CODES
+
+MAX_WORKERS = 32
+
+
+def _sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    """ "2,4" as numbers; "" is none."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and 2 <= int(word) <= MAX_WORKERS for word in words):
+        raise click.BadParameter(f'"{text}": name numbers from 2 to {MAX_WORKERS}, such as 2,4')
+    return tuple(int(word) for word in words)
+
+
+@click.command(epilog=EXIT_CODES)
+@click.option(
+    "--parameters", type=click.IntRange(min=1000), default=10_000_000, show_default=True, help="Of the model."
+)
+@click.option(
+    "--density",
+    type=click.FloatRange(0.0, 1.0, min_open=True),
+    default=0.01,
+    show_default=True,
+    help="Share of the gradient that a sparse exchange sends.",
+)
+@click.option(
+    "--workers",
+    default="2,4",
+    callback=_sizes,
+    show_default=True,
+    help="Sizes of the local groups; '' measures the processor alone.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Of each exchange.")
+@click.option("--cap", default="", metavar="RATE", help="Limit of each local worker, such as 100Mbit.")
+@click.option(
+    "--line",
+    default="20Mbit",
+    show_default=True,
+    metavar="RATE",
+    help="The line that bytes are converted for.",
+)
+@click.option("--unencrypted", is_flag=True, help="Exchange in the clear, as other programs do.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def bench(
+    parameters: int,
+    density: float,
+    workers: tuple[int, ...],
+    repeats: int,
+    cap: str,
+    line: str,
+    unencrypted: bool,
+    as_json: bool,
+) -> None:
+    """Measure what this machine can do: selecting and encoding a gradient on CPU and GPU, and exchanging it
+    among a few workers on this machine. Needs no other machine and no run; about a minute.
+    """
+    from rich.console import Console
+
+    from gridtrain.extras import require_torch
+    from gridtrain.speed.main import Plan, measure, show
+    from gridtrain.transport.limits import parse_rate
+
+    require_torch("gridtrain bench")
+    for rate in filter(None, (cap, line)):
+        parse_rate(rate)  # before anything is started
+    plan = Plan(parameters, density, workers, repeats, not unencrypted, cap, line)
+    found = measure(plan, lambda text: click.echo(f"measuring {text} ...", err=True))
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=1))
+    else:
+        show(found, Console())

@@ -1,0 +1,186 @@
+"""`gridtrain bench`: what this machine does with a gradient, in a table and plain sentences.
+
+Decides what is shown.  How figures are taken: `speed.local` and `speed.group`.
+
+    processor    copy, selection, codec, merge          ns and ms for a model of n parameters
+    exchange     2 .. P local workers, dense and gTop-k     ms, CPU, bytes, and what a line makes of the bytes
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gridtrain.speed.group import Loopback, Repeat, Setting, started
+from gridtrain.speed.local import local_figures
+from gridtrain.transport.limits import parse_rate
+
+NAMES = {
+    "copy_ns": ("copy of the gradient", "parameter"),
+    "select_ns": ("select what to send, one CPU thread", "parameter"),
+    "encode_ns": ("encode a payload", "entry"),
+    "decode_ns": ("decode a payload", "entry"),
+    "merge_ns": ("merge two payloads", "entry"),
+    "gpu_copy_ns": ("copy of the gradient on the GPU", "parameter"),
+    "gpu_select_ns": ("select what to send, GPU", "parameter"),
+}
+WARMUP = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `gridtrain bench` was asked for.
+
+    Attributes:
+        parameters: of the model that is imagined.
+        workers: sizes of the groups; (): no exchange is measured.
+        rate: what each local worker limits itself to; "": nothing.
+        line: for which the bytes are converted into seconds.
+    """
+
+    parameters: int
+    density: float = 0.01
+    workers: tuple[int, ...] = (2, 4)
+    repeats: int = 5
+    encrypted: bool = True
+    rate: str = ""
+    line: str = "20Mbit"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """Medians of one group's exchanges.  `cpu_s`, `sent_bytes`: of one worker."""
+
+    exchange: str
+    workers: int
+    seconds: float
+    cpu_s: float
+    sent_bytes: float
+
+
+@dataclass(slots=True)
+class Found:
+    """All figures.  `local`: see `speed.local.local_figures`."""
+
+    plan: Plan
+    cores: int
+    gpu: str
+    local: dict[str, float] = field(default_factory=dict)
+    exchanges: list[Exchanged] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"schema": 1, "python": platform.python_version()}
+
+
+def measure(plan: Plan, say: Callable[[str], None]) -> Found:
+    """Raises `GridtrainError` with the ends of the logs if a local worker fails."""
+    found = Found(plan, len(os.sched_getaffinity(0)), _gpu())
+    say("selection, codec and merge")
+    found.local = local_figures(plan.parameters, plan.density)
+    for workers in plan.workers:
+        for exchange in ("dense", f"gtopk:density={plan.density!r}"):
+            say(f"{exchange} among {workers} workers on this machine")
+            setting = Setting(exchange, workers, plan.parameters, plan.encrypted)
+            with (
+                tempfile.TemporaryDirectory(prefix="gridtrain-") as folder,
+                started(setting, Loopback(plan.rate), Path(folder, "g")) as group,
+            ):
+                repeats = [group.repeat() for _ in range(WARMUP + plan.repeats)][WARMUP:]
+            found.exchanges.append(exchanged(setting, repeats))
+    return found
+
+
+def exchanged(setting: Setting, repeats: Sequence[Repeat]) -> Exchanged:
+    return Exchanged(
+        exchange=setting.exchange,
+        workers=setting.workers,
+        seconds=statistics.median(repeat.seconds for repeat in repeats),
+        cpu_s=statistics.median(statistics.fmean(repeat.cpu_s) for repeat in repeats),
+        sent_bytes=statistics.median(statistics.fmean(repeat.sent_bytes) for repeat in repeats),
+    )
+
+
+def show(found: Found, console: Console) -> None:
+    plan = found.plan
+    console.print(
+        f"{plan.parameters:,} parameters ({4e-6 * plan.parameters:.1f} MB of gradient), "
+        f"density {plan.density:g}; {found.cores} CPU cores, {found.gpu or 'no GPU'}"
+    )
+    console.print(_processor_table(found))
+    if found.exchanges:
+        console.print(_exchange_table(found))
+    for sentence in sentences(found):
+        console.print(sentence)
+
+
+def _processor_table(found: Found) -> Table:
+    table = Table("what", "ns", "for each", "this model, ms", title="Processor", title_justify="left")
+    entries = max(1, round(found.plan.density * found.plan.parameters))
+    for name, ns in found.local.items():
+        what, each = NAMES[name]
+        count = found.plan.parameters if each == "parameter" else entries
+        table.add_row(what, f"{ns:.2f}", each, f"{1e-6 * ns * count:.2f}")
+    return table
+
+
+def _exchange_table(found: Found) -> Table:
+    plan = found.plan
+    title = f"Exchange on this machine, {'encrypted' if plan.encrypted else 'in the clear'}"
+    title += f", each worker at most {plan.rate}" if plan.rate else ""
+    heads = (
+        "exchange",
+        "workers",
+        "ms",
+        "CPU ms a worker",
+        "MB sent a worker",
+        f"bytes alone at {plan.line}",
+    )
+    table = Table(*heads, title=title, title_justify="left")
+    for row in found.exchanges:
+        line_s = row.sent_bytes / parse_rate(plan.line)
+        values = (f"{1e3 * row.seconds:.1f}", f"{1e3 * row.cpu_s:.1f}", f"{1e-6 * row.sent_bytes:.3f}")
+        table.add_row(row.exchange.partition(":")[0], str(row.workers), *values, f"{line_s:.2f} s")
+    return table
+
+
+def sentences(found: Found) -> list[str]:
+    """What the tables mean for a user."""
+    plan, said = found.plan, []
+    select_ms = 1e-6 * found.local["select_ns"] * plan.parameters
+    times = found.local["select_ns"] / found.local["copy_ns"]
+    said.append(
+        f"Selecting takes {select_ms:.1f} ms a step on one CPU thread, {times:.1f} times a plain copy."
+    )
+    if "gpu_select_ns" in found.local:
+        gpu_ms = 1e-6 * found.local["gpu_select_ns"] * plan.parameters
+        said.append(f"On the GPU it takes {gpu_ms:.1f} ms.")
+    if found.exchanges:
+        most = max(row.workers for row in found.exchanges)
+        dense, sparse = (row for row in found.exchanges if row.workers == most)
+        line_Bps = parse_rate(plan.line)
+        said.append(
+            f"On a line of {plan.line} a step among {most} workers takes at least "
+            f"{dense.sent_bytes / line_Bps:.1f} s dense and {sparse.sent_bytes / line_Bps:.2f} s with "
+            "gTop-k, for the bytes alone."
+        )
+        crowd = most + 1  # and the coordinator
+        if crowd > found.cores:
+            said.append(
+                f"{crowd} processes share {found.cores} cores here: on machines of their own they are faster."
+            )
+    return said
+
+
+def _gpu() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""

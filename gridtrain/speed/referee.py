@@ -1,0 +1,112 @@
+"""A barrier for the processes of one machine, whichever network namespaces they are in, and what they report.
+
+Decides when everybody goes on.  A path of the file system is seen from every namespace, and so is the
+machine's monotonic clock: moments of different processes can be compared.
+
+    member   --{"at": "ready", ...}-->   referee    waits until all are there
+    member   <------- "go" -----------   referee    all at once, over sockets that nothing shapes
+    member   --{"at": "done", ...}-->    referee
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gridtrain.errors import GridtrainError
+
+Report = dict[str, Any]
+
+_LOOK_S = 0.5  # how often it is asked whether a process has failed
+_READ_BYTES = 65536
+
+
+class Referee:
+    """The side that waits for all.  A context manager.
+
+    Args:
+        path: of its socket; at most 100 bytes, as the kernel demands.
+        members: how many have to be at a place.
+        check: raises what there is to say if a process has ended; asked while we wait.
+    """
+
+    def __init__(self, path: Path, members: int, check: Callable[[], None] = lambda: None) -> None:
+        self._members, self._check = members, check
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(members)
+        self._lines: dict[socket.socket, bytes] = {}
+
+    def __enter__(self) -> Referee:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for handle in (self._listener, *self._lines):
+            handle.close()
+
+    def gather(self, place: str, timeout_s: float) -> list[Report]:
+        """What each member reports at `place`, in no order.
+
+        Raises:
+            GridtrainError: not all are there in time, or one is somewhere else.
+        """
+        reports: list[Report] = []
+        until_s = time.monotonic() + timeout_s
+        while len(reports) < self._members:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise GridtrainError(
+                    f"{len(reports)} of {self._members} members are at {place!r} after {timeout_s:g} s",
+                    remedy="look into their logs; a slow machine needs more time",
+                )
+            readable, _, _ = select.select([self._listener, *self._lines], [], [], min(left_s, _LOOK_S))
+            for handle in readable:
+                reports += self._read(handle)
+            self._check()
+        if wrong := {report["at"] for report in reports} - {place}:
+            raise GridtrainError(f"members are at {sorted(wrong)}, expected at {place!r}")
+        return reports
+
+    def tell(self, word: str) -> float:
+        """Let everybody go on; returns the moment, of the monotonic clock."""
+        now_s = time.monotonic()
+        for handle in self._lines:
+            with contextlib.suppress(BrokenPipeError):  # its end is noticed by whoever waits for it next
+                handle.sendall(word.encode() + b"\n")
+        return now_s
+
+    def _read(self, handle: socket.socket) -> list[Report]:
+        if handle is self._listener:
+            self._lines[self._listener.accept()[0]] = b""
+            return []
+        data = handle.recv(_READ_BYTES)
+        if not data:
+            del self._lines[handle]
+            handle.close()
+            self._check()
+            return []
+        *whole, self._lines[handle] = (self._lines[handle] + data).split(b"\n")
+        return [json.loads(line) for line in whole]
+
+
+class Player:
+    """A member's side."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(str(path))
+        self._words = self._socket.makefile("r")
+
+    def at(self, place: str, **figures: object) -> str:
+        """Report, and wait for the referee's word; "end" if it is gone."""
+        try:
+            self._socket.sendall(json.dumps({"at": place, **figures}).encode() + b"\n")
+            return self._words.readline().strip() or "end"
+        except (BrokenPipeError, ConnectionResetError):
+            return "end"

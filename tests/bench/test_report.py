@@ -1,0 +1,170 @@
+"""Figures become JSON, goals and tables; and a quick bench says what got slower."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench.bounds import bound_s
+from bench.cells import parse
+from bench.goals import Goal, judge, judged
+from bench.quick import EXCHANGES, KEPT, LOCAL, compare, exchange_ratios, local_ratios
+from bench.report import markdown, picture
+from bench.results import CellResult, Results, ResultsError, Sample, machine, percentile
+
+DENSE = "dense P=4 n=25.6M rate=100Mbit"
+GLOO = "gloo/all_reduce P=4 n=25.6M rate=100Mbit"
+GTOPK = "gtopk P=4 n=25.6M rate=100Mbit density=0.001"
+
+
+def result(text: str, *seconds: float, skipped: str = "", cpu_s: float = 0.5) -> CellResult:
+    cell = parse(text)
+    samples = [
+        Sample(s, cpu_s, sent_bytes=2e6, payload_bytes=89_600.0, block=i % 2) for i, s in enumerate(seconds)
+    ]
+    return CellResult(cell, bound_s(cell), samples, skipped)
+
+
+def recorded(*cells: CellResult) -> Results:
+    made = {"date": "2026-11-21 20:00 UTC", "command": "python -m bench", "software": "0.1.0", "blocks": 2}
+    return Results(
+        made, {"cores": 2}, {"mpi": "there is no command 'mpirun'"}, list(cells), {"select_ns": 1.4}
+    )
+
+
+def test_a_file_holds_everything() -> None:
+    results = recorded(result(DENSE, 13.0, 13.2, 14.0), result(GLOO, skipped="no torch"))
+    again = Results.from_json(results.to_json())
+    assert again == results
+    assert json.loads(results.to_json())["schema"] == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}'])
+def test_what_is_no_file_of_ours_is_refused(text: str) -> None:
+    with pytest.raises(ResultsError):
+        Results.from_json(text)
+
+
+def test_another_schema_is_refused() -> None:
+    with pytest.raises(ResultsError, match="schema 2; this program reads 1"):
+        Results.from_json('{"schema": 2}')
+
+
+def test_numbers_that_stand_for_a_cell() -> None:
+    one = result(DENSE, 13.0, 12.5, 14.0, 13.5, 15.0)
+    assert (one.median_s, one.least_s) == (13.5, 12.5)
+    assert one.p90_s == pytest.approx(14.6)
+    assert one.x_bound == pytest.approx(13.5 / 12.288)
+    assert one.cpu_s_per_GB() == pytest.approx(0.5 / 0.1024)
+    assert percentile([1.0, 2.0], 0.5) == 1.5
+
+
+def test_goals_are_met_or_not_by_the_median() -> None:
+    goal = Goal("ring", parse(DENSE), "x bound", 1.07)
+    assert judge(goal, recorded(result(DENSE, 13.0))).word == "met"
+    assert judge(goal, recorded(result(DENSE, 14.0, 14.0, 1.0))).word == "not met, 6% above"
+    assert judge(goal, recorded(result(DENSE, skipped="this lab cannot delay"))).word == (
+        "not measured: this lab cannot delay"
+    )
+    assert judge(goal, recorded()).met is None
+    entry = Goal("entry", parse(GTOPK), "bytes an entry", 3.6)
+    assert judge(entry, recorded(result(GTOPK, 0.04))).measured == 3.5
+
+
+def test_the_report_from_recorded_figures() -> None:
+    results = recorded(
+        result(DENSE, 13.0, 13.2, 14.0), result(GTOPK, 0.039, 0.038, 0.05), result(GLOO, 13.4), result(
+            "mpi/gtopk P=4 n=25.6M rate=100Mbit density=0.001", skipped="there is no command 'mpirun'"
+        )
+    )  # fmt: skip
+    text = markdown(results)
+
+    assert "| gTop-k, P = 4, 100 Mbit/s | at most 40.0 ms | 39.0 ms | met |" in text
+    assert "| dense, P = 4, 100 Mbit/s | at most 1.07 x bound | 1.07 x bound | not met, 0% above |" in text
+    assert (
+        "| selection, CPU, one thread, n = 25.6M | at most 1.50 ns a parameter | 1.40 ns a parameter | met |"
+        in text
+    )
+    assert "### P = 4, 100Mbit, n = 25,600,000 (102.4 MB)" in text
+    assert "| gloo/all_reduce | 13.400 s | 13.400 s | 13.400 s | 1.09 | 0.5000 |" in text
+    assert "| mpi/gtopk | left out: there is no command 'mpirun' |" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    for table in text.split("\n\n"):
+        widths = {line.count("|") for line in table.splitlines() if line.startswith("|")}
+        assert len(widths) <= 1, table
+    assert rows
+
+
+def test_every_goal_has_a_verdict() -> None:
+    words = [verdict.word for verdict in judged(recorded())]
+    assert words.count("met") == 1  # selection
+    assert set(words) == {"met", "not measured: not in this run"}
+
+
+def test_the_picture_shows_what_varies() -> None:
+    cells = [
+        result(f"{what} P={P} n=1M rate=100Mbit", 0.1 * P) for P in (2, 4, 8) for what in ("dense", "gtopk")
+    ]
+    drawn = picture(recorded(*cells))
+    assert drawn.startswith("<svg") and "members" in drawn and ">dense<" in drawn
+    assert picture(recorded(result(DENSE, 13.0))) == ""
+
+
+def test_a_machine_is_described_without_a_name() -> None:
+    import platform
+
+    about = machine()
+    assert about["cores"] >= 1 and about["memory_GiB"] > 0
+    assert not [value for value in map(str, about.values()) if platform.node() and platform.node() in value]
+
+
+# -- quick -----------------------------------------------------------------------------------------
+
+
+def test_quick_says_what_got_slower() -> None:
+    kept = {
+        "select_ns": {"ratio": 10.0, "tolerance": 0.3},
+        "merge_ns": {"ratio": 100.0, "tolerance": 0.3},
+        "dense seconds": {"ratio": 1.0, "tolerance": 0.2},
+    }
+    now = {"select_ns": 13.1, "merge_ns": 129.0, "decode_ns": 4.0}
+    found = compare(now, kept, {"dense seconds": "rivals not installed: gloo"})
+
+    assert list(map(str, found)) == [
+        "SLOWER        selection with the residual 13.1 copies (kept 10, +31%, at most +30%)",
+        "new           decode 4 copies",
+        "fine          merge 129 copies (kept 100, +29%, at most +30%)",
+        "not measured  a dense exchange takes, of gloo's time,: rivals not installed: gloo",
+    ]
+    assert [finding.name for finding in found if finding.slower] == ["select_ns"]
+
+
+def test_ratios_to_a_copy() -> None:
+    figures = {"copy_ns": 0.5, "select_ns": 5.0, "encode_ns": 10.0, "decode_ns": 20.0, "merge_ns": 100.0}
+    assert local_ratios(figures) == {
+        "select_ns": 10.0,
+        "encode_ns": 20.0,
+        "decode_ns": 40.0,
+        "merge_ns": 200.0,
+    }
+
+
+def test_ratios_to_gloo_take_the_least_of_each() -> None:
+    where = "P=2 n=2M rate=1Gbit"
+    dense, gtopk = result(f"dense {where}", 0.9, 0.6, cpu_s=0.4), result(f"gtopk {where}", 0.1)
+    ratios, why = exchange_ratios([dense, gtopk, result(f"gloo/all_reduce {where}", 0.5, 0.7, cpu_s=0.2)])
+    assert ratios == pytest.approx(
+        {"dense seconds": 1.2, "dense CPU": 2.0, "gtopk seconds": 0.2, "gtopk CPU": 2.5}
+    )
+    assert why == {}
+
+    ratios, why = exchange_ratios([dense, gtopk, result(f"gloo/all_reduce {where}", skipped="no torch")])
+    assert ratios == {} and set(why.values()) == {"no torch"}
+
+
+def test_the_kept_figures_are_those_of_a_quick_bench() -> None:
+    whole = json.loads(KEPT.read_text())
+    assert whole["schema"] == 1 and whole["made"]["command"].startswith("python -m bench quick")
+    assert set(whole["figures"]) == {*LOCAL, *EXCHANGES}
+    assert all(figure["ratio"] > 0 and figure["tolerance"] > 0 for figure in whole["figures"].values())
