@@ -9,8 +9,8 @@ a training script uses (session, loop, workspace, credits, sockets), and is vote
     turn 1     round, round, ...                                           all_reduce, all_reduce, ...
     turn 2     ...
 
-Seconds are the slowest rank's of each round, from its submission to its outcome.  CPU seconds are those of all
-threads of a process in that time, per GB (1e9 bytes) that it sends and receives: 4 (P - 1) / P times the vector.
+Seconds are the slowest rank's of each round, from its submission to its outcome.  CPU seconds are those of
+all processes in that time, per GB (1e9 bytes) that one sends and another receives: 2 (P - 1) vectors in all.
 The bound is that of Patarasuk and Yuan (2009), 2 (P - 1) / P * bytes / rate, without latencies.
 """
 
@@ -34,7 +34,6 @@ import numpy.typing as npt
 HERE = Path(__file__).resolve()
 ROUNDS_LEFT_OUT = 1  # connections and memory are new in the first
 GLOO_PORT = 29511
-START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,7 @@ def contribution(elements: int, rank: int) -> npt.NDArray[np.float32]:
 
 def run_ours(asked: Asked) -> None:
     """A worker of a run, as `gridtrain.join` makes one, but without a model."""
-    from pathlib import Path as P
-
-    from gridtrain.config import Deadlines, JoinConfig
+    from gridtrain.config import JoinConfig
     from gridtrain.protocol import ring
     from gridtrain.protocol.messages import LedgerSpec, Setup
     from gridtrain.runtime.acquaintances import Acquaintances
@@ -74,11 +71,10 @@ def run_ours(asked: Asked) -> None:
     from gridtrain.transport.stack import over
     from gridtrain.transport.zeromq import ZeroMQTransport
 
-    assert Deadlines
     config = JoinConfig.from_environment(None)
     listen = config.listen or listen_address(config.coordinator)
     config = JoinConfig.from_environment(None, listen=listen)
-    identity, encrypted = Identity.read(P(config.identity)), config.unencrypted != "yes"
+    identity, encrypted = Identity.read(Path(config.identity)), config.unencrypted != "yes"
     gate = Acquaintances(bytes.fromhex(config.coordinator_key))
     sockets = ZeroMQTransport(
         identity, "ring benchmark", gate=gate, encrypted=encrypted, plain_anywhere=not encrypted
@@ -183,7 +179,7 @@ def _common(args: argparse.Namespace) -> list[str]:
 
 
 def _paths() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k in ("PYTHONPATH", "GT_SLICE") or k.startswith("MALLOC_")}
+    return {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 
 
 def _counted(outputs: Sequence[Path], args: argparse.Namespace) -> list[tuple[float, float]]:

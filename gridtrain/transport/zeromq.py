@@ -23,6 +23,7 @@ message that is read: a key that it admits no more is cut with its next word.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Sequence
@@ -54,9 +55,10 @@ from gridtrain.wire import codec
 BATCH_MESSAGES = 64
 """At most so many messages are read from one socket before the others have their turn."""
 
-ROUTER_RETRY_S = (0.001, 0.008)
-"""A ROUTER cannot say when a full queue of one connection has room again: it is tried, soon and then less often.
-In 8 ms a line of 1 Gbit/s sends one message of 1 MiB, of the four that are left when there is room again."""
+ROUTER_RETRY_S = (0.001, 0.1)
+"""A ROUTER cannot say when a full queue of one connection has room again: it is tried, each time after half
+of the time for which it has been full, within these.  libzmq has room again when half of the queue has left,
+so the other half bridges what that is late."""
 
 DRAIN_S = 0.1
 CLOSE_S = 1.0
@@ -116,7 +118,7 @@ class ZeroMQTransport:
         self._edges: dict[PeerId, list[Link]] = {}  # the first is the one we send over
         self._lost: list[tuple[Link, float]] = []  # accepted ones, and since when
         self._heard_s = time.monotonic()  # the ROUTER was empty then
-        self._router_retry_s = ROUTER_RETRY_S[0]
+        self._router_full_s = math.inf  # since when
         self._look_at_s = 0.0  # who sends more than is read
         self._closed = False
 
@@ -226,7 +228,8 @@ class ZeroMQTransport:
         due_s = min([self._outbox.due_s(), self._reaching.due_s(), *(dial.due_s for dial in self._dials)])
         due_s = min(due_s, self._entrance.due_s(), self._arrivals.due_s())
         if any(self._edges[peer][0].dial is None for peer in self._outbox.blocked()):
-            due_s = min(due_s, now_s + self._router_retry_s)
+            least_s, most_s = ROUTER_RETRY_S
+            due_s = min(due_s, now_s + min(most_s, max(least_s, (now_s - self._router_full_s) / 2)))
         return due_s
 
     def _turn(self, wait_s: float) -> bool:
@@ -300,11 +303,10 @@ class ZeroMQTransport:
     def _flush(self, now_s: float) -> None:
         while (parcel := self._outbox.take(now_s)) is not None:
             link = self._edges[parcel.peer][0]
-            first_s, most_s = ROUTER_RETRY_S
-            if self._write(link, parcel):
-                self._router_retry_s = first_s if link.dial is None else self._router_retry_s
-            else:
-                self._router_retry_s = min(2 * self._router_retry_s, most_s)
+            taken = self._write(link, parcel)
+            if link.dial is None:
+                self._router_full_s = math.inf if taken else min(now_s, self._router_full_s)
+            if not taken:
                 self._outbox.refuse(parcel)
 
     def _write(self, link: Link, parcel: Parcel[sockets.Frames]) -> bool:
@@ -553,6 +555,7 @@ class ZeroMQTransport:
             return
         links.remove(link)
         self._outbox.drop(link.peer)
+        self._router_full_s = math.inf
         self._events += self._arrivals.take_all_of(link)
         self._events.append(PeerDown(link.peer, reason))
         if links:
