@@ -119,6 +119,7 @@ class DenseWorkspace:
             slice_bytes = min(LARGEST_SLICE_BYTES, max(SMALLEST_SLICE_BYTES, wanted_bytes))
         self.slices = max(1, -(-longest_segment_bytes // slice_bytes))
         self._final: deque[tuple[int, int]] = deque()  # slices that are not written to again, not hashed yet
+        self._checked: set[tuple[int, int]] = set()  # as they came, so they are finite
         self._hashes: dict[tuple[int, int], bytes] = {}
 
     def collective(self, rank: int, world_size: int, skip: bool) -> Ring:
@@ -136,11 +137,11 @@ class DenseWorkspace:
             case AddSlice(segment, slice_, payload, source):
                 values = self._values(segment, slice_, payload, source)
                 self._view(segment, slice_)[:] += values
-                self._written(segment, slice_, final=source.members + 1 == source.world_size)
+                self._written(segment, slice_, final=source.members + 1 == source.world_size, checked=False)
             case StoreSlice(segment, slice_, payload, source):
                 values = self._values(segment, slice_, payload, source)
                 self._view(segment, slice_)[:] = values
-                self._written(segment, slice_, final=True)
+                self._written(segment, slice_, final=True, checked=True)
             case _:
                 raise _no_effect_of("Ring", effect)
 
@@ -156,7 +157,7 @@ class DenseWorkspace:
         """
         if self._final:
             key = self._final.popleft()
-            if _is_finite(self._view(*key)):  # else `seal` says so, where it is known what to do then
+            if key in self._checked or _is_finite(self._view(*key)):  # else `seal` says so
                 self._hashes[key] = self._hash(*key)
         return bool(self._final)
 
@@ -167,13 +168,17 @@ class DenseWorkspace:
                 whole.update(self._hashes.get((segment, slice_)) or self._checked_hash(segment, slice_))
         return whole.digest()
 
-    def _written(self, segment: int, slice_: int, *, final: bool) -> None:
-        self._hashes.pop((segment, slice_), None)
+    def _written(self, segment: int, slice_: int, *, final: bool, checked: bool) -> None:
+        key = segment, slice_
+        self._hashes.pop(key, None)
+        self._checked.discard(key)
+        if checked:
+            self._checked.add(key)
         if final:
-            self._final.append((segment, slice_))
+            self._final.append(key)
 
     def _checked_hash(self, segment: int, slice_: int) -> bytes:
-        if not _is_finite(self._view(segment, slice_)):
+        if (segment, slice_) not in self._checked and not _is_finite(self._view(segment, slice_)):
             raise RemoteProtocolError(
                 "the dense sum is not finite although no member skips",
                 remedy="abort: a member whose values are that large, or not finite, has to skip the step",

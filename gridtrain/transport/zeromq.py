@@ -432,6 +432,8 @@ class ZeroMQTransport:
         for event, number in sockets.monitor_events(dial.monitor):
             if event == zmq.EVENT_CONNECTED:
                 dial.fd, dial.remote = number, descriptors.remote_of(number)
+                if dial.remote is not None:
+                    descriptors.widen(number, dial.remote)
             if event in sockets.LOST_EVENTS:
                 while not self._read_batch(dial):
                     pass  # bounded: what libzmq holds, nothing more can come
@@ -491,6 +493,8 @@ class ZeroMQTransport:
                 self._link_down(old, "replaced by a newer connection of the same peer")
         if (stale := self._entrance.greeted(link)) is not None:
             self._lose(stale)
+        if not link.guest:
+            self._entrance.widen(link)
         self._link_up(link)
         for surplus in self._entrance.surplus_guests():
             self._shut(surplus, f"more than {admission.MOST_GUESTS} guests")
