@@ -40,6 +40,7 @@ from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake, StateOutlet
 from gridtrain.runtime.updates import StepUpdate, vote_digest
+from gridtrain.transport import buffering
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
 from gridtrain.transport.credits import CreditTransport, needs_credit
 from gridtrain.transport.limits import parse_rate
@@ -372,6 +373,7 @@ class Driver:
     # -- this thread ---------------------------------------------------------------------------
 
     def _main(self) -> None:
+        buffering.keep_pages()
         try:
             while True:
                 with self._changed:
