@@ -33,7 +33,7 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buckets import BucketedWorkspace, by_channel
-from gridtrain.runtime.buffers import ButterflyWorkspace, GatherWorkspace, Workspace
+from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace, Workspace
 from gridtrain.runtime.donating import Donating, Parts
 from gridtrain.runtime.following import Bar, Following, ImageWork, Work
 from gridtrain.runtime.handover import Inheritance
@@ -41,6 +41,7 @@ from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake, StateOutlet
 from gridtrain.runtime.updates import StepUpdate, vote_digest
+from gridtrain.transport import buffering
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
 from gridtrain.transport.credits import CreditTransport, needs_credit
 from gridtrain.transport.limits import parse_rate
@@ -152,6 +153,7 @@ class Driver:
         self._error: BaseException | None = None
         self._stopping = False
         self._open: _OpenRound | None = None
+        self._may_hash = False  # a dense sum has slices to be hashed before the end
         self._ended: list[tuple[_OpenRound, RoundOutcome]] = []
         self._mean: list[float | None] = []  # the answer that the trainer waits for
         self._prober = Prober()
@@ -422,6 +424,7 @@ class Driver:
     # -- this thread ---------------------------------------------------------------------------
 
     def _main(self) -> None:
+        buffering.keep_pages()
         try:
             while True:
                 with self._changed:
@@ -449,9 +452,11 @@ class Driver:
         now_s = time.monotonic()
         deadline_s = min(self._pulse_s, self._core.deadline_s if self._core else math.inf)
         deadline_s = min(deadline_s, self._donating.due_s(self._transport))
-        timeout_s = 0.0 if self._outlet.ready(self._transport) else max(0.0, deadline_s - now_s)
+        at_once = self._outlet.ready(self._transport) or self._may_hash
+        timeout_s = 0.0 if at_once else max(0.0, deadline_s - now_s)
         for event in self._transport.poll(min(timeout_s, self._config.deadlines.beat_s)):
             self._transport_event(event)
+        self._hash_ahead()
         now_s = time.monotonic()
         if self._core is not None:
             self._give_credit()
@@ -471,6 +476,13 @@ class Driver:
             if self._core.stage is io.Stage.RUNNING:
                 self._outlet.forget()
             self._mind_pause(self._core.paused, now_s)
+
+    def _hash_ahead(self) -> None:
+        """While the wire is busy: one slice each time, so that what comes meanwhile waits for no more."""
+        open_ = self._open if self._open is not None and not self._open.spoilt else None
+        workspaces = open_.workspaces.values() if open_ is not None else ()
+        dense = [workspace for workspace in workspaces if isinstance(workspace, DenseWorkspace)]
+        self._may_hash = any(workspace.hash_ahead() for workspace in dense)
 
     def _mind_pause(self, why: str, now_s: float) -> None:
         """Say once that the run is paused, and give up after a long time (rule 10)."""

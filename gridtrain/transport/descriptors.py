@@ -14,6 +14,8 @@ import socket
 import struct
 from collections.abc import Iterator, Set
 
+from gridtrain.transport import buffering
+
 MOST_DESCRIPTORS = 65536
 _BYTES_RECEIVED, _BYTES_RECEIVED_AT, _TCP_INFO_BYTES = struct.Struct("=Q"), 128, 192  # linux/tcp.h, tcp_info
 Remote = tuple[str, int]
@@ -45,6 +47,13 @@ def received_bytes(fd: int, remote: Remote, ports: Set[int] | None = None) -> in
             told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             return int(_BYTES_RECEIVED.unpack_from(told, _BYTES_RECEIVED_AT)[0])
         return 0
+
+
+def widen(fd: int, remote: Remote, ports: Set[int] | None = None) -> None:
+    """Give the connection with `remote` the buffers that a long fat line needs; see `buffering`."""
+    with _borrowed(fd) as connection:
+        if connection is not None and _remote(connection, ports) == remote:
+            buffering.widen(connection)
 
 
 def raise_descriptor_limit() -> int:

@@ -175,6 +175,11 @@ class Entrance:
         got_bytes = 0 if remote is None else descriptors.received_bytes(link.fd, remote, ports)
         return hoards(got_bytes, link.read_bytes, guest=link.guest)
 
+    def widen(self, link: Link) -> None:
+        """An accepted one has greeted, and much may have to be sent over it."""
+        if link.fd in self._remotes:
+            descriptors.widen(link.fd, self._remotes[link.fd], self._ports)
+
     def close(self) -> None:
         sockets.close(self.router, self.monitor)
         if self.zap is not None:

@@ -23,6 +23,7 @@ message that is read: a key that it admits no more is cut with its next word.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Sequence
@@ -54,8 +55,10 @@ from gridtrain.wire import codec
 BATCH_MESSAGES = 64
 """At most so many messages are read from one socket before the others have their turn."""
 
-ROUTER_RETRY_S = 0.001
-"""A ROUTER cannot say when a full queue of one connection has room again: it is tried."""
+ROUTER_RETRY_S = (0.001, 0.1)
+"""A ROUTER cannot say when a full queue of one connection has room again: it is tried, each time after half
+of the time for which it has been full, within these.  libzmq has room again when half of the queue has left,
+so the other half bridges what that is late."""
 
 DRAIN_S = 0.1
 CLOSE_S = 1.0
@@ -115,6 +118,7 @@ class ZeroMQTransport:
         self._edges: dict[PeerId, list[Link]] = {}  # the first is the one we send over
         self._lost: list[tuple[Link, float]] = []  # accepted ones, and since when
         self._heard_s = time.monotonic()  # the ROUTER was empty then
+        self._router_full_s = math.inf  # since when
         self._look_at_s = 0.0  # who sends more than is read
         self._closed = False
 
@@ -224,7 +228,8 @@ class ZeroMQTransport:
         due_s = min([self._outbox.due_s(), self._reaching.due_s(), *(dial.due_s for dial in self._dials)])
         due_s = min(due_s, self._entrance.due_s(), self._arrivals.due_s())
         if any(self._edges[peer][0].dial is None for peer in self._outbox.blocked()):
-            due_s = min(due_s, now_s + ROUTER_RETRY_S)
+            least_s, most_s = ROUTER_RETRY_S
+            due_s = min(due_s, now_s + min(most_s, max(least_s, (now_s - self._router_full_s) / 2)))
         return due_s
 
     def _turn(self, wait_s: float) -> bool:
@@ -297,7 +302,11 @@ class ZeroMQTransport:
 
     def _flush(self, now_s: float) -> None:
         while (parcel := self._outbox.take(now_s)) is not None:
-            if not self._write(self._edges[parcel.peer][0], parcel):
+            link = self._edges[parcel.peer][0]
+            taken = self._write(link, parcel)
+            if link.dial is None:
+                self._router_full_s = math.inf if taken else min(now_s, self._router_full_s)
+            if not taken:
                 self._outbox.refuse(parcel)
 
     def _write(self, link: Link, parcel: Parcel[sockets.Frames]) -> bool:
@@ -425,6 +434,8 @@ class ZeroMQTransport:
         for event, number in sockets.monitor_events(dial.monitor):
             if event == zmq.EVENT_CONNECTED:
                 dial.fd, dial.remote = number, descriptors.remote_of(number)
+                if dial.remote is not None:
+                    descriptors.widen(number, dial.remote)
             if event in sockets.LOST_EVENTS:
                 while not self._read_batch(dial):
                     pass  # bounded: what libzmq holds, nothing more can come
@@ -484,6 +495,8 @@ class ZeroMQTransport:
                 self._link_down(old, "replaced by a newer connection of the same peer")
         if (stale := self._entrance.greeted(link)) is not None:
             self._lose(stale)
+        if not link.guest:
+            self._entrance.widen(link)
         self._link_up(link)
         for surplus in self._entrance.surplus_guests():
             self._shut(surplus, f"more than {admission.MOST_GUESTS} guests")
@@ -549,6 +562,7 @@ class ZeroMQTransport:
             return
         links.remove(link)
         self._outbox.drop(link.peer)
+        self._router_full_s = math.inf
         self._events += self._arrivals.end(link, link.peer, time.monotonic())
         self._events.append(PeerDown(link.peer, reason))
         if links:

@@ -1,5 +1,7 @@
 """Workspaces: what each effect does to the numbers, and what they refuse."""
 
+from hashlib import blake2b, sha256
+
 import numpy as np
 import pytest
 
@@ -116,6 +118,47 @@ def test_what_is_not_finite_is_not_sealed(bad):
     workspace = DenseWorkspace(floats(bad, 2), 1)
     with pytest.raises(RemoteProtocolError, match="not finite although no member skips"):
         workspace.seal()
+
+
+def test_what_is_hashed_ahead_is_what_the_seal_would_hash():
+    ahead, late = (DenseWorkspace(floats(1, 2, 3, 4, 5, 6), 3, slice_bytes=4) for _ in range(2))
+    assert not ahead.hash_ahead(), "nothing is final yet"
+    for workspace in (ahead, late):
+        workspace.apply(AddSlice(0, 0, floats(10).tobytes(), Source(1, 1, 3, 1)))
+        assert not workspace.hash_ahead(), "a partial sum is written to again"
+        workspace.apply(AddSlice(1, 0, floats(10).tobytes(), Source(1, 2, 3, 2)))
+        workspace.apply(StoreSlice(0, 0, floats(20).tobytes(), Source(1, 3, 3, 3)))
+    before = ahead.seal()
+    assert ahead.hash_ahead() and not ahead.hash_ahead()
+    assert ahead.seal() == before == late.seal()
+    for workspace in (ahead, late):
+        workspace.apply(StoreSlice(1, 0, floats(30).tobytes(), Source(1, 3, 3, 3)))
+    assert before != ahead.seal() == late.seal(), "an old hash must not outlive its slice"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.filterwarnings("error")
+def test_what_is_not_finite_is_told_by_the_seal_and_not_before(bad):
+    workspace = DenseWorkspace(floats(bad, 1), 2)
+    workspace.apply(AddSlice(0, 0, floats(1).tobytes(), FROM_1))
+    workspace.hash_ahead()
+    with pytest.raises(RemoteProtocolError, match="not finite although no member skips"):
+        workspace.seal()
+
+
+@pytest.mark.parametrize(
+    ("n", "world_size", "slices"),
+    [(1, 4, 1), (64 * 1024, 4, 1), (64 * 1024, 2, 2), (2**20, 4, 8), (8 * 2**20, 4, 8), (25_600_000, 4, 25)],
+)
+def test_a_segment_has_some_slices_neither_tiny_nor_huge(n, world_size, slices):
+    """From 64 KiB to 1 MiB, and eight where that is possible; part of the protocol, like the hashes."""
+    assert DenseWorkspace(np.zeros(n, np.float32), world_size).slices == slices
+
+
+def test_the_seal_is_of_the_slices_in_their_order():
+    parts = floats(1), floats(2), floats(3), floats(4)
+    expected = blake2b(b"".join(sha256(part.data).digest() for part in parts), digest_size=32).digest()
+    assert DenseWorkspace(floats(1, 2, 3, 4), 2, slice_bytes=4).seal() == expected
 
 
 def test_one_who_skips_contributes_zeros():
