@@ -19,18 +19,18 @@ from torch import Tensor
 from gridtrain.config import Dense, Exchange, GTopK, TopK
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
 from gridtrain.runtime.plan import StepPlan
+from gridtrain.runtime.stars import SPARSE_WORKSPACES, DenseStarWorkspace, dense_workspace
 from gridtrain.sparsify.feedback import ErrorFeedback, Prepared
 from gridtrain.sparsify.merge import largest_summable
-from gridtrain.wire.sparse import Sparse, ValueKind
-
-_KINDS = {"fp16": ValueKind.FP16, "fp32": ValueKind.FP32}
+from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.values import BY_NAME
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """What one worker brings into one attempt.  `skip`: its values cannot travel, nobody may apply."""
 
-    workspace: DenseWorkspace | GatherWorkspace | ButterflyWorkspace
+    workspace: DenseWorkspace | DenseStarWorkspace | GatherWorkspace | ButterflyWorkspace
     skip: bool
     prepared: Prepared | None = None
 
@@ -52,18 +52,22 @@ class Exchanger(Protocol):
 
 def exchanger(exchange: Exchange, n: int, device: torch.device) -> Exchanger:
     """The worker's side of `exchange` for a flat gradient of n elements on `device`."""
-    return DenseExchanger() if isinstance(exchange, Dense) else SparseExchanger(exchange, n, device)
+    return DenseExchanger(exchange) if isinstance(exchange, Dense) else SparseExchanger(exchange, n, device)
 
 
 class DenseExchanger:
     feedback: ErrorFeedback | None = None
 
+    def __init__(self, exchange: Dense) -> None:
+        self._topology = exchange.topology
+
     def prepare(self, contribution_N: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
-        # The ring sums in place: the workspace gets a copy that is nobody else's.
-        return Attempt(DenseWorkspace(contribution_N.cpu().numpy(), plan.world_size), not usable)
+        # Sums are made in place: the workspace gets a copy that is nobody else's.
+        own_N = contribution_N.cpu().numpy()
+        return Attempt(dense_workspace(self._topology, own_N, plan.world_size), not usable)
 
     def commit(self, attempt: Attempt) -> npt.NDArray[np.float32]:
-        return cast(DenseWorkspace, attempt.workspace).update_N
+        return cast(DenseWorkspace | DenseStarWorkspace, attempt.workspace).update_N
 
 
 class SparseExchanger:
@@ -72,7 +76,7 @@ class SparseExchanger:
     def __init__(self, exchange: TopK | GTopK, n: int, device: torch.device) -> None:
         self._exchange = exchange
         self._n = n
-        self._kind = _KINDS[exchange.values]
+        self._kind = BY_NAME[exchange.values]
         self.feedback = ErrorFeedback(n, device, exchange.momentum)
 
     def prepare(self, contribution_N: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
@@ -82,11 +86,14 @@ class SparseExchanger:
             prepared = self.feedback.prepare(contribution_N, k, kind, limit)
         else:
             prepared = self.feedback.prepare_skip(kind)
+        mine, decoded = prepared.payload, prepared.decoded
         workspace: GatherWorkspace | ButterflyWorkspace
         if isinstance(self._exchange, TopK):
-            workspace = GatherWorkspace(plan.rank, plan.world_size, prepared.payload, n=n, k=k, kind=kind)
+            here = plan.rank, plan.world_size
+            workspace = GatherWorkspace(*here, mine, n=n, k=k, kind=kind, decoded=decoded)
         else:
-            workspace = ButterflyWorkspace(prepared.payload, n=n, k=k, kind=kind)
+            made = SPARSE_WORKSPACES[self._exchange.topology]
+            workspace = made(mine, n=n, k=k, kind=kind, decoded=decoded)
         return Attempt(workspace, prepared.skip, prepared)
 
     def commit(self, attempt: Attempt) -> Sparse:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from gridtrain._version import __version__
-from gridtrain.config import Deadlines, Dense, Exchange, GTopK, JoinConfig, TopK
+from gridtrain.config import Deadlines, Dense, Exchange, GTopK, JoinConfig
 from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
 from gridtrain.optim import reading, sampler, state_sync
 from gridtrain.optim.checkpoint import Checkpoints, Snapshot
@@ -38,7 +38,7 @@ from gridtrain.optim.leaving import Left, hand_over, pick_up, put_down
 from gridtrain.optim.prefetch import Prefetcher
 from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.wrapper import GridOptimizer
-from gridtrain.protocol import allgather, gtopk, ledger, ring
+from gridtrain.protocol import allgather, gtopk, ledger, ring, star, tree
 from gridtrain.protocol.invitation import parse
 from gridtrain.protocol.messages import Held, LedgerSpec, Setup, Span
 from gridtrain.runtime import handover
@@ -63,10 +63,12 @@ Facts = tuple[tuple[str, str], ...]
 CHECKPOINT_S = 30.0
 """A checkpoint that is being written when the grid is closed gets so long."""
 
-_NEIGHBOURS: dict[type, Edges] = {
-    Dense: ring.neighbours,
-    TopK: allgather.neighbours,
-    GTopK: gtopk.neighbours,
+_NEIGHBOURS: dict[str, Edges] = {
+    "ring": ring.neighbours,
+    "all-gather": allgather.neighbours,
+    "butterfly": gtopk.neighbours,
+    "tree": tree.neighbours,
+    "star": star.neighbours,
 }
 
 
@@ -430,7 +432,7 @@ class Grid:
             ("data", data_text),
         )
         share = self._share = sizes.share
-        neighbours = _NEIGHBOURS[type(wrapped.exchange_config)]
+        neighbours = _NEIGHBOURS[wrapped.exchange_config.topology]
         self._session.enter(
             Setup(
                 facts,

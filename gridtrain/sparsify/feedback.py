@@ -32,7 +32,7 @@ from torch import Tensor
 from gridtrain.errors import ConfigError
 from gridtrain.sparsify.merge import Kept
 from gridtrain.sparsify.select import select_topk
-from gridtrain.wire.sparse import ValueKind, decode, encode
+from gridtrain.wire.sparse import Sparse, ValueKind, encode_once
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -43,11 +43,13 @@ class Prepared:
 
     Attributes:
         payload: what this worker brings into the exchange.
+        decoded: what that decodes to.
         skip: the accumulated values cannot travel; the payload is empty and nothing may change.
         new_residual_N, new_u_N: state after a commit, without what merges keep (None: skip, no momentum).
     """
 
     payload: bytes
+    decoded: Sparse
     skip: bool
     new_residual_N: Tensor | None
     new_u_N: Tensor | None
@@ -101,17 +103,17 @@ class ErrorFeedback:
         values_K = acc_N[selected_K].cpu().numpy()
         if not (np.abs(values_K) <= limit).all():  # the largest magnitudes are among the selected
             return self.prepare_skip(kind)
-        payload = encode(selected_K.cpu().numpy(), values_K, n=n, kind=kind)
-        mine = decode(payload, n=n, max_entries=k, kind=kind)
-        acc_N.index_add_(0, selected_K, _like(mine.values, acc_N), alpha=-1)
+        made = encode_once(selected_K.cpu().numpy(), values_K, n=n, kind=kind)
+        acc_N.index_add_(0, selected_K, _like(made.sparse.values, acc_N), alpha=-1)
         if new_u_N is not None:
             new_u_N.index_fill_(0, selected_K, 0.0)
-        return Prepared(payload, False, acc_N, new_u_N)
+        return Prepared(made.payload, made.sparse, False, acc_N, new_u_N)
 
     def prepare_skip(self, kind: ValueKind) -> Prepared:
         """Take part with an empty payload: a gradient here is not finite."""
         nothing = np.empty(0, np.int64), np.empty(0, np.float32)
-        return Prepared(encode(*nothing, n=self._residual_N.numel(), kind=kind), True, None, None)
+        made = encode_once(*nothing, n=self._residual_N.numel(), kind=kind)
+        return Prepared(made.payload, made.sparse, True, None, None)
 
     def commit(self, prepared: Prepared, kept: Iterable[Kept]) -> None:
         """Make the prepared state the committed one and add what the merges on this worker kept.
