@@ -173,8 +173,9 @@ def test_only_the_hostile_rank_is_blamed(kind: str, what: str, seeds: Seeds) -> 
         group.run()
         assert group.blamed <= {hostile}, f"seed {seed}: {sorted(group.blamed)} blamed, not only {hostile}"
         ran, caught = ran + 1, caught + bool(group.blamed)
-    # Most flipped bits of a dense slice make another honest value.
-    assert caught > ran // 5 or ran == 1 or (kind in DENSE and what == "flip")
+    # Most flipped bits of a dense slice make another honest value; in a tree or a star most ranks send once.
+    enough = ran // (5 if kind in KINDS[:3] else 15)
+    assert caught > enough or ran == 1 or (kind in DENSE and what == "flip")
 
 
 @pytest.mark.parametrize("kind", KINDS)
