@@ -21,7 +21,7 @@ from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, Gather
 from gridtrain.runtime.plan import StepPlan
 from gridtrain.runtime.stars import SPARSE_WORKSPACES, DenseStarWorkspace, dense_workspace
 from gridtrain.sparsify.feedback import ErrorFeedback, Prepared
-from gridtrain.sparsify.merge import largest_summable
+from gridtrain.sparsify.merge import keep_freed_memory, largest_summable
 from gridtrain.wire.sparse import Sparse
 from gridtrain.wire.values import BY_NAME
 
@@ -78,6 +78,7 @@ class SparseExchanger:
         self._n = n
         self._kind = BY_NAME[exchange.values]
         self.feedback = ErrorFeedback(n, device, exchange.momentum)
+        keep_freed_memory()
 
     def prepare(self, contribution_N: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
         n, kind, k = self._n, self._kind, self._exchange.k_at(plan.step, self._n)

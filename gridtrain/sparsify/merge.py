@@ -31,6 +31,7 @@ FloatArray = npt.NDArray[np.float32]
 Kept = tuple[IndexArray, FloatArray]
 """What must go back into a residual: indices (K,), strictly increasing, and values (K,), none zero."""
 
+_KEPT_BYTES = 24 << 20  # below glibc's largest threshold, 32 MiB; it keeps at most twice as much
 _SAMPLED_FROM = 1 << 13  # magnitudes; below it a sample saves nothing
 _STRIDE = 32
 _MARGIN = (
@@ -56,6 +57,16 @@ class Merged:
         remainders = self.kept_indices & (modulus - 1) if is_power else self.kept_indices % modulus
         owned = np.flatnonzero(remainders == residue)
         return self.kept_indices.take(owned), self.kept_values.take(owned)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep the memory of freed arrays, for those of the next merge.
+
+    glibc gives arrays above 128 KiB back to the system when they are freed, and page faults then take longer
+    than a merge of 25,600 entries itself.  Its threshold rises to the size of whatever is freed, so one array
+    that is never written to is enough.  Elsewhere this does nothing.
+    """
+    np.empty(_KEPT_BYTES, np.uint8)
 
 
 def largest_summable(world_size: int) -> float:
