@@ -35,6 +35,9 @@ _EXPONENT_MIN = -149 - 14  # the largest magnitude is float32's smallest subnorm
 _EXPONENT_MAX = 127 - 14  # ... is in float32's last binade
 _EXPONENT_LOSSLESS = -149 + 24  # from here up every fp16 times 2**exponent is a float32
 
+_FP16_NORMAL = 0x38800000  # 2**-14 as float32: fp16's smallest normal value
+_FP16_BIAS = (127 - 15) << 10  # what float32's exponent has more, where fp16 has its own
+
 _BF16_MAX = 0x7F7F  # the largest finite one
 _MAGNITUDE = 0x7FFF  # of 16 bits, all but the sign
 
@@ -99,7 +102,7 @@ def read(section: ByteArray, k: int, exponent: int, kind: ValueKind) -> FloatArr
         RemoteProtocolError: not what `write` makes of any values.
     """
     if kind is ValueKind.FP16:
-        return _read_fp16(section.view("<f2"), exponent)
+        return _read_fp16(section.view("<u2"), exponent)
     _check_unscaled(exponent, kind)
     if kind is ValueKind.INT8:
         return _read_int8(section, k)
@@ -141,20 +144,47 @@ def _write_fp16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
         return values_K.astype("<f2").tobytes(), 0, values_K  # keeps the sign of -0.0
     exponent = math.frexp(top)[1] - 15
     # Exact, save for what is far below fp16's smallest subnormal: zero with or without this step.
-    with np.errstate(under="ignore"):
-        fp16 = _times_power(values_K, -exponent).astype("<f2")
+    bits = narrow(_times_power(values_K, -exponent))
     # What would round up to 2**15 stays one fp16 below it, so that the decoded maximum is in the
     # same binade: the encoding is canonical, and float32's largest value does not become infinite.
-    bits = fp16.view("<u2")
     magnitudes = bits & _MAGNITUDE
     if int(magnitudes.max()) > _TOP_BITS_MAX:
         bits[magnitudes > _TOP_BITS_MAX] -= 1
-    return fp16.tobytes(), exponent, _times_power(fp16.astype(np.float32), exponent)
+    return bits.tobytes(), exponent, _times_power(widen(bits), exponent)
 
 
-def _read_fp16(raw: npt.NDArray[np.float16], exponent: int) -> FloatArray:
-    _check_scale(int((raw.view("<u2") & _MAGNITUDE).max(initial=0)), exponent)
-    widened = raw.astype(np.float32)
+def narrow(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
+    """float32 of magnitudes below 2**16 -> the bits of the nearest fp16, ties to even.
+
+    numpy converts one by one.  Where no value is below fp16's normal ones, as nearly always, the same can be
+    had by shifts: 13 bits are rounded off, and the exponent's bias becomes 15 instead of 127.
+    """
+    bits = scaled_K.view(np.uint32)
+    magnitudes = bits & 0x7FFFFFFF
+    if int(magnitudes.min(initial=_FP16_NORMAL)) < _FP16_NORMAL:
+        with np.errstate(under="ignore"):
+            return scaled_K.astype("<f2").view("<u2")
+    rounded = (magnitudes + (((magnitudes >> 13) & 1) + 0xFFF)) >> 13
+    rounded -= _FP16_BIAS
+    rounded |= (bits >> 16) & 0x8000
+    return rounded.astype("<u2")
+
+
+def widen(bits_K: npt.NDArray[np.uint16]) -> FloatArray:
+    """The bits of finite fp16 values -> float32, exactly; `narrow` the other way round."""
+    wide = bits_K.astype(np.uint32)
+    magnitudes = wide & _MAGNITUDE
+    if int(magnitudes.min(initial=0x400)) < 0x400:  # subnormal, or zero
+        return bits_K.view("<f2").astype(np.float32)
+    magnitudes += _FP16_BIAS
+    magnitudes <<= 13
+    magnitudes |= (wide & 0x8000) << 16
+    return magnitudes.view(np.float32)
+
+
+def _read_fp16(raw: npt.NDArray[np.uint16], exponent: int) -> FloatArray:
+    _check_scale(int((raw & _MAGNITUDE).max(initial=0)), exponent)
+    widened = widen(raw)
     values = _times_power(widened, exponent)
     if exponent < _EXPONENT_LOSSLESS and not (np.ldexp(values, -exponent) == widened).all():
         raise _refused(f"fp16 values with scale exponent {exponent} are finer than float32 can hold")

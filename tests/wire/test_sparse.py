@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.wire.sparse import MAX_N, Sparse, ValueKind, decode, encode, encoded_bytes
+from gridtrain.wire.values import narrow, widen
 
 FP32, FP16, BF16, INT8 = ValueKind
 F32 = np.finfo(np.float32)
@@ -84,6 +85,18 @@ def test_fp16_rounds_to_nearest_of_eleven_bits(vector: tuple[int, np.ndarray, np
     # Half a step of an 11-bit float, or of the smallest steps; a whole one just below the top's binade.
     bound = np.maximum(np.abs(values.astype(np.float64)) * 2.0**-11, top * 2.0**-14 * SMALLEST_MULTIPLE)
     assert (np.abs(values.astype(np.float64) - back.values) <= bound).all()
+
+
+@given(st.lists(st.floats(-65000, 65000, width=32), max_size=40), st.integers(-30, 0))
+def test_fp16_by_shifts_is_numpys(drawn: list[float], exponent: int) -> None:
+    """Also of values that are all normal in fp16, of which some are a tie, and of the smallest ones."""
+    exact = np.array([1 + 2.0**-11, 1 + 3 * 2.0**-11, 2 - 2.0**-12, 2.0**-14], np.float32)
+    with np.errstate(under="ignore"):
+        scaled = np.ldexp(np.array(drawn, np.float32), exponent).astype(np.float32)
+        for values in (scaled, np.concatenate([exact, -exact, scaled[np.abs(scaled) >= 2.0**-14]])):
+            bits = narrow(values)
+            assert bits.tobytes() == values.astype("<f2").tobytes()
+            assert widen(bits).tobytes() == bits.view("<f2").astype(np.float32).tobytes()
 
 
 # -- by eye --------------------------------------------------------------------------------------
