@@ -19,17 +19,29 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 # -- exchanges (DESIGN: "exchange = how gradients are shared") -----------------------------------
 
+VALUES = ("fp16", "fp32", "bf16", "int8")
+"""How the values of a sparse exchange may travel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Dense ring all-reduce of float32 gradients (Baidu, 2017): every element, every step."""
+    """Dense all-reduce of float32 gradients: every element, every step.
+
+    Attributes:
+        topology: "ring" (Baidu, 2017), or "star": all send to rank 0, as to a parameter server.
+    """
+
+    topology: str = "ring"
+
+    def __post_init__(self) -> None:
+        _check_topology("Dense", self.topology, ("ring", "star"))
 
     @property
     def sparse(self) -> bool:
         return False
 
     def describe(self) -> str:
-        return "Dense()"
+        return "Dense()" if self.topology == "ring" else f"Dense(topology={self.topology})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,8 @@ class _Sparse:
     Attributes:
         density: rho; k = max(1, round(rho * n)) of n elements travel.
         momentum: DGC momentum correction (arXiv 1712.01887, section 3.1); 0 switches it off.
-        values: "fp16" or "fp32", how values travel; what rounding loses goes into the residual.
+        values: "fp16", "fp32", "bf16" or "int8", how values travel; what rounding loses goes into the
+            residual.
         warmup: densities of the first steps as ((until_step, density), ...), ascending: a function
             of the global step alone, so that a worker that joins late agrees with the others.
     """
@@ -57,8 +70,11 @@ class _Sparse:
             raise ConfigError(
                 f"momentum is {self.momentum}; it must be >= 0 and < 1", remedy="try momentum=0.9"
             )
-        if self.values not in ("fp16", "fp32"):
-            raise ConfigError(f'values is "{self.values}"', remedy='use values="fp16" or values="fp32"')
+        if self.values not in VALUES:
+            raise ConfigError(
+                f'values is "{self.values}"',
+                remedy="use one of " + ", ".join(f'values="{name}"' for name in VALUES),
+            )
         bounds = [until for until, _ in self.warmup]
         if bounds != sorted(set(bounds)) or any(b <= 0 for b in bounds):
             raise ConfigError(
@@ -91,10 +107,28 @@ class _Sparse:
 class TopK(_Sparse):
     """All-gather of every worker's k largest elements: the sum has up to P*k entries."""
 
+    @property
+    def topology(self) -> str:
+        return "all-gather"
+
 
 @dataclass(frozen=True, slots=True)
 class GTopK(_Sparse):
-    """Global top-k in O(k log P) by a butterfly of merges (after arXiv 1901.04359)."""
+    """Global top-k in O(k log P) by merges (after arXiv 1901.04359).
+
+    Attributes:
+        topology: "butterfly"; "tree", as in the paper; or "star": all send to rank 0, which merges once.
+    """
+
+    topology: str = "butterfly"
+
+    def __post_init__(self) -> None:
+        _Sparse.__post_init__(self)  # super() does not find its class in a dataclass with slots
+        _check_topology("GTopK", self.topology, ("butterfly", "tree", "star"))
+
+    def describe(self) -> str:
+        text = _Sparse.describe(self)
+        return text if self.topology == "butterfly" else f"{text[:-1]}, topology={self.topology})"
 
 
 Exchange = Dense | TopK | GTopK
@@ -188,6 +222,14 @@ class LocalSteps:
 def round_exchange(exchange: Exchange | LocalSteps) -> Exchange:
     """What a round of it is on the wire."""
     return exchange.exchange if isinstance(exchange, LocalSteps) else exchange
+
+
+def _check_topology(exchange: str, topology: str, known: tuple[str, ...]) -> None:
+    if topology not in known:
+        raise ConfigError(
+            f'topology of {exchange} is "{topology}"',
+            remedy="use one of " + ", ".join(f'topology="{name}"' for name in known),
+        )
 
 
 # -- deadlines -----------------------------------------------------------------------------------

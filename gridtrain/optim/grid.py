@@ -31,13 +31,11 @@ from torch import nn
 from gridtrain._version import __version__
 from gridtrain.config import (
     Deadlines,
-    Dense,
     Exchange,
     GTopK,
     JoinConfig,
     LocalSteps,
     Overlap,
-    TopK,
     round_exchange,
 )
 from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
@@ -50,7 +48,7 @@ from gridtrain.optim.local_steps import LocalStepsOptimizer
 from gridtrain.optim.prefetch import Prefetcher
 from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.wrapper import GridOptimizer
-from gridtrain.protocol import allgather, gtopk, ledger, ring
+from gridtrain.protocol import allgather, gtopk, ledger, ring, star, tree
 from gridtrain.protocol.invitation import parse
 from gridtrain.protocol.messages import Held, LedgerSpec, Setup, Span
 from gridtrain.runtime import handover
@@ -75,10 +73,12 @@ Facts = tuple[tuple[str, str], ...]
 CHECKPOINT_S = 30.0
 """A checkpoint that is being written when the grid is closed gets so long."""
 
-_NEIGHBOURS: dict[type, Edges] = {
-    Dense: ring.neighbours,
-    TopK: allgather.neighbours,
-    GTopK: gtopk.neighbours,
+_NEIGHBOURS: dict[str, Edges] = {
+    "ring": ring.neighbours,
+    "all-gather": allgather.neighbours,
+    "butterfly": gtopk.neighbours,
+    "tree": tree.neighbours,
+    "star": star.neighbours,
 }
 
 
@@ -454,8 +454,7 @@ class Grid:
             ("data", data_text),
         )
         share = self._share = sizes.share
-        shared_by = round_exchange(wrapped.exchange_config)
-        neighbours = _NEIGHBOURS[type(shared_by)]
+        neighbours = _NEIGHBOURS[round_exchange(wrapped.exchange_config).topology]
         self._session.enter(
             Setup(
                 facts,
@@ -463,7 +462,7 @@ class Grid:
                 share,
                 sizes.whole_step,
                 self._resume(facts),
-                follows=not isinstance(shared_by, Dense),
+                follows=round_exchange(wrapped.exchange_config).sparse,
             ),
             # Averages of buffers and, in retries, settings go round the ring, whatever the exchange is.
             lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size),

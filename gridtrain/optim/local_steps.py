@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +36,7 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import state_sync
 from gridtrain.optim.flat import FlatGradient
 from gridtrain.optim.session import Session
-from gridtrain.optim.wrapper import GridOptimizer, _largest_magnitude
+from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.wire.sparse import Sparse
 
 log = logging.getLogger("gridtrain")
@@ -238,10 +237,10 @@ class LocalStepsOptimizer(GridOptimizer):
     def _step_together(self) -> None:
         self.local_calls = 0
         self._take_change()
-        largest = _largest_magnitude(self._flat.flat_N)
-        if not math.isfinite(largest):
+        finite = bool(torch.isfinite(torch.stack(torch.aminmax(self._flat.flat_N))).all())
+        if not finite:
             self._begin_afresh()
-        self._turn(largest)
+        self._turn(finite)
         self._apply()
 
     @torch.no_grad()

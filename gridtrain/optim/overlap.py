@@ -21,13 +21,11 @@ import torch
 from torch import Tensor
 
 from gridtrain.errors import ConfigError
-from gridtrain.optim.bucketed import BucketedExchanger
-from gridtrain.optim.exchange import Attempt
+from gridtrain.optim.exchange import Attempt, Exchanger
 from gridtrain.optim.flat import FlatGradient
 from gridtrain.optim.session import Session
 from gridtrain.runtime.buckets import BucketedWorkspace
 from gridtrain.runtime.plan import StepPlan
-from gridtrain.sparsify.merge import largest_summable
 
 TRIAL_STEPS, PERIOD_STEPS, WARM_UP_STEPS = 12, 600, 3
 
@@ -70,7 +68,6 @@ class Overlapper:
     """Watches the gradients of one model, and sends a bucket when its last one is complete.
 
     Args:
-        contribution: (plan, start, stop) -> this worker's contribution, these elements of it.
         adaptive: send early only where that is faster.
 
     Attributes:
@@ -81,13 +78,11 @@ class Overlapper:
     def __init__(
         self,
         flat: FlatGradient,
-        exchanger: BucketedExchanger,
+        exchanger: Exchanger,
         session: Session,
-        contribution: Callable[[StepPlan, int, int], Tensor],
         adaptive: bool,
     ) -> None:
         self._flat, self._exchanger, self._session = flat, exchanger, session
-        self._contribution = contribution
         self._switch = Switch(adaptive)
         self._members = _members(flat.sizes, exchanger.bounds)
         self._bucket_of = {p: b for b, members in enumerate(self._members) for p in members}
@@ -134,10 +129,8 @@ class Overlapper:
         members = self._members[bucket]
         self._flat.gather(members)
         start, stop = self._exchanger.bounds[bucket : bucket + 2]
-        contribution_B = self._contribution(self._plan, start, stop)
-        low, high = torch.aminmax(contribution_B)
-        usable = float(torch.maximum(-low, high)) <= largest_summable(self._plan.world_size)
-        attempt = self._exchanger.prepare_bucket(bucket, contribution_B, self._plan, usable=usable)
+        gradient_B = self._flat.flat_N[start:stop]
+        attempt = self._exchanger.prepare_bucket(bucket, gradient_B, self._plan, usable=True)
         self._sent[bucket] = attempt
         self._versions |= {index: self._version(index) for index in members}
         self.selecting_s += time.perf_counter() - began_s

@@ -31,12 +31,11 @@ from gridtrain.config import Dense, Exchange, LocalSteps, Overlap, round_exchang
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import settings, state_sync
 from gridtrain.optim.averages import BufferAverage
-from gridtrain.optim.bucketed import BucketedExchanger
-from gridtrain.optim.exchange import Attempt, Exchanger, exchanger
+from gridtrain.optim.exchange import Attempt, assemble, exchanger
 from gridtrain.optim.flat import FlatGradient
 from gridtrain.optim.overlap import Overlapper, refuse_scaler
 from gridtrain.optim.session import Session
-from gridtrain.runtime.buckets import cut
+from gridtrain.runtime.buckets import Bounds, cut
 from gridtrain.runtime.buffers import DenseWorkspace
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.updates import StepUpdate
@@ -109,14 +108,12 @@ class GridOptimizer(torch.optim.Optimizer):
         self._flat = FlatGradient(model, inner)
         self.overlap_config = overlap
         self._overlapper: Overlapper | None = None
-        self._exchanger: Exchanger
-        if overlap is None:
-            self._exchanger = exchanger(round_exchange(exchange), self._flat.n, self._flat.flat_N.device)
-        else:
+        bounds: Bounds = (0, self._flat.n)
+        if overlap is not None:
             bounds = cut(self._flat.sizes, overlap.buckets, overlap.least)
-            device = self._flat.flat_N.device
-            self._exchanger = bucketed = BucketedExchanger(round_exchange(exchange), bounds, device)
-            self._overlapper = Overlapper(self._flat, bucketed, session, self._contribution, overlap.adaptive)
+        self._exchanger = exchanger(round_exchange(exchange), bounds, self._flat.flat_N.device)
+        if overlap is not None:
+            self._overlapper = Overlapper(self._flat, self._exchanger, session, overlap.adaptive)
         self.averages = BufferAverage(model, average_buffers_every)
         self._trackers: dict[str, state_sync.Stateful] = {}
         self.compare_every = compare_every
@@ -219,15 +216,15 @@ class GridOptimizer(torch.optim.Optimizer):
             early = self._overlapper.take()
         self._flat.gather()
         overflowed = self._unscale()
-        self._turn(math.inf if overflowed else _largest_magnitude(self._flat.flat_N), early)
+        self._turn(not overflowed, early)
         self._exchanged = True
         return not self.last_skipped
 
-    def _turn(self, largest: float, early: Early | None = None) -> None:
+    def _turn(self, usable: bool, early: Early | None = None) -> None:
         """Attempts at one step until one commits; the local gradient in flat_N stays until then.
 
         Args:
-            largest: its largest magnitude, infinite or NaN if it is not finite.
+            usable: False: it is known not to be finite.
             early: the plan for which buckets are under way already, and these.
         """
         self._watch.lap("computing_s")
@@ -242,10 +239,9 @@ class GridOptimizer(torch.optim.Optimizer):
             fresh = before is None or plan.attempt == 0 or replace(plan, attempt=before.attempt) != before
             before = plan
             if attempt is None or fresh or not attempt.resumes:
-                usable = largest * plan.weight <= largest_summable(plan.world_size) or plan.samples == 0
                 sent = early[1] if early is not None and early[0] is plan else {}
                 early = None
-                attempt = self._prepare(plan, usable, sent)
+                attempt = self._prepare(plan, usable or plan.samples == 0, sent)
             if fresh:  # else the rings go on from what has arrived
                 averages = self.averages.workspace(plan)
             if fresh or compared is None:
@@ -286,21 +282,14 @@ class GridOptimizer(torch.optim.Optimizer):
 
     def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, Attempt]) -> Attempt:
         """This worker's part; `sent`: buckets of it that are under way already."""
-        if not sent:
-            return self._exchanger.prepare(self._contribution(plan), plan, usable=usable)
-        assert isinstance(self._exchanger, BucketedExchanger)
         attempts = []
         for bucket, (start, stop) in enumerate(pairwise(self._exchanger.bounds)):
             attempt = sent.get(bucket)
             if attempt is None:
-                contribution_B = self._contribution(plan, start, stop)
-                attempt = self._exchanger.prepare_bucket(bucket, contribution_B, plan, usable=usable)
+                gradient_B = self._flat.flat_N[start:stop]
+                attempt = self._exchanger.prepare_bucket(bucket, gradient_B, plan, usable=usable)
             attempts.append(attempt)
-        return self._exchanger.assemble(attempts)
-
-    def _contribution(self, plan: StepPlan, start: int = 0, stop: int | None = None) -> Tensor:
-        flat_N = self._flat.flat_N[start:stop]
-        return flat_N * plan.weight if plan.samples else torch.zeros_like(flat_N)
+        return assemble(self._exchanger.bounds, attempts)
 
     def _apply(self) -> None:
         if not self.last_skipped:
@@ -477,12 +466,6 @@ def _refuse_misfits(
             "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())",
             stacklevel=4,  # the line that called grid.optimizer(...)
         )
-
-
-def _largest_magnitude(values_N: Tensor) -> float:
-    """NaN if there is one; infinite or NaN compares as too large for any bound."""
-    low, high = torch.aminmax(values_N)
-    return float(torch.maximum(-low, high))
 
 
 def _norm(update: npt.NDArray[np.float32] | Sparse) -> float:

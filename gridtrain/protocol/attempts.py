@@ -71,6 +71,10 @@ class Seat:
     term: int
     generation: int
     roster: tuple[m.Member, ...]
+    _ranks: dict[m.PeerId, int] = field(init=False, repr=False, compare=False)  # asked for with each message
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ranks", {member.peer: rank for rank, member in enumerate(self.roster)})
 
     @property
     def world_size(self) -> int:
@@ -82,7 +86,7 @@ class Seat:
         return tuple((member.peer, member.share) for member in self.roster)
 
     def rank_of(self, peer: m.PeerId) -> int | None:
-        return next((rank for rank, member in enumerate(self.roster) if member.peer == peer), None)
+        return self._ranks.get(peer)
 
     @property
     def rank(self) -> int:

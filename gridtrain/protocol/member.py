@@ -119,6 +119,7 @@ class MemberCore:
         self._wakefulness = Wakefulness()
         self._setup: m.Setup | None = None
         self._edges: Callable[[int, int], frozenset[int]] = lambda rank, world_size: frozenset()
+        self._needed_in: tuple[Seat | None, set[int]] = None, set()
         self._attempts: Attempts | None = None  # of the generation that this worker is in
         self._means: Means | None = None
         self._first_step = 0  # of this generation
@@ -253,6 +254,7 @@ class MemberCore:
                 return self._edge_down(peer, reason, now_s)
             case Enter(setup, edges):
                 self._setup, self._edges = setup, edges
+                self._needed_in = None, set()
                 if setup.held is not None and self.seat is None:
                     held = setup.held
                     self.applied, self.history, self.ledger = held.applied, held.history, held.ledger
@@ -694,11 +696,14 @@ class MemberCore:
         seat = self.seat
         if seat is None:
             return set()
+        if self._needed_in[0] is seat:  # asked for several times with each message
+            return self._needed_in[1]
         centres = {ROOT, self._donor(seat)} - {None}
         needed = set(self._edges(seat.rank, seat.world_size)) | {rank for rank in centres if rank is not None}
         if seat.rank in centres:
             needed = set(range(seat.world_size))
-        return needed - {seat.rank}
+        self._needed_in = seat, needed - {seat.rank}
+        return self._needed_in[1]
 
     def _missing_edges(self) -> tuple[m.PeerId, ...]:
         seat = self.seat

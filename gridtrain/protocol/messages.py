@@ -37,6 +37,8 @@ class Phase(IntEnum):
     SWAP = 4  # butterfly, hop h pairs rank with rank XOR 2**h
     UNFOLD = 5  # butterfly, the result goes back up
     RESUME = 6  # ring, to the left: what a retry need not send again
+    RAISE = 7  # tree and star, towards rank 0
+    LOWER = 8  # tree and star, the result from rank 0
 
 
 class Verdict(IntEnum):

@@ -24,8 +24,11 @@ from gridtrain.runtime.buffers import (
     Workspace,
     seal_of,
 )
+from gridtrain.runtime.stars import DenseStarWorkspace
 from gridtrain.sparsify.merge import FloatArray
 from gridtrain.wire.sparse import Sparse
+
+BucketWorkspace = DenseWorkspace | DenseStarWorkspace | GatherWorkspace | ButterflyWorkspace
 
 Bounds = tuple[int, ...]
 """Where buckets begin, and at last where the vector ends: 0 = bounds[0] < bounds[1] < ... = n."""
@@ -39,28 +42,30 @@ class BucketedWorkspace:
         parts: one workspace for each.
     """
 
-    def __init__(
-        self, bounds: Bounds, parts: Sequence[DenseWorkspace | GatherWorkspace | ButterflyWorkspace]
-    ) -> None:
+    def __init__(self, bounds: Bounds, parts: Sequence[BucketWorkspace]) -> None:
         self.parts = tuple(parts)
         self.n = bounds[-1]
         self._starts = bounds[:-1]
 
     @property
     def is_sparse(self) -> bool:
-        return not isinstance(self.parts[0], DenseWorkspace)
+        return isinstance(self.parts[0], GatherWorkspace | ButterflyWorkspace)
 
     @property
     def update(self) -> Sparse:
         """Of a sparse exchange that is complete: indices in the whole vector, ascending."""
-        updates = [part.update for part in self.parts if not isinstance(part, DenseWorkspace)]
+        updates = [
+            part.update for part in self.parts if isinstance(part, GatherWorkspace | ButterflyWorkspace)
+        ]
         moved = [update.indices + start for update, start in zip(updates, self._starts, strict=True)]
         return Sparse(np.concatenate(moved), np.concatenate([update.values for update in updates]))
 
     @property
     def update_N(self) -> FloatArray:
         """Of a dense exchange that is complete: a new array of shape (n,)."""
-        return np.concatenate([part.update_N for part in self.parts if isinstance(part, DenseWorkspace)])
+        return np.concatenate(
+            [part.update_N for part in self.parts if isinstance(part, DenseWorkspace | DenseStarWorkspace)]
+        )
 
     def seal(self) -> bytes:
         """See `buffers.Workspace.seal`."""

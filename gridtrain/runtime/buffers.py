@@ -11,6 +11,8 @@ when (the core does), and never commits: a workspace is dropped whole when its r
     GatherWorkspace     AllGather   one payload for each rank, summed in rank order at the end
     ButterflyWorkspace  Butterfly   mine: one payload, replaced by each merge; kept: goes to the residual
 
+(Those of the tree and the star are in `runtime.stars`.)
+
 No honest member brings more than `largest_summable` into a sum, so a sum over m members is at most m times
 that.  A payload above it (or not finite) is refused where it arrives, when it is known who sent it: what an
 honest member goes on with is then within the next one's bound, and no sum can overflow.
@@ -44,6 +46,7 @@ from gridtrain.protocol.messages import Phase, Place
 from gridtrain.protocol.ring import Ring
 from gridtrain.sparsify.merge import FloatArray, Kept, largest_summable, merge, sum_in_rank_order
 from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
+from gridtrain.wire.values import ROUNDING
 
 LARGEST_SLICE_BYTES = 2**20
 SMALLEST_SLICE_BYTES = 64 * 1024
@@ -52,10 +55,9 @@ SLICES = 8
 
 _FLOAT = np.dtype("<f4")  # as on the wire, and as on every machine that we know
 
-# By what factor rounding once may enlarge a value.  Both leave room for the addition before it; encoding
-# to fp16 rounds to 11 bits.
+# By what factor rounding once may enlarge a value, with room for the addition before it.  What encoding
+# does is `wire.values.ROUNDING`.
 _DENSE_ROUNDING = 1.0 + 2.0**-20
-_SPARSE_ROUNDING = 1.0 + 2.0**-10
 
 
 class Workspace(Protocol):
@@ -197,24 +199,28 @@ class DenseWorkspace:
 
     def _values(self, segment: int, slice_: int, payload: bytes | memoryview, source: Source) -> FloatArray:
         what = f"segment {segment}, slice {slice_} from rank {source.rank}"
-        data = np.frombuffer(payload, np.uint8)
-        _check_length(data.size, self._view(segment, slice_).nbytes, what)
-        values = data.view(_FLOAT)
-        _check_honest(values, source, _DENSE_ROUNDING, what)
-        return values
+        return _dense_values(payload, self._view(segment, slice_).nbytes, source, what)
 
 
 class GatherWorkspace:
     """Everybody's payload.  `update` is their sum in rank order, one's own decoded like the others."""
 
     def __init__(
-        self, rank: int, world_size: int, payload: bytes, *, n: int, k: int, kind: ValueKind
+        self,
+        rank: int,
+        world_size: int,
+        payload: bytes,
+        *,
+        n: int,
+        k: int,
+        kind: ValueKind,
+        decoded: Sparse | None = None,
     ) -> None:
         self.n, self._k, self._kind = n, k, kind
         self._rank = rank
         self._payloads: list[bytes | memoryview | None] = [None] * world_size
         self._parts: list[Sparse | None] = [None] * world_size
-        self._store(rank, payload, self._decode(payload))
+        self._store(rank, payload, self._decode(payload) if decoded is None else decoded)
         self._update: Sparse | None = None
 
     @property
@@ -238,7 +244,7 @@ class GatherWorkspace:
     def apply(self, effect: WorkspaceEffect) -> None:
         match effect:
             case StoreOf(rank, payload, source):
-                self._store(rank, payload, _from_peer(payload, source, self._decode))
+                self._store(rank, payload, _from_peer(payload, source, self._kind, self._decode))
             case _:
                 raise _no_effect_of("AllGather", effect)
 
@@ -262,29 +268,35 @@ class ButterflyWorkspace:
     """One payload, merged hop by hop.  `update` is what it decodes to.
 
     `kept`: dropped or rounded values that this rank owns; to be added to the residual at the commit.
+    `decoded`: what `payload` decodes to, where the caller has it already.
     """
 
-    def __init__(self, payload: bytes, *, n: int, k: int, kind: ValueKind) -> None:
+    def __init__(
+        self, payload: bytes, *, n: int, k: int, kind: ValueKind, decoded: Sparse | None = None
+    ) -> None:
         self.n, self._k, self._kind = n, k, kind
         self._payload: bytes | memoryview = payload
-        self.update = self._decode(payload)
+        self.update = self._decode(payload) if decoded is None else decoded
         self.kept: list[Kept] = []
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Butterfly:
+    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+        self._bring(skip)
+        return Butterfly(rank, world_size, skip)
+
+    def _bring(self, skip: bool) -> None:
         if skip:
             nothing = _nothing(self.n, self._kind)
             self._payload, self.update = nothing, self._decode(nothing)
-        return Butterfly(rank, world_size, skip)
 
     def apply(self, effect: WorkspaceEffect) -> None:
         match effect:
             case MergeIn(payload, owner_modulus, owner_residue, source):
-                theirs = _from_peer(payload, source, self._decode)
+                theirs = _from_peer(payload, source, self._kind, self._decode)
                 merged = merge(self.update, theirs, n=self.n, k=self._k, kind=self._kind)
                 self._payload, self.update = merged.payload, merged.sparse
                 self.kept.append(merged.owned(owner_modulus, owner_residue))
             case Adopt(payload, source):
-                self.update = _from_peer(payload, source, self._decode)
+                self.update = _from_peer(payload, source, self._kind, self._decode)
                 self._payload = payload
             case _:
                 raise _no_effect_of("Butterfly", effect)
@@ -318,6 +330,26 @@ def _check_length(payload_bytes: int, expected_bytes: int, what: str) -> None:
         )
 
 
+def _dense_values(payload: bytes | memoryview, expected_bytes: int, source: Source, what: str) -> FloatArray:
+    """A peer's float32 values, of the length that they must have."""
+    data = np.frombuffer(payload, np.uint8)
+    _check_length(data.size, expected_bytes, what)
+    values = data.view(_FLOAT)
+    _check_honest(values, source, _DENSE_ROUNDING, what)
+    return values
+
+
+def _seal_of_dense(update_N: FloatArray) -> bytes:
+    """32-byte digest of a dense sum.  Raises `RemoteProtocolError` if it is not finite."""
+    # min and max say it without a temporary array: NaN spreads, infinity is one of them.
+    if update_N.size and not np.isfinite([update_N.min(), update_N.max()]).all():
+        raise RemoteProtocolError(
+            "the dense sum is not finite although no member skips",
+            remedy="abort: a member whose values are that large, or not finite, has to skip the step",
+        )
+    return blake2b(update_N.data, digest_size=32).digest()
+
+
 def _check_honest(values: FloatArray, source: Source, rounding: float, what: str) -> None:
     """Whether the values are finite, and no larger than honest members can make them."""
     limit = source.members * largest_summable(source.world_size) * rounding**source.roundings
@@ -332,7 +364,10 @@ def _check_honest(values: FloatArray, source: Source, rounding: float, what: str
 
 
 def _from_peer(
-    payload: bytes | memoryview, source: Source, decoded: Callable[[bytes | memoryview], Sparse]
+    payload: bytes | memoryview,
+    source: Source,
+    kind: ValueKind,
+    decoded: Callable[[bytes | memoryview], Sparse],
 ) -> Sparse:
     """A peer's sparse payload; whatever is wrong with it is said with the rank that sent it."""
     what = f"sparse payload from rank {source.rank}"
@@ -340,7 +375,7 @@ def _from_peer(
         theirs = decoded(payload)
     except RemoteProtocolError as error:
         raise RemoteProtocolError(f"rank {source.rank}: {error.reason}", remedy=error.remedy) from None
-    _check_honest(theirs.values, source, _SPARSE_ROUNDING, what)
+    _check_honest(theirs.values, source, ROUNDING[kind], what)
     return theirs
 
 
@@ -349,9 +384,9 @@ def _nothing(n: int, kind: ValueKind) -> bytes:
 
 
 def seal_of(update: Sparse) -> bytes:
-    """32-byte digest of a sparse update's bits."""
+    """32-byte digest of a sparse update's bits: its indices as 32-bit numbers, then its values."""
     digest = blake2b(digest_size=32)
-    digest.update(update.indices.astype("<i8", copy=False).data)
+    digest.update(update.indices.astype("<u4").data)
     digest.update(update.values.astype(_FLOAT, copy=False).data)
     return digest.digest()
 

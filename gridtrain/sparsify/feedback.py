@@ -36,7 +36,7 @@ from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.sparsify.device import selection_on
 from gridtrain.sparsify.merge import Kept
 from gridtrain.sparsify.select import Selection, Terms
-from gridtrain.wire.sparse import ValueKind, decode, encode
+from gridtrain.wire.sparse import Sparse, ValueKind, encode_once
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -47,6 +47,7 @@ class Prepared:
 
     Attributes:
         payload: what this worker brings into the exchange; its indices count from `start`.
+        decoded: what that decodes to.
         skip: the accumulated values cannot travel; the payload is empty and nothing may change.
         new_residual_N, new_u_N: state after a commit, without what merges keep (None: skip, no momentum).
         start: first element of the part; 0 for the whole vector.
@@ -54,6 +55,7 @@ class Prepared:
     """
 
     payload: bytes
+    decoded: Sparse
     skip: bool
     new_residual_N: Tensor | None
     new_u_N: Tensor | None
@@ -132,19 +134,19 @@ class ErrorFeedback:
         magnitudes_K = np.abs(selected.values_K)
         if not (magnitudes_K <= limit).all():  # the largest magnitudes are among the selected, and NaN
             return self.prepare_skip(kind, start=start, n=acc_N.numel())
-        payload = encode(selected.indices_K, selected.values_K, n=acc_N.numel(), kind=kind)
-        mine = decode(payload, n=acc_N.numel(), max_entries=k, kind=kind)
-        acc_N.index_add_(0, selected.where_K, _like(mine.values, acc_N), alpha=-1)
+        made = encode_once(selected.indices_K, selected.values_K, n=acc_N.numel(), kind=kind)
+        acc_N.index_add_(0, selected.where_K, _like(made.sparse.values, acc_N), alpha=-1)
         if new_u_N is not None:
             new_u_N.index_fill_(0, selected.where_K, 0.0)
         threshold = float(magnitudes_K.min()) if magnitudes_K.size else 0.0
-        return Prepared(payload, False, acc_N, new_u_N, start, threshold)
+        return Prepared(made.payload, made.sparse, False, acc_N, new_u_N, start, threshold)
 
     def prepare_skip(self, kind: ValueKind, *, start: int = 0, n: int | None = None) -> Prepared:
         """Take part with an empty payload: a gradient here is not finite.  `n`: of the part at `start`."""
         nothing = np.empty(0, np.int64), np.empty(0, np.float32)
         n = self._residual_N.numel() if n is None else n
-        return Prepared(encode(*nothing, n=n, kind=kind), True, None, None, start)
+        made = encode_once(*nothing, n=n, kind=kind)
+        return Prepared(made.payload, made.sparse, True, None, None, start)
 
     def commit(self, prepared: Prepared, kept: Iterable[Kept]) -> None:
         """Make the prepared state the committed one and add what the merges on this worker kept.

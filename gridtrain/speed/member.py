@@ -115,7 +115,7 @@ def repeat(grid: Grid, wrapped: Any, contribution_N: Tensor, player: Player, int
         if plan is None:
             return True  # the group went on without this worker: not a repeat that counts
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        attempt: Attempt = exchanger.prepare(contribution_N * plan.weight, plan, usable=True)
+        attempt: Attempt = exchanger.prepare_bucket(0, contribution_N, plan, usable=True)
         work.over(attempt.workspace)
         if not word:
             prepare_s, prepare_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s

@@ -180,7 +180,7 @@ def random_inputs(
     """
     n = int(rng.integers(1, 150))
     k = n if dense or rng.random() < 0.1 else int(rng.integers(1, n + 1))
-    kind = ValueKind.FP32 if dense else ValueKind(int(rng.integers(2)))
+    kind = ValueKind.FP32 if dense else ValueKind(int(rng.integers(len(ValueKind))))
     draw_integers = rng.random() < 0.5 if integers is None else integers
     scale = 2.0 ** int(rng.integers(-20, 20)) if draw_integers else None
     members = [(_vector(rng, n, scale), _vector(rng, n, scale)) for _ in range(world_size)]

@@ -149,6 +149,8 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("sparse-kind", "_check_kind", _nothing, "values of another kind than the generation's"),
         ("sparse-count", "_check_entries", _nothing, "more entries than k"),
         ("sparse-length", "_check_length", _nothing, "bytes after the last value"),
+    ],
+    "gridtrain.wire.eliasfano": [
         ("sparse-padding", "_check_padding", _nothing, "bits after the last: one payload in two forms"),
         (
             "sparse-popcount",
@@ -157,8 +159,12 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
             "a unary part of other than K entries",
         ),
         ("sparse-order", "_check_order", _nothing, "indices twice, in disorder, or beyond the vector"),
-        ("sparse-finite", "_check_finite", _nothing, "NaN among fp32 values"),
+    ],
+    "gridtrain.wire.values": [
+        ("sparse-finite", "_check_finite", _nothing, "NaN among fp32 and bf16 values"),
         ("sparse-scale", "_check_scale", _nothing, "NaN among fp16 values"),
+        ("sparse-unscaled", "_check_unscaled", _nothing, "one payload of fp32 values in many forms"),
+        ("sparse-blocks", "_check_blocks", _nothing, "int8 values that a scale makes infinite"),
     ],
     "gridtrain.runtime.buffers": [
         ("dense-length", "_check_length", _nothing, "a slice of another length"),

@@ -84,7 +84,7 @@ def test_what_honest_ones_do_is_accepted(name: str) -> None:
 
 PLANTED = {
     "codec": ("gridtrain.wire.kinds.Int.pack", lambda self, value: value, 20000),
-    "sparse": ("gridtrain.wire.sparse._EXPONENT_MAX", 400, 2000),
+    "sparse": ("gridtrain.wire.values._EXPONENT_MAX", 400, 4000),
     "status": ("gridtrain.runtime.client._printable", lambda value: value, 200),
     "stateblocks": (
         "gridtrain.runtime.statefeed.StateIntake.complete_for",

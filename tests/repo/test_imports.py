@@ -37,6 +37,8 @@ TABLE: dict[str, str] = {
     "gridtrain.protocol":           "",
     "gridtrain.wire":               "gridtrain.protocol.messages msgpack",
     "gridtrain.wire.sparse":        "gridtrain.protocol.messages numpy",
+    "gridtrain.wire.eliasfano":     "gridtrain.protocol.messages numpy",
+    "gridtrain.wire.values":        "gridtrain.protocol.messages numpy",
     "gridtrain.transport":          "gridtrain.wire gridtrain.protocol.messages zmq nacl",
     "gridtrain.sparsify":           "gridtrain.wire numpy",
     "gridtrain.sparsify.select":    "gridtrain.wire numpy torch",

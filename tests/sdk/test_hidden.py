@@ -39,7 +39,15 @@ def train(exchange: Any, grid: gridtrain.Grid, number: int) -> Result:
 
 @pytest.mark.parametrize("hidden", [0, 2, WORKERS], ids=["nobody", "half", "everybody"])
 @pytest.mark.parametrize(
-    "exchange", [gridtrain.Dense(), gridtrain.GTopK(density=0.1)], ids=["dense", "gtopk"]
+    "exchange",
+    [
+        gridtrain.Dense(),
+        gridtrain.GTopK(density=0.1),
+        gridtrain.Dense(topology="star"),
+        gridtrain.GTopK(density=0.1, values="int8", topology="star"),
+        gridtrain.GTopK(density=0.1, values="bf16", topology="tree"),
+    ],
+    ids=["dense", "gtopk", "dense star", "gtopk star", "gtopk tree"],
 )
 def test_hidden_workers_end_with_the_same_model(new_group: Any, exchange: Any, hidden: int) -> None:
     with new_group(workers=WORKERS) as group:

@@ -127,6 +127,15 @@ def a_half_that_is_no_number() -> Any:
     return sparse(put(11, b"\x00\x7e"), ValueKind.FP16)
 
 
+def a_scale_that_means_nothing() -> Any:
+    return sparse(put(4, b"\x07\x00"))
+
+
+def a_scale_beyond_float32() -> Any:
+    """2^200, of the one block that there is."""
+    return sparse(put(11, b"\xc8\x00"), ValueKind.INT8)
+
+
 # -- the exchange ----------------------------------------------------------------------------------
 
 
@@ -331,6 +340,8 @@ ATTACKS: dict[str, Callable[[], Any]] = {
     "sparse-order": the_same_index_twice,
     "sparse-finite": a_value_that_is_no_number,
     "sparse-scale": a_half_that_is_no_number,
+    "sparse-unscaled": a_scale_that_means_nothing,
+    "sparse-blocks": a_scale_beyond_float32,
     "dense-length": a_slice_of_one_value_for_all,
     "honest-values": a_nan_in_the_sum,
     "turn": anothers_turn,

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gridtrain.protocol import allgather, gtopk, ring
+from gridtrain.protocol import allgather, gtopk, ring, star, tree
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import Seat
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
+from gridtrain.runtime.stars import DenseStarWorkspace, StarWorkspace, TreeWorkspace
 from gridtrain.sim.coverage import table, unreached
 from gridtrain.sim.world import COORDINATOR, SimWorker, World
 from gridtrain.testing.collectives import CollectiveGroup
@@ -29,7 +30,16 @@ N, K = 24, 5
 SAMPLES = 60
 KINDS = ("dense", "topk", "gtopk")
 FORMAT: Any = {"n": N, "kind": ValueKind.FP16}
-EDGES = {"dense": ring.neighbours, "topk": allgather.neighbours, "gtopk": gtopk.neighbours}
+OTHER_KINDS = ("tree", "star", "dense-star")
+EDGES = {
+    "dense": ring.neighbours,
+    "topk": allgather.neighbours,
+    "gtopk": gtopk.neighbours,
+    "tree": tree.neighbours,
+    "star": star.neighbours,
+    "dense-star": star.neighbours,
+}
+MERGING = {"gtopk": ButterflyWorkspace, "tree": TreeWorkspace, "star": StarWorkspace}
 WHAT_HAPPENS = (
     "aborts",
     "joins",
@@ -76,7 +86,7 @@ class ToyTrainer:
 
         @property
         def update(self) -> np.ndarray:
-            if isinstance(self.workspace, DenseWorkspace):
+            if isinstance(self.workspace, DenseWorkspace | DenseStarWorkspace):
                 return self.workspace.update_N
             dense = np.zeros(N, np.float32)
             dense[self.workspace.update.indices] = self.workspace.update.values
@@ -95,16 +105,18 @@ class ToyTrainer:
                 contribution += gradient_of(position)
         rank, world_size = seat.rank, seat.world_size
         acc = self.residual + contribution
-        if self.kind == "dense":
+        if self.kind in ("dense", "dense-star"):
+            of_kind = DenseWorkspace if self.kind == "dense" else DenseStarWorkspace
             attempt = self.Attempt(
-                rank, self.residual, contribution, lambda: DenseWorkspace(acc.copy(), world_size, 16)
+                rank, self.residual, contribution, lambda: of_kind(acc.copy(), world_size, 16)
             )
         else:
             chosen = np.sort(np.lexsort((np.arange(N), -np.abs(acc)))[:K])
             payload = encode(chosen, acc[chosen], **FORMAT)
-            make: Callable[[], Any] = lambda: ButterflyWorkspace(payload, n=N, k=K, kind=ValueKind.FP16)  # noqa: E731
-            if self.kind == "topk":
-                make = lambda: GatherWorkspace(rank, world_size, payload, n=N, k=K, kind=ValueKind.FP16)  # noqa: E731
+            numbers: Any = {"n": N, "k": K, "kind": ValueKind.FP16}
+            make: Callable[[], Any] = partial(GatherWorkspace, rank, world_size, payload, **numbers)
+            if self.kind != "topk":
+                make = partial(MERGING[self.kind], payload, **numbers)
             attempt = self.Attempt(rank, self.residual, contribution, make)
             mine = decode(payload, max_entries=K, **FORMAT)
             attempt.left = acc.copy()
@@ -435,7 +447,7 @@ def test_who_leaves_in_order_leaves_its_residual_behind(kind: str) -> None:
     assert passed_on, "the second one was the heir of the first one at least once"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + OTHER_KINDS)
 def test_calm_group_trains_to_the_end(kind: str) -> None:
     world, book = build(1, kind, workers=4)
     world.run(60.0)
@@ -474,3 +486,9 @@ def test_promises_hold_under_churn(seeds: Seeds) -> None:
         assert all(totals[name] > 0 for name in WHAT_HAPPENS), dict(totals)
         assert totals["rollbacks"] < 0.2 * len(reached)
         assert unreached(reached) == []
+
+
+def test_promises_hold_on_the_other_topologies(seeds: Seeds) -> None:
+    for seed in seeds(150):
+        world, book = history(seed, OTHER_KINDS[seed % len(OTHER_KINDS)])
+        check(world, book)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.sparsify.merge import largest_summable, merge, sum_in_rank_order
+from gridtrain.sparsify.merge import largest_summable, merge, sum_in_rank_order, sum_of_two
 from gridtrain.wire.sparse import ValueKind, decode, encode
 
 FP16, FP32 = ValueKind.FP16, ValueKind.FP32
@@ -74,7 +74,7 @@ def test_a_sum_beyond_float32_is_the_peers_fault():
         merge(huge, huge, n=16, k=1, kind=FP16)
 
 
-@pytest.mark.parametrize("kind", [FP16, FP32])
+@pytest.mark.parametrize("kind", ValueKind)
 @pytest.mark.parametrize("world_size", [1, 2, 7, 32, 2000])
 def test_the_largest_summable_contributions_never_overflow(world_size, kind):
     part = total = sparse({0: largest_summable(world_size)}, kind=kind)
@@ -113,7 +113,7 @@ def random_part(rng, n, kind):
 def test_the_merge_is_that_of_the_model_and_symmetric(seeds):
     for seed in seeds(400):
         rng = np.random.default_rng(seed)
-        n, kind = int(rng.integers(1, 60)), ValueKind(int(rng.integers(2)))
+        n, kind = int(rng.integers(1, 60)), ValueKind(int(rng.integers(len(ValueKind))))
         k = int(rng.integers(1, n + 1))
         mine, theirs = random_part(rng, n, kind), random_part(rng, n, kind)
 
@@ -125,3 +125,49 @@ def test_the_merge_is_that_of_the_model_and_symmetric(seeds):
         )
         assert merged.payload == other_side.payload, f"seed {seed}: the two sides differ"
         assert kept(merged) == kept(other_side), f"seed {seed}: the two sides differ"
+
+
+@pytest.mark.parametrize("kind", ValueKind)
+@pytest.mark.parametrize("values", ["floats", "few", "one"])
+def test_a_large_merge_is_that_of_the_model(kind, values, seeds):
+    """Large enough that the threshold is looked for in a sample, with ties and without."""
+    for seed in seeds(3):
+        rng = np.random.default_rng(seed)
+        n, k = 100_000, int(rng.integers(1, 9000))
+
+        def part(rng=rng, n=n, k=k):
+            indices = np.sort(rng.choice(n, 8000, replace=False))
+            drawn = {
+                "floats": rng.standard_normal(8000) * 2.0 ** rng.integers(-6, 6, 8000),
+                "few": rng.choice([-3, -2, -1, 1, 2], 8000),
+                "one": np.ones(8000),
+            }[values]
+            payload = encode(indices, np.asarray(drawn, np.float32), n=n, kind=kind)
+            return decode(payload, n=n, max_entries=n, kind=kind)
+
+        mine, theirs = part(), part()
+        merged = merge(mine, theirs, n=n, k=k, kind=kind)
+        assert (entries(merged.sparse), kept(merged)) == model_of_merge(mine, theirs, k, n, kind), seed
+
+
+def test_the_sum_of_two_is_the_sum_in_rank_order(seeds):
+    for seed in seeds(200):
+        rng = np.random.default_rng(seed)
+        n, kind = int(rng.integers(1, 60)), ValueKind(int(rng.integers(len(ValueKind))))
+        mine, theirs = random_part(rng, n, kind), random_part(rng, n, kind)
+        pair, ordered = sum_of_two(mine, theirs), sum_in_rank_order([mine, theirs])
+        assert pair.indices.tobytes() == ordered.indices.tobytes(), f"seed {seed}"
+        assert pair.values.tobytes() == ordered.values.tobytes(), f"seed {seed}"
+
+
+def test_the_sum_in_rank_order_is_that_of_the_model(seeds):
+    for seed in seeds(100):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(1, 60))
+        parts = [random_part(rng, n, FP32) for _ in range(int(rng.integers(1, 12)))]
+        sums = np.zeros(n, np.float32)
+        for part in parts:
+            for index, value in entries(part).items():
+                sums[index] += np.float32(value)
+        expected = {i: float(sums[i]) for i in range(n) if sums[i] != 0}
+        assert entries(sum_in_rank_order(parts)) == expected, f"seed {seed}"

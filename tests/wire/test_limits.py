@@ -83,7 +83,7 @@ FIELDS = [
     refused("Vote.reason is bytes", header(51, ROUND, True, b"", b"ab"), "bytes for text"),
     refused("Decision.verdict is int 2,", header(52, ROUND, 2, ""), "unknown verdict"),
     refused("Decision.verdict is bool True,", header(52, ROUND, True, ""), "true for COMMIT"),
-    refused("Data.place.phase is int 7,", [*header(50, ROUND, [0] * 3, [7, 0, 0, 0], False), b""], "phase"),
+    refused("Data.place.phase is int 9,", [*header(50, ROUND, [0] * 3, [9, 0, 0, 0], False), b""], "phase"),
     refused("Data.place.hop is int 21", [*header(50, ROUND, [0] * 3, [0, 2**31, 0, 0], False), b""], "hop"),
     refused("Hello.peer is 31 bytes,", header(1, bytes(31), 1, ""), "short key"),
     refused("Hello.peer is 33 bytes,", header(1, bytes(33), 1, ""), "long key"),

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.wire.sparse import MAX_N, Sparse, ValueKind, decode, encode, encoded_bytes
+from gridtrain.wire.values import narrow, widen
 
-FP16, FP32 = ValueKind.FP16, ValueKind.FP32
+FP32, FP16, BF16, INT8 = ValueKind
 F32 = np.finfo(np.float32)
 SMALLEST = float(F32.smallest_subnormal)
 LARGEST = float(F32.max)
@@ -86,6 +87,18 @@ def test_fp16_rounds_to_nearest_of_eleven_bits(vector: tuple[int, np.ndarray, np
     assert (np.abs(values.astype(np.float64) - back.values) <= bound).all()
 
 
+@given(st.lists(st.floats(-65000, 65000, width=32), max_size=40), st.integers(-30, 0))
+def test_fp16_by_shifts_is_numpys(drawn: list[float], exponent: int) -> None:
+    """Also of values that are all normal in fp16, of which some are a tie, and of the smallest ones."""
+    exact = np.array([1 + 2.0**-11, 1 + 3 * 2.0**-11, 2 - 2.0**-12, 2.0**-14], np.float32)
+    with np.errstate(under="ignore"):
+        scaled = np.ldexp(np.array(drawn, np.float32), exponent).astype(np.float32)
+        for values in (scaled, np.concatenate([exact, -exact, scaled[np.abs(scaled) >= 2.0**-14]])):
+            bits = narrow(values)
+            assert bits.tobytes() == values.astype("<f2").tobytes()
+            assert widen(bits).tobytes() == bits.view("<f2").astype(np.float32).tobytes()
+
+
 # -- by eye --------------------------------------------------------------------------------------
 
 
@@ -135,7 +148,56 @@ def test_fp16_values(values: list[float], decoded: list[float]) -> None:
     assert [value for _, value in there_and_back(indices, values, 8, FP16)] == decoded
 
 
-@pytest.mark.parametrize("kind", ValueKind)
+@pytest.mark.parametrize(
+    ("values", "decoded"),
+    [
+        pytest.param([0.0, 1.0, 2.0**-40], [0.0, 1.0, 2.0**-40], id="no scale"),
+        pytest.param([SMALLEST], [0.0], id="float32's smallest"),
+        pytest.param([2.0**-133, 3 * 2.0**-133], [2.0**-133, 3 * 2.0**-133], id="bf16's subnormals"),
+        pytest.param([LARGEST, -LARGEST], [2.0**128 - 2.0**120, -(2.0**128) + 2.0**120], id="not infinite"),
+        pytest.param([1 + 2.0**-8, -1 - 2.0**-8], [1.0, -1.0], id="tie to even, down"),
+        pytest.param([1 + 3 * 2.0**-8], [1 + 2.0**-6], id="tie to even, up"),
+    ],
+)
+def test_bf16_values(values: list[float], decoded: list[float]) -> None:
+    indices = list(range(len(values)))
+    assert [value for _, value in there_and_back(indices, values, 8, BF16)] == decoded
+
+
+@pytest.mark.parametrize(
+    ("values", "decoded"),
+    [
+        pytest.param([0.0, -0.0], [0.0, 0.0], id="zeros"),
+        pytest.param([100.0, -3.0, 0.75], [100.0, -3.0, 1.0], id="the largest is in 64 .. 127"),
+        pytest.param([1.0, 2.0**-40], [1.0, 0.0], id="far below the largest: kept by the residual"),
+        pytest.param([64.0, 0.5, 1.5], [64.0, 0.0, 2.0], id="ties to even"),
+        pytest.param([127.75, -127.75], [127.0, -127.0], id="never up into the next binade"),
+        pytest.param([SMALLEST, -3 * SMALLEST], [SMALLEST, -3 * SMALLEST], id="float32's subnormals"),
+        pytest.param([LARGEST, SMALLEST], [127 * 2.0**121, 0.0], id="the whole range"),
+    ],
+)
+def test_int8_values(values: list[float], decoded: list[float]) -> None:
+    indices = list(range(len(values)))
+    assert [value for _, value in there_and_back(indices, values, 8, INT8)] == decoded
+
+
+def test_each_256_entries_of_int8_have_their_own_scale() -> None:
+    values = [1.0] * 256 + [2.0**-40] * 256 + [2.0**40]
+    assert [v for _, v in there_and_back(list(range(513)), values, 600, INT8)] == values
+
+
+@given(vectors())
+def test_int8_rounds_to_nearest_of_the_blocks_steps(vector: tuple[int, np.ndarray, np.ndarray]) -> None:
+    n, indices, values = vector
+    back = decode(encode(indices, values, n=n, kind=INT8), n=n, max_entries=60, kind=INT8)
+    top = float(np.abs(values).max(initial=0.0))
+    # Half a step of at most top / 64; a whole one for what would round to 128.
+    exact, step = values.astype(np.float64), top / 64
+    bound = np.where(np.abs(exact) * 128 > 255 * (top / 2), step, step / 2)
+    assert (np.abs(exact - back.values) <= bound).all()
+
+
+@pytest.mark.parametrize("kind", [FP32, FP16, BF16])
 def test_the_sign_of_zero_travels(kind: ValueKind) -> None:
     back = there_and_back([0, 1, 2], [-0.0, 0.0, -1.0], 8, kind)
     assert [str(value) for _, value in back] == ["-0.0", "0.0", "-1.0"]
@@ -145,9 +207,11 @@ def test_size_at_density_a_thousandth() -> None:
     n, k = 25_600_000, 25_600
     rng = np.random.default_rng(0)
     indices, values = np.sort(rng.choice(n, k, replace=False)), rng.standard_normal(k).astype(np.float32)
-    fp16, fp32 = (len(encode(indices, values, n=n, kind=kind)) / k for kind in (FP16, FP32))
+    fp32, fp16, bf16, int8 = (len(encode(indices, values, n=n, kind=kind)) / k for kind in ValueKind)
     assert round(fp16, 2) == 3.49  # bytes an entry
     assert round(fp32, 2) == 5.49
+    assert round(bf16, 2) == 3.49
+    assert round(int8, 2) == 2.5
     assert round((fp16 - 2) * 8, 2) == 11.96  # bits an index, header included
 
 
@@ -234,6 +298,41 @@ def test_fp32_payloads_that_are_refused(payload: bytes, words: str) -> None:
         decode(payload, n=64, max_entries=4, kind=FP32)
 
 
+GOOD_BF16 = encode(*entries([3, 10, 11, 40], [1, -2, 0.5, 3]), n=64, kind=BF16)
+GOOD_INT8 = encode(*entries([3, 10, 11, 40], [1, -2, 0.5, 3]), n=64, kind=INT8)  # f at 11, q at 13
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        pytest.param(changed(GOOD_BF16, 4, "<h", 1), "exponent 1 of bf16 values, must be 0", id="exponent"),
+        pytest.param(changed(GOOD_BF16, 11, "<H", 0x7F80), "infinite or NaN", id="infinity"),
+        pytest.param(changed(GOOD_BF16, 11, "<H", 0xFFC0), "infinite or NaN", id="NaN"),
+        pytest.param(changed(GOOD_BF16, 6, "<H", 1), "value kind 1, this generation's is 2", id="as fp16"),
+    ],
+)
+def test_bf16_payloads_that_are_refused(payload: bytes, words: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
+        decode(payload, n=64, max_entries=4, kind=BF16)
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        pytest.param(GOOD_INT8[:-1], "16 bytes, 4 INT8 entries of 64 take 17", id="truncated"),
+        pytest.param(changed(GOOD_INT8, 4, "<h", -5), "exponent -5 of int8 values, must be 0", id="exponent"),
+        pytest.param(changed(GOOD_INT8, 11, "<h", 122), "-149 .. 121", id="decodes to infinity"),
+        pytest.param(changed(GOOD_INT8, 11, "<h", -150), "-149 .. 121", id="finer than float32"),
+        pytest.param(changed(GOOD_INT8, 16, "b", -128), "magnitude 128 .* in block 0", id="-128"),
+        pytest.param(changed(GOOD_INT8, 13, "<I", 0x3F), "magnitude 63 ", id="scale too large"),
+        pytest.param(changed(GOOD_INT8, 13, "<I", 0), "magnitude 0 and scale exponent -5", id="zeros scaled"),
+    ],
+)
+def test_int8_payloads_that_are_refused(payload: bytes, words: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
+        decode(payload, n=64, max_entries=4, kind=INT8)
+
+
 def test_an_index_of_n_or_more_is_refused() -> None:
     last = encode(*entries([1, 6], [1, 1]), n=7, kind=FP32)
     assert decode(last, n=7, max_entries=2, kind=FP32).indices.tolist() == [1, 6]
@@ -281,7 +380,7 @@ def mutate(payload: bytes, rng: random.Random) -> bytes:
 
 
 def random_payload(rng: random.Random) -> tuple[bytes, int, ValueKind]:
-    n, kind = rng.choice((1, 7, 64, 1000, 10**6)), rng.choice((FP16, FP32))
+    n, kind = rng.choice((1, 7, 64, 1000, 10**6)), rng.choice(tuple(ValueKind))
     indices = sorted(rng.sample(range(n), rng.randint(0, min(n, 40))))
     values = [rng.gauss(0, 1) * 2.0 ** rng.choice((0, 0, -140, 100)) for _ in indices]
     return encode(*entries(indices, values), n=n, kind=kind), n, kind

@@ -11,13 +11,17 @@ from random import Random
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol import gtopk, tree
 from gridtrain.protocol.allgather import AllGather
 from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, SendTo
-from gridtrain.protocol.gtopk import Butterfly, schedule
+from gridtrain.protocol.gtopk import Butterfly
 from gridtrain.protocol.messages import Phase, Place
 from gridtrain.protocol.ring import Ring
+from gridtrain.protocol.star import DenseStar, SparseStar
+from gridtrain.protocol.tree import Tree
 
 Due = list[tuple[int, Place]]
+SCHEDULES = {2: gtopk.schedule, 3: tree.schedule}
 
 
 def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
@@ -42,18 +46,24 @@ def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
                     hop = distance.bit_length() - 1
                     due.append(((rank + (1 << hop)) % world_size, Place(Phase.SPREAD, hop, origin)))
             return due
+        case 2 | 3:
+            hops = SCHEDULES[kind](rank, world_size)
+            return [(hop.partner, hop.place) for hop in hops if hop.receives]
         case _:
-            return [(hop.partner, hop.place) for hop in schedule(rank, world_size) if hop.receives]
+            count = slices if kind == 5 else 1
+            if rank == 0:
+                return [(r, Place(Phase.RAISE, 0, r, s)) for s in range(count) for r in ranks if r]
+            return [(0, Place(Phase.LOWER, 0, 0, s)) for s in range(count)]
 
 
 def run(data: bytes) -> bool:
     source = Source(data)
-    kind, world_size = source.below(3), 1 + source.below(9)
+    kind, world_size = source.below(6), 1 + source.below(9)
     rank, slices = source.below(world_size), 1 + source.below(3)
-    if kind == 0:
-        core: Collective = Ring(rank, world_size, slices, False)
+    if kind in (0, 5):
+        core: Collective = (Ring if kind == 0 else DenseStar)(rank, world_size, slices, False)
     else:
-        core = (AllGather, Butterfly)[kind - 1](rank, world_size, False)
+        core = (AllGather, Butterfly, Tree, SparseStar)[kind - 1](rank, world_size, False)
     due, sent = expected(kind, rank, world_size, slices), 0
     awaited = len(due)
     sent += _check(core.start(0.0), rank, world_size, completes=not due)
@@ -63,7 +73,7 @@ def run(data: bytes) -> bool:
         if due and not source.one_in(3):
             arrival = due[0] if kind == 0 else source.choice(due)
             must(
-                arrival[0] in core.waiting_for() or kind == 2,
+                arrival[0] in core.waiting_for() or kind in SCHEDULES,
                 "something is due from a rank that is not waited for",
             )
             due.remove(arrival)
@@ -111,8 +121,10 @@ def _check(effects: Sequence[CollectiveEffect], rank: int, world_size: int, comp
 def _to_send(kind: int, rank: int, world_size: int, slices: int) -> int:
     if kind == 0:
         return 2 * (world_size - 1) * slices
-    if kind == 2:
-        return sum(hop.sends for hop in schedule(rank, world_size))
+    if kind in SCHEDULES:
+        return sum(hop.sends for hop in SCHEDULES[kind](rank, world_size))
+    if kind >= 4:
+        return (world_size - 1 if rank == 0 else 1) * (slices if kind == 5 else 1)
     reached = range(world_size)  # each rank passes payloads on as the tree of each origin has it
     return sum(
         (1 << hop) + (origin - rank) % world_size < world_size
@@ -131,10 +143,12 @@ def valid(random: Random) -> bytes:
 TARGETS = (
     Target(
         "collectives",
-        "arrivals into ring, all-gather and butterfly",
+        "arrivals into ring, all-gather, butterfly, tree and stars",
         run,
         valid,
-        ("gridtrain.protocol.ring", "gridtrain.protocol.allgather", "gridtrain.protocol.gtopk"),
+        tuple(
+            f"gridtrain.protocol.{name}" for name in ("ring", "allgather", "gtopk", "hops", "tree", "star")
+        ),
         max_bytes=600,
     ),
 )

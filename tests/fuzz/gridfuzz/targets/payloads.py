@@ -92,7 +92,9 @@ def _payload(random: Random, n: int, most: int, kind: ValueKind) -> bytes:
 
 
 def _drawn_format(random: Random) -> tuple[bytes, int, int, ValueKind]:
-    choices = bytes((random.randrange(len(_N)), random.randrange(len(_ENTRIES)), random.randrange(2)))
+    choices = bytes(
+        (random.randrange(len(_N)), random.randrange(len(_ENTRIES)), random.randrange(len(_KINDS)))
+    )
     return choices, _N[choices[0]], _ENTRIES[choices[1]], _KINDS[choices[2]]
 
 
@@ -150,14 +152,16 @@ _TOKENS = (
     b"\0\0\x80\x7f",
 )
 
+_CODEC = ("gridtrain.wire.sparse", "gridtrain.wire.eliasfano", "gridtrain.wire.values")
+
 TARGETS = (
-    Target("sparse", "payloads of sparse exchanges", run, valid, ("gridtrain.wire.sparse",), change, _TOKENS),
+    Target("sparse", "payloads of sparse exchanges", run, valid, _CODEC, change, _TOKENS),
     Target(
         "merge",
         "two payloads, summed and cut",
         run_merge,
         valid_merge,
-        ("gridtrain.sparsify.merge", "gridtrain.wire.sparse"),
+        ("gridtrain.sparsify.merge", *_CODEC),
         change_merge,
         _TOKENS,
     ),

@@ -1,0 +1,176 @@
+"""A single reducer, as parameter servers have: all send to rank 0, rank 0 sends the result to all.
+
+Decides who sends what and in which order the root adds.  Never touches a number.
+
+    RAISE   1 --> 0 <-- 2      LOWER   1 <-- 0 --> 2
+                  ^                          |
+                  3                          3
+
+Each member needs one edge only: the road for a group in which all but one are behind NAT.  The root's line
+carries P - 1 times what another's does, so this is also the baseline that rings were made against.
+
+    SparseStar   the root has all payloads, sums them in rank order and truncates once: the k largest of the
+                 sum of all that was selected.  What it drops or rounds, it keeps.
+    DenseStar    the vector in slices; the root adds each slice in rank order, rank 0's own first, and sends
+                 it on when it is whole, while later slices are still coming.
+
+All slices of a member carry the same mark, so when a slice is whole, whether anybody skips is known.  What
+comes before its turn is held: at most one payload for each slice of each member.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gridtrain.protocol.collective import (
+    AddSlice,
+    Adopt,
+    Arrived,
+    CollectiveEffect,
+    Complete,
+    SendTo,
+    Source,
+    StoreOf,
+    StoreSlice,
+    check_due,
+)
+from gridtrain.protocol.messages import Phase, Place
+
+ROOT = 0
+
+
+def neighbours(rank: int, world_size: int) -> frozenset[int]:
+    """Ranks to which this one needs an edge: the root, or, for the root, all others."""
+    return frozenset({ROOT}) if rank != ROOT else frozenset(range(1, world_size))
+
+
+class SparseStar:
+    """One gTop-k exchange as rank `rank` of `world_size` sees it; `Place.segment` is the sender of a RAISE.
+
+    `skip`: this rank's gradient is not finite.  See `gridtrain.protocol.collective.Collective`.
+    """
+
+    __slots__ = ("_missing", "_rank", "_skip", "_world_size", "complete")
+
+    def __init__(self, rank: int, world_size: int, skip: bool) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._skip = skip
+        others = range(1, world_size) if rank == ROOT else (ROOT,)
+        place = _raised if rank == ROOT else _lowered
+        self._missing = {other: place(other) for other in others}
+        self.complete = False
+
+    def start(self, now_s: float) -> list[CollectiveEffect]:
+        if self._rank != ROOT:
+            return [SendTo(ROOT, _raised(self._rank), self._skip)]
+        return [] if self._missing else self._completed()
+
+    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
+        place = self._missing.get(event.from_rank)
+        due = None if place is None else (event.from_rank, place)
+        check_due(f"star, rank {self._rank} of {self._world_size}", event, due, "nothing (more) of this rank")
+        del self._missing[event.from_rank]
+        self._skip |= event.skip
+        if self._rank != ROOT:
+            source = Source(ROOT, self._world_size, self._world_size, roundings=2)
+            return [Adopt(event.payload, source), *self._completed()]
+        stored = StoreOf(event.from_rank, event.payload, Source(event.from_rank, 1, self._world_size, 1))
+        if self._missing:
+            return [stored]
+        lowers = [SendTo(rank, _lowered(ROOT), self._skip) for rank in range(1, self._world_size)]
+        return [stored, *lowers, *self._completed()]
+
+    def waiting_for(self) -> frozenset[int]:
+        return frozenset(self._missing)
+
+    def _completed(self) -> list[CollectiveEffect]:
+        self.complete = True
+        return [Complete(self._skip)]
+
+
+def _raised(rank: int, index: int = 0) -> Place:
+    return Place(Phase.RAISE, 0, rank, index)
+
+
+def _lowered(rank: int, index: int = 0) -> Place:
+    """`rank`: the sender, who is always the root."""
+    return Place(Phase.LOWER, 0, rank, index)
+
+
+class DenseStar:
+    """One dense sum as rank `rank` of `world_size` sees it, in `slices` >= 1.
+
+    `skip`: this rank's gradient is not finite.  See `gridtrain.protocol.collective.Collective`.
+    """
+
+    __slots__ = (
+        "_held",
+        "_left",
+        "_missing",
+        "_rank",
+        "_skip",
+        "_slices",
+        "_turn",
+        "_world_size",
+        "complete",
+    )
+
+    def __init__(self, rank: int, world_size: int, slices: int, skip: bool) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._slices = slices
+        self._skip = skip
+        senders = range(1, world_size) if rank == ROOT else (ROOT,)
+        self._missing = {(sender, index) for sender in senders for index in range(slices)}
+        self._left = slices if world_size > 1 else 0
+        self._turn = [1] * slices if rank == ROOT else []  # root: whose part is added next
+        self._held: dict[tuple[int, int], Any] = {}  # (slice, rank) -> payload whose turn is still to come
+        self.complete = False
+
+    def start(self, now_s: float) -> list[CollectiveEffect]:
+        if not self._left:
+            return self._completed()
+        if self._rank == ROOT:
+            return []
+        return [SendTo(ROOT, _raised(self._rank, i), self._skip) for i in range(self._slices)]
+
+    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
+        sender, index = event.from_rank, event.place.slice
+        place = (_raised if self._rank == ROOT else _lowered)(sender, index)
+        due = (sender, place) if (sender, index) in self._missing else None
+        check_due(
+            f"star, rank {self._rank} of {self._world_size}", event, due, "nothing (more) of this slice"
+        )
+        self._missing.remove((sender, index))
+        self._skip |= event.skip
+        return self._add(event, index) if self._rank == ROOT else self._store(event, index)
+
+    def waiting_for(self) -> frozenset[int]:
+        return frozenset(sender for sender, _ in self._missing)
+
+    def _store(self, event: Arrived, index: int) -> list[CollectiveEffect]:
+        source = Source(ROOT, self._world_size, self._world_size, roundings=self._world_size)
+        return [StoreSlice(0, index, event.payload, source), *self._count_off()]
+
+    def _add(self, event: Arrived, index: int) -> list[CollectiveEffect]:
+        """Add what is there of this slice and has its turn; send the slice on when it is whole."""
+        self._held[index, event.from_rank] = event.payload
+        effects: list[CollectiveEffect] = []
+        while (index, self._turn[index]) in self._held:
+            rank = self._turn[index]
+            source = Source(rank, 1, self._world_size, roundings=1)
+            effects.append(AddSlice(0, index, self._held.pop((index, rank)), source))
+            self._turn[index] += 1
+        if self._turn[index] < self._world_size:
+            return effects
+        effects += [SendTo(rank, _lowered(ROOT, index), self._skip) for rank in range(1, self._world_size)]
+        return effects + self._count_off()
+
+    def _count_off(self) -> list[CollectiveEffect]:
+        self._left -= 1
+        return [] if self._left else self._completed()
+
+    def _completed(self) -> list[CollectiveEffect]:
+        self.complete = True
+        return [Complete(self._skip)]

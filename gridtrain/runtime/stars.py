@@ -1,0 +1,143 @@
+"""Workspaces of the tree and of the star: the same numbers as `buffers`, on other roads.
+
+Decides what a root does with many payloads.  Never decides who sends what to whom or when (the core does).
+
+    TreeWorkspace        Tree         as the butterfly's; a merge has one owner, which keeps all that it drops
+    StarWorkspace        SparseStar   root: all payloads, summed in rank order, truncated once
+    DenseStarWorkspace   DenseStar    work (n,) float32, in place
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gridtrain.errors import LocalProtocolError
+from gridtrain.protocol.collective import AddSlice, Collective, StoreOf, StoreSlice, WorkspaceEffect
+from gridtrain.protocol.messages import Place
+from gridtrain.protocol.star import ROOT, DenseStar, SparseStar
+from gridtrain.protocol.tree import Tree
+from gridtrain.runtime import buffers
+from gridtrain.runtime.buffers import LARGEST_SLICE_BYTES, ButterflyWorkspace, DenseWorkspace
+from gridtrain.sparsify.merge import FloatArray, sum_in_rank_order, truncate
+from gridtrain.wire.sparse import Sparse
+
+
+class TreeWorkspace(ButterflyWorkspace):
+    """One payload, merged hop by hop up the tree.  `update` is what it decodes to."""
+
+    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+        self._bring(skip)
+        return Tree(rank, world_size, skip)
+
+
+class StarWorkspace(ButterflyWorkspace):
+    """Root: one payload of each rank until all are there, then the one that goes to all.
+
+    `kept`: at the root, all that it dropped or rounded; elsewhere nothing.
+    """
+
+    _parts: dict[int, Sparse]
+    _world_size: int
+
+    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+        self._bring(skip)
+        self._world_size, self._parts = world_size, {rank: self.update}
+        return SparseStar(rank, world_size, skip)
+
+    def apply(self, effect: WorkspaceEffect) -> None:
+        match effect:
+            case StoreOf(rank, payload, source):
+                theirs = buffers._from_peer(payload, source, self._kind, self._decode)
+                self._parts[rank] = theirs
+                if len(self._parts) == self._world_size:
+                    self._merge()
+            case _:
+                super().apply(effect)
+
+    def _merge(self) -> None:
+        """No sum can overflow: each part was held against the bound that it has alone."""
+        summed = sum_in_rank_order([self._parts[rank] for rank in range(self._world_size)])
+        merged = truncate(summed, n=self.n, k=self._k, kind=self._kind)
+        self._payload, self.update = merged.payload, merged.sparse
+        self.kept.append(merged.owned(1, 0))
+        self._parts.clear()
+
+
+class DenseStarWorkspace:
+    """The slices of one flat vector; the root adds to its own, the others store what it made.
+
+    Takes ownership of `contribution_N` ((n,) float32).  `update_N` is the whole sum once the collective is
+    complete.  A retry takes a new workspace.
+
+    Payloads are views of the vector that the transport may still be sending when we go on.  A member writes
+    to a slice only when its sum arrives, and that exists only after the root has read what the view shows;
+    the root writes to a slice only before it sends it.
+    """
+
+    def __init__(
+        self, contribution_N: FloatArray, world_size: int, slice_bytes: int = LARGEST_SLICE_BYTES
+    ) -> None:
+        if (
+            contribution_N.ndim != 1
+            or contribution_N.dtype != np.float32
+            or not contribution_N.flags.c_contiguous
+        ):
+            raise LocalProtocolError(
+                f"contribution is {contribution_N.dtype} of shape {contribution_N.shape}: "
+                "must be float32 of shape (n,), contiguous"
+            )
+        self.update_N = contribution_N
+        self._world_size = world_size
+        self.slices = max(1, -(-contribution_N.nbytes // slice_bytes))
+
+    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+        buffers._check_world_size(world_size, self._world_size)
+        if skip:
+            self.update_N[:] = 0
+        return DenseStar(rank, world_size, self.slices, skip)
+
+    def apply(self, effect: WorkspaceEffect) -> None:
+        match effect:
+            case AddSlice(_, index, payload, source):
+                what = f"slice {index} from rank {source.rank}"
+                self._view(index)[:] += buffers._dense_values(payload, self._view(index).nbytes, source, what)
+            case StoreSlice(_, index, payload, source):
+                what = f"slice {index} from rank {source.rank}"
+                self._view(index)[:] = buffers._dense_values(payload, self._view(index).nbytes, source, what)
+            case _:
+                raise buffers._no_effect_of("DenseStar", effect)
+
+    def payload(self, place: Place) -> bytes | memoryview:
+        return self._view(place.slice).view(np.uint8).data.toreadonly()
+
+    def seal(self) -> bytes:
+        return buffers._seal_of_dense(self.update_N)
+
+    def _view(self, index: int) -> FloatArray:
+        start, stop = buffers._part(0, self.update_N.size, index, self.slices)
+        return self.update_N[start:stop]
+
+
+def dense_workspace(
+    topology: str, contribution_N: FloatArray, world_size: int
+) -> DenseWorkspace | DenseStarWorkspace:
+    """The one for `Dense(topology=...)`."""
+    made = DenseStarWorkspace if topology == "star" else DenseWorkspace
+    return made(contribution_N, world_size)
+
+
+SPARSE_WORKSPACES: dict[str, type[ButterflyWorkspace]] = {
+    "butterfly": ButterflyWorkspace,
+    "tree": TreeWorkspace,
+    "star": StarWorkspace,
+}
+"""Those for `GTopK(topology=...)`."""
+
+__all__ = [
+    "ROOT",
+    "SPARSE_WORKSPACES",
+    "DenseStarWorkspace",
+    "StarWorkspace",
+    "TreeWorkspace",
+    "dense_workspace",
+]

@@ -1,0 +1,124 @@
+"""Sorted indices as bytes: the Elias-Fano form of a sparse payload.
+
+Decides how K strictly increasing indices below n become two bit fields, and which bit fields of a peer are
+such indices.  Never sees a value or a header.
+
+    index i   | high part: bit (index_i >> L) + i of a field of H bits | low part: L bits at i L |
+    L = floor(log2(n / K)), H = K + ((n - 1) >> L) < 3 K
+
+(Elias 1974, Fano 1971; the quasi-succinct indices of Vigna 2013, section 4.)  K and n alone fix the lengths,
+and given indices can be written in one way only.
+
+Low parts are written and read eight at a time: eight parts of L bits are L whole bytes, so each of the eight
+is at the same place in each group, and a shift moves all groups at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from gridtrain.errors import RemoteProtocolError
+
+IndexArray = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+
+_GROUP = 8
+_REMEDY = "drop the peer; all members of a run use the same exchange and version of gridtrain"
+
+
+def section_bytes(k: int, n: int) -> tuple[int, int]:
+    """Bytes of the low and of the high bits of k indices below n."""
+    low_width, high_width = _widths(k, n)
+    return (k * low_width + 7) // 8, (high_width + 7) // 8
+
+
+def write(indices_K: IndexArray, n: int) -> tuple[bytes, bytes]:
+    """(low bits, high bits) of (K,) strictly increasing indices below n."""
+    k = indices_K.size
+    low_width, high_width = _widths(k, n)
+    high_bits = np.zeros(high_width, np.uint8)
+    high_bits[(indices_K >> low_width) + np.arange(k)] = 1
+    return _pack(indices_K, low_width), np.packbits(high_bits, bitorder="little").tobytes()
+
+
+def read(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArray:
+    """(K,) int64 from sections of the lengths that `section_bytes` says.
+
+    Raises:
+        RemoteProtocolError: these are not K strictly increasing indices below n.
+    """
+    low_width, high_width = _widths(k, n)
+    _check_padding("low", low, k * low_width)
+    _check_padding("high", high, high_width)
+    # As booleans: `flatnonzero` of numbers takes seven times as long.
+    ones = np.flatnonzero(np.unpackbits(high, count=high_width, bitorder="little").view(np.bool_))
+    _check_popcount(ones.size, k)
+    ones -= np.arange(k)
+    indices = ones << low_width
+    if low_width:
+        indices |= _unpack(low, k, low_width)
+    _check_order(indices, n)
+    return indices
+
+
+def _widths(k: int, n: int) -> tuple[int, int]:
+    """(L low bits an index, H bits of the whole high part)."""
+    if k == 0:
+        return 0, 0
+    low_width = (n // k).bit_length() - 1
+    return low_width, k + ((n - 1) >> low_width)
+
+
+def _pack(indices_K: IndexArray, width: int) -> bytes:
+    k = indices_K.size
+    if not width or not k:
+        return b""
+    groups = -(-k // _GROUP)
+    fields = np.zeros((groups, _GROUP), np.uint64)
+    fields.reshape(-1)[:k] = indices_K
+    fields &= np.uint64((1 << width) - 1)
+    words = np.zeros((groups, -(-width // 8)), "<u8")
+    for i, field in enumerate(np.ascontiguousarray(fields.T)):
+        word, shift = divmod(i * width, 64)
+        words[:, word] |= field << np.uint64(shift)
+        if shift + width > 64:
+            words[:, word + 1] |= field >> np.uint64(64 - shift)
+    return words.view(np.uint8)[:, :width].tobytes()[: (k * width + 7) // 8]
+
+
+def _unpack(low: ByteArray, k: int, width: int) -> IndexArray:
+    groups = -(-k // _GROUP)
+    padded = np.zeros(groups * width, np.uint8)
+    padded[: low.size] = low
+    in_words = np.zeros((groups, -(-width // 8) * 8), np.uint8)
+    in_words[:, :width] = padded.reshape(groups, width)
+    words = np.ascontiguousarray(in_words.view("<u8").T)
+    fields = np.empty((groups, _GROUP), np.uint64)
+    for i in range(_GROUP):
+        word, shift = divmod(i * width, 64)
+        field = words[word] >> np.uint64(shift)
+        if shift + width > 64:
+            field |= words[word + 1] << np.uint64(64 - shift)
+        fields[:, i] = field
+    fields &= np.uint64((1 << width) - 1)
+    return fields.view(np.int64).reshape(-1)[:k]
+
+
+def _refused(reason: str) -> RemoteProtocolError:
+    return RemoteProtocolError(reason, remedy=_REMEDY)
+
+
+def _check_padding(name: str, section: ByteArray, width: int) -> None:
+    if width % 8 and section[-1] >> (width % 8):
+        raise _refused(f"padding after the {name} bits of a sparse payload is not zero")
+
+
+def _check_popcount(ones: int, k: int) -> None:
+    if ones != k:
+        raise _refused(f"high bits of a sparse payload hold {ones} entries, its header says {k}")
+
+
+def _check_order(indices_K: IndexArray, n: int) -> None:
+    if indices_K.size and (indices_K[-1] >= n or not (indices_K[1:] > indices_K[:-1]).all()):
+        raise _refused(f"sparse indices are not strictly increasing and below {n}")

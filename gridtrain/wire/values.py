@@ -1,0 +1,268 @@
+"""The values of a sparse payload: K float32 numbers as fp32, fp16, bf16 or int8.
+
+Decides how values are rounded, once, and which bytes of a peer are values.  Never sees an index and never
+chooses a kind: that comes from the generation.
+
+    kind   bytes of K values            scale
+    fp32   4 K                          none
+    fp16   2 K                          one exponent for the payload, in its header
+    bf16   2 K                          none: the upper half of a float32
+    int8   2 ceil(K / 256) + K          one exponent for each 256 entries, in front of the values
+
+Three things hold for each kind.  `value - rounded value` is exactly a float32, so a residual can take it
+whole.  Whatever is accepted has one form only: writing what was read gives the same bytes.  And no rounding
+makes a finite value infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from gridtrain.errors import RemoteProtocolError
+
+FloatArray = npt.NDArray[np.float32]
+ByteArray = npt.NDArray[np.uint8]
+
+# fp16: values travel as v / 2**exponent with the largest magnitude in [2**14, 2**15).  That is one
+# binade below fp16's last, so that no rounding reaches infinity, and far from its subnormals.
+_TOP_BITS_MIN = 0x7400  # 2**14 as fp16
+_TOP_BITS_MAX = 0x77FF  # 2**15 - 16, the largest fp16 below 2**15
+_EXPONENT_MIN = -149 - 14  # the largest magnitude is float32's smallest subnormal, 2**-149
+_EXPONENT_MAX = 127 - 14  # ... is in float32's last binade
+_EXPONENT_LOSSLESS = -149 + 24  # from here up every fp16 times 2**exponent is a float32
+
+_FP16_NORMAL = 0x38800000  # 2**-14 as float32: fp16's smallest normal value
+_FP16_BIAS = (127 - 15) << 10  # what float32's exponent has more, where fp16 has its own
+
+_BF16_MAX = 0x7F7F  # the largest finite one
+_MAGNITUDE = 0x7FFF  # of 16 bits, all but the sign
+
+BLOCK = 256
+"""int8: so many entries share an exponent."""
+_Q_MIN, _Q_MAX = 64, 127  # the largest |q| of a block
+_BLOCK_EXPONENT_MIN = -149  # 1 is float32's smallest subnormal; below it every value is exact
+_BLOCK_EXPONENT_MAX = 127 - 6  # 64 is in float32's last binade
+
+_REMEDY = "drop the peer; all members of a run use the same exchange and version of gridtrain"
+
+
+class ValueKind(IntEnum):
+    """How values travel.  Fixed by the generation."""
+
+    FP32 = 0
+    FP16 = 1
+    BF16 = 2
+    INT8 = 3
+
+
+BY_NAME = {kind.name.lower(): kind for kind in ValueKind}
+"""The kinds as a user writes them: "fp16"."""
+
+_ITEM_BYTES = {ValueKind.FP32: 4, ValueKind.FP16: 2, ValueKind.BF16: 2, ValueKind.INT8: 1}
+
+ROUNDING = {
+    ValueKind.FP32: 1.0 + 2.0**-20,
+    ValueKind.FP16: 1.0 + 2.0**-10,
+    ValueKind.BF16: 1.0 + 2.0**-7,
+    ValueKind.INT8: 1.0 + 2.0**-6,
+}
+"""By what factor rounding once may enlarge the largest magnitude, with as much room again for the additions
+before it.  Half a step of the largest: 2**-11 of it (fp16), 2**-8 (bf16), 0.5 / 64 (int8)."""
+
+
+def section_bytes(k: int, kind: ValueKind) -> int:
+    """Bytes of k values."""
+    return k * _ITEM_BYTES[kind] + (2 * -(-k // BLOCK) if kind is ValueKind.INT8 else 0)
+
+
+def write(values_K: FloatArray, kind: ValueKind) -> tuple[bytes, int, FloatArray]:
+    """(section, exponent for the header, the values as everybody who reads the section has them).
+
+    `values_K`: (K,) float32, finite.
+    """
+    match kind:
+        case ValueKind.FP32:
+            return values_K.astype("<f4").tobytes(), 0, values_K
+        case ValueKind.FP16:
+            return _write_fp16(values_K)
+        case ValueKind.BF16:
+            return _write_bf16(values_K)
+        case ValueKind.INT8:
+            return _write_int8(values_K)
+
+
+def read(section: ByteArray, k: int, exponent: int, kind: ValueKind) -> FloatArray:
+    """(K,) float32, finite.  `section` has the length that `section_bytes` says.
+
+    Raises:
+        RemoteProtocolError: not what `write` makes of any values.
+    """
+    if kind is ValueKind.FP16:
+        return _read_fp16(section.view("<u2"), exponent)
+    _check_unscaled(exponent, kind)
+    if kind is ValueKind.INT8:
+        return _read_int8(section, k)
+    if kind is ValueKind.BF16:
+        return _read_bf16(section.view("<u2"))
+    values_K = section.view("<f4").astype(np.float32)
+    _check_finite(values_K)
+    return values_K
+
+
+def _refused(reason: str) -> RemoteProtocolError:
+    return RemoteProtocolError(reason, remedy=_REMEDY)
+
+
+def _check_unscaled(exponent: int, kind: ValueKind) -> None:
+    if exponent != 0:
+        raise _refused(f"scale exponent {exponent} of {kind.name.lower()} values, must be 0")
+
+
+def _check_finite(values_K: FloatArray) -> None:
+    if not np.isfinite(values_K).all():
+        raise _refused("sparse payload holds infinite or NaN values")
+
+
+def _times_power(values: FloatArray, exponent: int) -> FloatArray:
+    """values * 2**exponent, rounded at most once: only where the result is subnormal or 0."""
+    with np.errstate(under="ignore"):
+        if -126 <= exponent <= 127:  # a normal float32: multiplying takes a third of ldexp's time
+            return values * np.float32(2.0**exponent)
+        return np.ldexp(values, exponent)
+
+
+# -- fp16 --------------------------------------------------------------------------------------
+
+
+def _write_fp16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
+    top = float(np.abs(values_K).max(initial=0.0))
+    if top == 0.0:
+        return values_K.astype("<f2").tobytes(), 0, values_K  # keeps the sign of -0.0
+    exponent = math.frexp(top)[1] - 15
+    # Exact, save for what is far below fp16's smallest subnormal: zero with or without this step.
+    bits = narrow(_times_power(values_K, -exponent))
+    # What would round up to 2**15 stays one fp16 below it, so that the decoded maximum is in the
+    # same binade: the encoding is canonical, and float32's largest value does not become infinite.
+    magnitudes = bits & _MAGNITUDE
+    if int(magnitudes.max()) > _TOP_BITS_MAX:
+        bits[magnitudes > _TOP_BITS_MAX] -= 1
+    return bits.tobytes(), exponent, _times_power(widen(bits), exponent)
+
+
+def narrow(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
+    """float32 of magnitudes below 2**16 -> the bits of the nearest fp16, ties to even.
+
+    numpy converts one by one.  Where no value is below fp16's normal ones, as nearly always, the same can be
+    had by shifts: 13 bits are rounded off, and the exponent's bias becomes 15 instead of 127.
+    """
+    bits = scaled_K.view(np.uint32)
+    magnitudes = bits & 0x7FFFFFFF
+    if int(magnitudes.min(initial=_FP16_NORMAL)) < _FP16_NORMAL:
+        with np.errstate(under="ignore"):
+            return scaled_K.astype("<f2").view("<u2")
+    rounded = (magnitudes + (((magnitudes >> 13) & 1) + 0xFFF)) >> 13
+    rounded -= _FP16_BIAS
+    rounded |= (bits >> 16) & 0x8000
+    return rounded.astype("<u2")
+
+
+def widen(bits_K: npt.NDArray[np.uint16]) -> FloatArray:
+    """The bits of finite fp16 values -> float32, exactly; `narrow` the other way round."""
+    wide = bits_K.astype(np.uint32)
+    magnitudes = wide & _MAGNITUDE
+    if int(magnitudes.min(initial=0x400)) < 0x400:  # subnormal, or zero
+        return bits_K.view("<f2").astype(np.float32)
+    magnitudes += _FP16_BIAS
+    magnitudes <<= 13
+    magnitudes |= (wide & 0x8000) << 16
+    return magnitudes.view(np.float32)
+
+
+def _read_fp16(raw: npt.NDArray[np.uint16], exponent: int) -> FloatArray:
+    _check_scale(int((raw & _MAGNITUDE).max(initial=0)), exponent)
+    widened = widen(raw)
+    values = _times_power(widened, exponent)
+    if exponent < _EXPONENT_LOSSLESS and not (np.ldexp(values, -exponent) == widened).all():
+        raise _refused(f"fp16 values with scale exponent {exponent} are finer than float32 can hold")
+    return values
+
+
+def _check_scale(top_bits: int, exponent: int) -> None:
+    """Of fp16 values: one comparison covers NaN, infinity and a scale that is not the canonical one."""
+    zeros_only = top_bits == 0 and exponent == 0
+    if not zeros_only and not (
+        _TOP_BITS_MIN <= top_bits <= _TOP_BITS_MAX and _EXPONENT_MIN <= exponent <= _EXPONENT_MAX
+    ):
+        raise _refused(
+            f"fp16 values with largest magnitude {top_bits:#06x} and scale exponent {exponent}: must be "
+            f"{_TOP_BITS_MIN:#06x} .. {_TOP_BITS_MAX:#06x} (2^14 <= |v| < 2^15) and "
+            f"{_EXPONENT_MIN} .. {_EXPONENT_MAX}"
+        )
+
+
+# -- bf16 --------------------------------------------------------------------------------------
+
+
+def _write_bf16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
+    bits = values_K.view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16  # to nearest, ties to even
+    magnitudes = rounded & _MAGNITUDE
+    if int(magnitudes.max(initial=0)) > _BF16_MAX:  # what would round up to infinity stays below it
+        rounded[magnitudes > _BF16_MAX] -= 1
+    return rounded.astype("<u2").tobytes(), 0, (rounded << 16).view(np.float32)
+
+
+def _read_bf16(raw: npt.NDArray[np.uint16]) -> FloatArray:
+    values_K = (raw.astype(np.uint32) << 16).view(np.float32)
+    _check_finite(values_K)
+    return values_K
+
+
+# -- int8 --------------------------------------------------------------------------------------
+
+
+def _write_int8(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
+    k = values_K.size
+    padded = np.zeros((-(-k // BLOCK), BLOCK), np.float32)
+    padded.reshape(-1)[:k] = values_K
+    tops = np.abs(padded).max(axis=1, initial=0.0)
+    exponents = np.maximum(np.frexp(tops)[1] - 7, _BLOCK_EXPONENT_MIN)
+    exponents[tops == 0.0] = 0
+    # In float64 no scale overflows and nothing is rounded before `rint`, which rounds ties to even.
+    quotients = np.rint(padded * np.ldexp(1.0, -exponents)[:, None])
+    q = np.clip(quotients, -_Q_MAX, _Q_MAX).astype(np.int8)
+    section = exponents.astype("<i2").tobytes() + q.tobytes()[:k]
+    return section, 0, _scaled_blocks(q, exponents)[:k]
+
+
+def _scaled_blocks(q: npt.NDArray[np.int8], exponents: npt.NDArray[np.integer]) -> FloatArray:
+    """Exact: 7 bits times a power of two from float32's smallest subnormal up."""
+    scales = np.ldexp(np.float32(1.0), exponents.astype(np.int32))
+    return (q.astype(np.float32) * scales[:, None]).reshape(-1)
+
+
+def _read_int8(section: ByteArray, k: int) -> FloatArray:
+    blocks = -(-k // BLOCK)
+    exponents = section[: 2 * blocks].view("<i2").astype(np.int32)
+    q = np.zeros((blocks, BLOCK), np.int8)
+    q.reshape(-1)[:k] = section[2 * blocks :].view(np.int8)
+    tops = np.abs(q.astype(np.int16)).max(axis=1, initial=0)
+    _check_blocks(tops, exponents)
+    return _scaled_blocks(q, exponents)[:k]
+
+
+def _check_blocks(tops: npt.NDArray[np.int16], exponents: npt.NDArray[np.int32]) -> None:
+    """Whether each block has the one scale that its largest magnitude gives it."""
+    in_range = (exponents >= _BLOCK_EXPONENT_MIN) & (exponents <= _BLOCK_EXPONENT_MAX)
+    canonical = (tops >= _Q_MIN) | ((tops > 0) & (exponents == _BLOCK_EXPONENT_MIN))
+    good = ((tops == 0) & (exponents == 0)) | (in_range & canonical & (tops <= _Q_MAX))
+    if not good.all():
+        first = int(np.argmin(good))
+        raise _refused(
+            f"int8 values with largest magnitude {tops[first]} and scale exponent {exponents[first]} in "
+            f"block {first}: must be {_Q_MIN} .. {_Q_MAX} and {_BLOCK_EXPONENT_MIN} .. {_BLOCK_EXPONENT_MAX}"
+        )

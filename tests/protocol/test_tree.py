@@ -1,0 +1,190 @@
+"""The paper's tree: its schedule as a picture, and promises 1 and 2 of GTopK on a network that reorders."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.protocol.collective import Adopt, Arrived, Complete, MergeIn, SendTo, Source
+from gridtrain.protocol.messages import Phase, Place
+from gridtrain.protocol.tree import Tree, neighbours, schedule
+from gridtrain.runtime.stars import TreeWorkspace
+from gridtrain.testing.collectives import CollectiveGroup, lockstep, random_inputs, select_locally
+from gridtrain.wire.sparse import ValueKind
+
+WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 32]
+
+
+def picture(world_size):
+    return "\n".join(
+        f"rank {rank}:  "
+        + "   ".join(
+            f"{hop.place.phase.name.lower()} {'->' if hop.sends else '<-'} {hop.partner}"
+            for hop in schedule(rank, world_size)
+        )
+        for rank in range(world_size)
+    )
+
+
+def test_the_schedule_of_six_ranks():
+    assert picture(6) == (
+        "rank 0:  raise <- 1   raise <- 2   raise <- 4   lower -> 4   lower -> 2   lower -> 1\n"
+        "rank 1:  raise -> 0   lower <- 0\n"
+        "rank 2:  raise <- 3   raise -> 0   lower <- 0   lower -> 3\n"
+        "rank 3:  raise -> 2   lower <- 2\n"
+        "rank 4:  raise <- 5   raise -> 0   lower <- 0   lower -> 5\n"
+        "rank 5:  raise -> 4   lower <- 4"
+    )
+
+
+@pytest.mark.parametrize("world_size", range(1, 40))
+def test_each_edge_carries_one_payload_each_way_and_the_edges_are_a_tree(world_size):
+    sent = [
+        (rank, hop.partner, hop.place)
+        for rank in range(world_size)
+        for hop in schedule(rank, world_size)
+        if hop.sends
+    ]
+    awaited = [
+        (hop.partner, rank, hop.place)
+        for rank in range(world_size)
+        for hop in schedule(rank, world_size)
+        if hop.receives
+    ]
+    assert sorted(sent, key=str) == sorted(awaited, key=str)
+    assert len(sent) == 2 * (world_size - 1)
+    ticks = lockstep([Tree(rank, world_size, False) for rank in range(world_size)])
+    assert len(ticks) <= 2 * (world_size - 1).bit_length()
+
+
+def test_a_transcript_of_rank_2_of_six():
+    core = Tree(2, 6, skip=False)
+    assert core.start(0.0) == [] and core.waiting_for() == {3}
+    raised, lowered = Place(Phase.RAISE, 1), Place(Phase.LOWER, 1)
+    assert core.handle(Arrived(3, Place(Phase.RAISE), True, "3's"), 0.0) == [
+        MergeIn("3's", 1, 0, Source(3, members=1, world_size=6, roundings=1)),
+        SendTo(0, raised, True),
+    ]
+    assert core.handle(Arrived(0, lowered, True, "all"), 0.0) == [
+        Adopt("all", Source(0, members=6, world_size=6, roundings=4)),
+        SendTo(3, Place(Phase.LOWER), True),
+        Complete(True),
+    ]
+    assert core.complete and core.waiting_for() == frozenset()
+
+
+def test_one_rank_is_complete_at_once():
+    core = Tree(0, 1, skip=True)
+    assert core.start(0.0) == [Complete(True)]
+    assert core.complete and neighbours(0, 1) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("from_rank", "place"),
+    [
+        (3, Place(Phase.RAISE)),  # rank 3 raises to rank 2
+        (2, Place(Phase.RAISE)),  # rank 2 raises at hop 1
+        (1, Place(Phase.RAISE, 0, 1)),  # no segments here
+        (1, Place(Phase.LOWER)),  # nothing comes down to the root
+        (1, Place(Phase.SWAP)),  # another exchange
+    ],
+)
+def test_what_cannot_be_is_refused(from_rank, place):
+    core = Tree(0, 6, skip=False)
+    core.start(0.0)
+    with pytest.raises(RemoteProtocolError, match=f"tree, rank 0 of 6: rank {from_rank} sent"):
+        core.handle(Arrived(from_rank, place, False, "x"), 0.0)
+
+
+def select_all(inputs):
+    selected = [select_locally(r, c, inputs.k, inputs.kind) for r, c in inputs.members]
+    payloads, residuals = zip(*selected, strict=True)
+    return payloads, residuals
+
+
+def group_of(inputs, payloads, seed, skipping=()):
+    workspaces = [TreeWorkspace(p, n=inputs.n, k=inputs.k, kind=inputs.kind) for p in payloads]
+    return CollectiveGroup(workspaces, seed=seed, skipping=skipping)
+
+
+def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(seeds):
+    for seed in seeds(150):
+        rng = np.random.default_rng(seed)
+        world_size = WORLD_SIZES[seed % len(WORLD_SIZES)]
+        inputs = random_inputs(rng, world_size)
+        for round_ in range(3):
+            payloads, residuals = select_all(inputs)
+            group = group_of(inputs, payloads, seed)
+            group.run()
+            says = f"seed {seed}, round {round_}"
+            assert group.verdicts == [False] * world_size, says
+            assert len({w.seal() for w in group.workspaces}) == 1, f"{says}: the ranks differ"
+            for residual_N, workspace in zip(residuals, group.workspaces, strict=True):
+                for indices, values in workspace.kept:
+                    residual_N[indices] += values
+            inputs.assert_nothing_lost(residuals, group.workspaces[0].update, says)
+            for rank in range(world_size):
+                partners = {to for src, to, _ in group.sent if src == rank}
+                assert partners <= neighbours(rank, world_size), says
+            inputs = inputs.next_round(rng, residuals)
+
+
+def test_with_k_equal_n_the_update_is_the_whole_sum(seeds):
+    for seed in seeds(30):
+        rng = np.random.default_rng(seed)
+        inputs = random_inputs(rng, WORLD_SIZES[seed % len(WORLD_SIZES)], integers=True, dense=True)
+        group = group_of(inputs, select_all(inputs)[0], seed)
+        group.run()
+        whole = np.sum([r.astype(np.float64) + c for r, c in inputs.members], axis=0)
+        update = np.zeros(inputs.n)
+        update[group.workspaces[0].update.indices] = group.workspaces[0].update.values
+        assert (update == whole).all(), f"seed {seed}"
+
+
+def test_the_receiver_of_a_merge_keeps_what_it_drops():
+    """Rank r of 6 sends the value r + 1 at index 9 + r; k = 1.  The largest, 6 at 14, comes through.
+
+    raise 0   0: 1, 2 -> 2 (keeps 1 at 9)   2: 3, 4 -> 4 (keeps 3 at 11)   4: 5, 6 -> 6 (keeps 5 at 13)
+    raise 1   0: 2, 4 -> 4 (keeps 2 at 10)
+    raise 2   0: 4, 6 -> 6 (keeps 4 at 12)
+    """
+    vectors = [np.zeros(16, np.float32) for _ in range(6)]
+    for rank, vector in enumerate(vectors):
+        vector[9 + rank] = rank + 1
+    payloads = [select_locally(v * 0, v, 1, ValueKind.FP16)[0] for v in vectors]
+    workspaces = [TreeWorkspace(p, n=16, k=1, kind=ValueKind.FP16) for p in payloads]
+    CollectiveGroup(workspaces, seed=0).run()
+    kept = [{int(i): float(v) for ix, vs in w.kept for i, v in zip(ix, vs, strict=True)} for w in workspaces]
+    assert kept == [{9: 1.0, 10: 2.0, 12: 4.0}, {}, {11: 3.0}, {}, {13: 5.0}, {}]
+    assert [w.update.indices.tolist() for w in workspaces] == [[14]] * 6
+
+
+def test_one_who_skips_is_known_to_all(seeds):
+    for seed in seeds(50):
+        rng = np.random.default_rng(seed)
+        world_size = int(rng.integers(1, 17))
+        inputs = random_inputs(rng, world_size)
+        skipping = {int(rng.integers(world_size))}
+        group = group_of(inputs, select_all(inputs)[0], seed, skipping=skipping)
+        group.run()
+        assert group.verdicts == [True] * world_size, f"seed {seed}"
+        assert len({w.seal() for w in group.workspaces}) == 1, f"seed {seed}: the ranks differ"
+
+
+def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+    for seed in seeds(100):
+        rng = np.random.default_rng(seed)
+        world_size = int(rng.integers(2, 17))
+        inputs = random_inputs(rng, world_size)
+        payloads, _ = select_all(inputs)
+        undisturbed, group = group_of(inputs, payloads, seed), group_of(inputs, payloads, seed)
+        undisturbed.run()
+        dead = Random(seed).randrange(world_size)
+        group.network.call_at(Random(seed).uniform(0, 0.05), lambda g=group, d=dead: g.network.crash(d))
+        group.run()
+        for rank in set(range(world_size)) - {dead}:
+            if group.verdicts[rank] is None:
+                assert dead in group.blamed_by(rank), f"seed {seed}: rank {rank} blames the wrong ones"
+            else:
+                assert group.workspaces[rank].seal() == undisturbed.workspaces[rank].seal(), f"seed {seed}"
