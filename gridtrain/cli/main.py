@@ -27,6 +27,7 @@ COMMANDS = {
     "ban": "Remove a member and refuse its key.",
     "unban": "Lift a ban.",
     "export": "Write a checkpoint's model as a plain file.",
+    "plan": "Predict step times on a network before anybody joins.",
     "demo": "Train a small model with four workers on this machine.",
 }
 

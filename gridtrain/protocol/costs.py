@@ -71,6 +71,8 @@ def cost(
     size = network.size
     if load.kind is Kind.DENSE and 2 * (size - 1) * size > most_moves:
         return _long_ring(load, network, cpu, vote)
+    if load.kind is Kind.STAR and 2 * (size - 1) * slices_of(load, size) > most_moves:
+        return _long_star(load, network, cpu, vote)
     handled = _handled(network, load, cpu, host_cores)
     walk = Walk(moves_of(load, size, most_moves), load, handled, cpu, host_cores)
     ends_s = walk.run()
@@ -143,6 +145,31 @@ def _long_ring(load: Load, network: Network, cpu: Cpu, vote: bool) -> Cost:
     sent = rounds * slices * slice_bytes
     handling_s = 2 * rounds * slices * (cpu.message_s + slice_bytes * byte_s_of(load, cpu))
     return Cost(exchange_s, 0.0, sent, sent, sent * size, handling_s + work + end_work_s(load, size, cpu))
+
+
+def _long_star(load: Load, network: Network, cpu: Cpu, vote: bool) -> Cost:
+    """A star of too many messages to walk: its busiest line, or the centre's work; then a last slice."""
+    size, slices = network.size, slices_of(load, network.size)
+    nbytes = load.unit_bytes + slices * HEADER_BYTES
+    handled = _handled(network, load, cpu, None)
+    others = range(1, size)
+    lines = {"in": (size - 1) * nbytes / handled.down_Bps[0], "out": (size - 1) * nbytes / handled.up_Bps[0]}
+    for rank in others:
+        lines["in"] = max(lines["in"], nbytes / handled.path_Bps(rank, 0))
+        lines["out"] = max(lines["out"], nbytes / handled.path_Bps(0, rank))
+        for name in handled.link(rank, 0).shared + handled.link(0, rank).shared:
+            lines[name] = lines.get(name, 0.0) + nbytes / handled.shared_Bps[name]
+    trips_s = max(handled.link(rank, 0).alpha_s + handled.link(0, rank).alpha_s for rank in others)
+    handling_s = slices * cpu.message_s + nbytes * byte_s_of(load, cpu)
+    adding_s = load.unit_bytes * cpu.add_byte_s
+    work_s = (size - 1) * (2 * slices * cpu.message_s + adding_s)
+    end_s = end_work_s(load, size, cpu)
+    exchange_s = max(work_s, *lines.values()) + trips_s + lines["out"] / slices + end_s
+    if vote:
+        exchange_s = _vote_s([exchange_s] * size, network, cpu)
+    total, most = 2.0 * (size - 1) * nbytes, float((size - 1) * nbytes)
+    cpu_s = (size - 1) * (2 * handling_s + adding_s) + end_s
+    return Cost(exchange_s, 0.0, most, most, total, cpu_s)
 
 
 def closed_s(load: Load, world_size: int, alpha_s: float, bandwidth_Bps: float) -> float:

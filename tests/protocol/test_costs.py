@@ -61,6 +61,16 @@ def test_a_ring_too_long_to_walk_costs_what_a_walk_would_say(alpha_s: float) -> 
     assert not_walked.sent_bytes == pytest.approx(walked.sent_bytes, rel=0.001)
 
 
+@pytest.mark.parametrize("alpha_s", [0.0, 0.010])
+def test_a_star_too_large_to_walk_costs_what_a_walk_would_say(alpha_s: float) -> None:
+    load, network = Load(Kind.STAR, 2_000_000), even(12, alpha_s, RATE_Bps)
+    walked = costs.cost(load, network, Cpu())
+    not_walked = costs.cost(load, network, Cpu(), most_moves=10)
+    assert not_walked.exchange_s == pytest.approx(walked.exchange_s, rel=0.03)
+    assert not_walked.sent_bytes == pytest.approx(walked.sent_bytes, rel=0.001)
+    assert not_walked.cpu_s == pytest.approx(walked.cpu_s, rel=0.05)
+
+
 # -- on any links --------------------------------------------------------------------------------
 
 
