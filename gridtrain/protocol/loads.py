@@ -138,7 +138,7 @@ def moves_of(load: Load, world_size: int, most_moves: int = MOST_MOVES) -> list[
             most = max(1, most_moves // max(1, 2 * (world_size - 1)))
             return moves.star(world_size, min(slices_of(load, world_size), most), Work.ADD, Work.STORE)
         case Kind.STAR_GTOPK:
-            return moves.star(world_size, 1, Work.MERGE, Work.ADOPT)
+            return moves.star(world_size, 1, Work.POOL, Work.ADOPT)
 
 
 def work_s(work: Work, load: Load, part: float, cpu: Cpu) -> float:
@@ -150,6 +150,8 @@ def work_s(work: Work, load: Load, part: float, cpu: Cpu) -> float:
             return part * load.unit_bytes * cpu.store_byte_s
         case Work.MERGE:
             return load.entries * cpu.merge_entry_s
+        case Work.POOL:
+            return load.entries * (cpu.decode_entry_s + cpu.sum_entry_s)
         case Work.KEEP | Work.ADOPT:
             return load.entries * cpu.decode_entry_s
 

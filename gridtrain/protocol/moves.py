@@ -29,7 +29,8 @@ class Work(StrEnum):
     ADD = "add"  # a dense slice to its own
     STORE = "store"  # a dense slice
     MERGE = "merge"  # two sparse payloads into one
-    KEEP = "keep"  # one more sparse payload of an all-gather, or of a star's centre
+    KEEP = "keep"  # one more sparse payload of an all-gather
+    POOL = "pool"  # one more sparse payload that a star's centre reads, and adds
     ADOPT = "adopt"  # the result
 
 

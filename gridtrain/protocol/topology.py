@@ -34,10 +34,19 @@ MOST_Bps, LEAST_Bps = 1e11, 1e3
 """What a rate counts as at most and at least: it is a worker's word."""
 
 Pair = tuple[PeerId, PeerId]
-_EXCHANGES = {"Dense": Kind.DENSE, "TopK": Kind.TOPK, "GTopK": Kind.GTOPK}
-_EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\((?:density=([0-9.eE+-]+))?(?:.*?values=([a-z0-9]+))?")
+_KINDS = {
+    ("dense", ""): Kind.DENSE,
+    ("dense", "ring"): Kind.DENSE,
+    ("dense", "star"): Kind.STAR,
+    ("topk", ""): Kind.TOPK,
+    ("gtopk", ""): Kind.GTOPK,
+    ("gtopk", "butterfly"): Kind.GTOPK,
+    ("gtopk", "tree"): Kind.TREE,
+    ("gtopk", "star"): Kind.STAR_GTOPK,
+}
+_EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
 _PARAMETERS = re.compile(r"(\d{1,18}) parameters")
-_SHAPES = {Kind.DENSE: "ring", Kind.TOPK: "all-gather", Kind.GTOPK: "butterfly"}
+_SHAPES = {Kind.DENSE: "ring", Kind.TOPK: "all-gather", Kind.GTOPK: "butterfly", Kind.TREE: "tree"}
 
 
 def load_of(setup: Setup | None) -> Load | None:
@@ -47,16 +56,23 @@ def load_of(setup: Setup | None) -> Load | None:
     parameters = _PARAMETERS.match(facts.get("model", ""))
     if exchange is None or parameters is None or int(parameters[1]) < 1:
         return None
-    kind, values = _EXCHANGES[exchange[1]], exchange[3] or "fp16"
-    if not kind.sparse:
-        return Load(kind, int(parameters[1]))
+    return named(exchange[1], exchange[2], int(parameters[1]))
+
+
+def named(exchange: str, options: str, parameters: int, encrypted: bool = True) -> Load | None:
+    """ "GTopK" and "density=0.01, values=fp16, topology=tree" as a load; None: there is no such exchange."""
+    said = dict(option.strip().partition("=")[::2] for option in options.split(",") if "=" in option)
+    kind = _KINDS.get((exchange.lower(), said.get("topology", "")))
+    if kind is None or not kind.sparse:
+        return Load(kind, parameters, encrypted=encrypted) if kind is not None else None
     try:
-        density = float(exchange[2] or "nan")
+        density = float(said.get("density", "nan"))
     except ValueError:
         return None
+    values = said.get("values", "fp16")
     if not 0 < density <= 1 or values not in VALUE_BYTES:
         return None
-    return Load(kind, int(parameters[1]), density, values)
+    return Load(kind, parameters, density, values, encrypted)
 
 
 @dataclass(slots=True)
@@ -158,7 +174,7 @@ def worth(load: Load | None, measured: Measured, roster: Sequence[PeerId]) -> st
 def _reason(
     load: Load, network: Network, order: Sequence[int], exchange_s: float, joined_s: float, rates: bool
 ) -> str:
-    shape = f"{_SHAPES[load.kind]} of {len(order)}"
+    shape = f"{_SHAPES.get(load.kind, 'star')} of {len(order)}"
     gain = f" instead of {_ms(joined_s)} in join order" if exchange_s < joined_s else ", as in join order"
     text = f"{shape} ordered by predicted time: {_ms(exchange_s)} an exchange{gain}"
     if not rates:
