@@ -6,9 +6,9 @@ the paper's link, alpha and beta as its authors fitted them, with the CPU work m
     paper      throughput at P / throughput at 1          data/gtopk_icdcs2019.json (arXiv 1901.04359)
     ours       compute / (compute + selection + exchange), compute = batch / throughput at 1
 
-The batch of four models is in the paper's breakdown.  LSTM-PTB's unit is not stated: its batch is taken as 100
-of that unit.  The paper's computing is that of a P102-100, where selection would run on that GPU too; here it is
-a CPU's, which takes longer, unless --select-ns says what the GPU takes.
+The batch of four models is in the paper's breakdown.  LSTM-PTB's unit is not stated: its batch is taken as
+100 of that unit.  The paper's computing is that of a P102-100, where selection would run on that GPU too;
+here it is a CPU's, which takes longer, unless --select-ns says what the GPU takes.
 
 Then Baidu's ring against a single reducer: 31 times as fast on 40 GPUs as on one (research.baidu.com,
 "Bringing HPC Techniques to Deep Learning", 2017).  The computing with which a ring gives 31 is found, and the

@@ -74,15 +74,16 @@ def walked_s(load: Load, network: Network, cpu: Cpu, order: Sequence[int]) -> fl
 def quick_s(load: Load, network: Network, cpu: Cpu) -> Quick:
     """Seconds of an order by its edges alone: lines that several messages share are not queued for."""
     size = network.size
-    alpha_s = [[network.link(a, b).alpha_s + 2 * cpu.message_s for b in range(size)] for a in range(size)]
-    byte_s = [[1 / network.path_Bps(a, b) if a != b else 0.0 for b in range(size)] for a in range(size)]
+    members, handling_s = range(size), 2 * cpu.message_s
+    alpha_s = [[network.link(a, b).alpha_s + handling_s if a != b else 0.0 for b in members] for a in members]
+    byte_s = [[1 / network.path_Bps(a, b) if a != b else 0.0 for b in members] for a in members]
     make = {Kind.DENSE: _quick_ring, Kind.TOPK: _quick_gather}.get(load.kind, _quick_hops)
     alone_s = make(load, alpha_s, byte_s)
     if not network.shared_Bps:
         return alone_s
     crossed = Counter((move.src, move.dst) for move in moves_of(load, size, 1))
     part = moves_of(load, size, 1)[0].part * load.unit_bytes
-    shared = [[network.link(a, b).shared for b in range(size)] for a in range(size)]
+    shared = [[network.link(a, b).shared if a != b else () for b in members] for a in members]
 
     def together_s(order: Sequence[int]) -> float:
         """No less than the busiest line that several share."""
