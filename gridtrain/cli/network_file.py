@@ -67,6 +67,11 @@ class Described:
         return sum(site.workers for site in self.sites)
 
     @property
+    def text(self) -> str:
+        """For people."""
+        return ", ".join(f"{site.workers} at {site.name}" for site in self.sites)
+
+    @property
     def is_even(self) -> bool:
         return len(self.sites) == 1
 

@@ -18,6 +18,7 @@ from gridtrain.cli.main import EXIT_CODES
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from gridtrain.cli.live_network import Live
     from gridtrain.cli.network_file import Described
     from gridtrain.protocol.choosing import Outlook
 
@@ -31,7 +32,7 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9}
 
 
 @click.command(epilog=EXIT_CODES)
-@click.option("--parameters", required=True, metavar="N", help="Of the model: 25600000, 25.6e6 or 25.6M.")
+@click.option("--parameters", metavar="N", help="Of the model: 25600000, 25.6e6 or 25.6M.")
 @click.option(
     "--workers",
     default="2..4096",
@@ -45,6 +46,13 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9}
     "--network",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A TOML file of sites and the lines between them, instead of --link and --latency.",
+)
+@click.option("--coordinator", metavar="INVITATION", help="The links of a run that goes on, as measured.")
+@click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="The same of a run that is coordinated on this machine: the coordinator's --state.",
 )
 @click.option("--compute", default="0.5s", show_default=True, help="A worker's computing of one step.")
 @click.option(
@@ -68,11 +76,13 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9}
 @click.pass_context
 def plan(
     context: click.Context,
-    parameters: str,
+    parameters: str | None,
     workers: str,
     link: str,
     latency: str,
     network: Path | None,
+    coordinator: str | None,
+    state: Path | None,
     compute: str,
     exchanges: str,
     density: float,
@@ -87,20 +97,36 @@ def plan(
     \b
       gridtrain plan --parameters 25.6M --link 100Mbit --latency 10ms --compute 0.5s
       gridtrain plan --parameters 124M --network sites.toml --exchange gtopk,dense
+      gridtrain plan --coordinator gridtrain1:AbC...
 
     Nobody has to join, and nothing is measured: the figures come from a model of the exchanges' messages,
-    the lines they go over, and the work they make.
+    the lines they go over, and the work they make.  With --coordinator or --state the lines, and what else is
+    not given, are those of a run.
     """
     from gridtrain.cli import network_file
     from gridtrain.protocol.loads import Kind, Load
 
-    described = network_file.read(network) if network else network_file.one_site(link, latency)
-    asked = context.get_parameter_source("workers") is not click.core.ParameterSource.DEFAULT
-    counts = _workers(workers) if asked or network is None else [described.workers]
-    loads = [
-        Load(Kind(name), _parameters(parameters), density, values, not plain) for name in _names(exchanges)
-    ]
+    def given(name: str) -> bool:
+        return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+
+    live = _live(coordinator, state) if coordinator or state else None
+    described: Described | Live
+    if live is not None:
+        described, from_run = live, live.load
+    else:
+        described = network_file.read(network) if network else network_file.one_site(link, latency)
+        from_run = None
+    counts = _workers(workers) if given("workers") or not (network or live) else [described.workers]
+    count = _parameters(parameters) if parameters else from_run.parameters if from_run else 0
+    if count < 1:
+        raise click.UsageError("--parameters is missing: how many has the model?")
+    if from_run is not None and from_run.kind.sparse:
+        density = density if given("density") else from_run.density
+        values = values if given("values") else from_run.values
+    loads = [Load(Kind(name), count, density, values, not plain) for name in _names(exchanges)]
     compute_s = network_file.parse_seconds(compute)
+    if live is not None and live.compute_s and not given("compute"):
+        compute_s = live.compute_s
     rows = [[_look(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
     if picture:
         picture.write_text(_drawn(rows, _subtitle(loads[0].parameters, described, link, latency, compute_s)))
@@ -112,7 +138,15 @@ def plan(
             click.echo(f"picture: {picture}")
 
 
-def _look(load: Any, described: Described, count: int, compute_s: float, local_steps: int) -> Outlook:
+def _live(coordinator: str | None, state: Path | None) -> Live:
+    from gridtrain.cli.live_network import from_status
+    from gridtrain.cli.status import ANSWER_S, client_of
+
+    with client_of(coordinator, "default", state) as client:
+        return from_status(client.status(ANSWER_S))
+
+
+def _look(load: Any, described: Described | Live, count: int, compute_s: float, local_steps: int) -> Outlook:
     from gridtrain.protocol.choosing import outlook, planned
     from gridtrain.protocol.loads import Cpu
 
@@ -163,7 +197,7 @@ def _names(text: str) -> list[str]:
 # -- how it is shown -------------------------------------------------------------------------------
 
 
-def _print(rows: Sequence[Sequence[Outlook]], described: Described) -> None:
+def _print(rows: Sequence[Sequence[Outlook]], described: Described | Live) -> None:
     import sys
 
     from rich.console import Console
@@ -217,8 +251,8 @@ def _figures(each: Outlook) -> dict[str, Any]:
     }
 
 
-def _subtitle(parameters: int, described: Described, link: str, latency: str, compute_s: float) -> str:
-    lines = f"{link} and {latency} each" if described.is_even else ", ".join(s.name for s in described.sites)
+def _subtitle(parameters: int, described: Described | Live, link: str, latency: str, compute_s: float) -> str:
+    lines = f"{link} and {latency} each" if described.is_even else described.text
     return f"{parameters:,} parameters; {lines}; {compute_s:g} s of computing a step; predicted"
 
 

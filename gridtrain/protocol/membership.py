@@ -265,6 +265,7 @@ class Membership:
             "finished": self.phase is RunPhase.FINISHED,
             "facts": dict(self._reference.facts) if self._reference else {},
             "plan_reason": self._plan_reason,
+            "links": self._links.listed([member.peer for member in self._roster]),
             "drifts": self._drifts,
             "members": [
                 {**w.line(rank_of.get(w.peer), self._roster, now_s), "reach": self._whereabouts.reach(w.peer)}

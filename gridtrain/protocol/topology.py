@@ -29,6 +29,7 @@ WORTH = 1.2
 """Another order is worth a generation if the exchange is predicted to take so many times less."""
 
 MOST_REPLANNED = 64  # members; above the order stays until somebody comes or goes
+MOST_LISTED = 32  # members whose links the status shows
 USUAL_Bps = 12.5e6  # 100 Mbit/s: what a line counts as where nothing has been measured
 MOST_Bps, LEAST_Bps = 1e11, 1e3
 """What a rate counts as at most and at least: it is a worker's word."""
@@ -130,6 +131,14 @@ class Measured:
         up_Bps = [max((r for (a, _), r in rates.items() if a == i), default=usual_Bps) for i in range(size)]
         down_Bps = [max((r for (_, b), r in rates.items() if b == i), default=usual_Bps) for i in range(size)]
         return Network(lambda a, b: links[a, b], up_Bps, down_Bps)
+
+    def listed(self, roster: Sequence[PeerId]) -> list[list[float | int | None]]:
+        """[rank, other rank, round trip in s, bytes per second] of the first members; JSON-able."""
+        shown = list(enumerate(roster[:MOST_LISTED]))
+        every = [
+            [i, j, self._trip_s(a, b), self.rate_Bps(a, b)] for i, a in shown for j, b in shown if i != j
+        ]
+        return [link for link in every if link[2] is not None or link[3] is not None]
 
     def _trip_s(self, a: PeerId, b: PeerId) -> float | None:
         """The larger of what both say."""

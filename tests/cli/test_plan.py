@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
 
+from gridtrain.cli.live_network import from_status
 from gridtrain.cli.main import cli, main
 from gridtrain.cli.network_file import one_site, parse_seconds, read
 from gridtrain.errors import ConfigError
@@ -153,6 +155,52 @@ def test_a_file_that_describes_nothing_is_refused(text: str, says: str, tmp_path
     with pytest.raises(ConfigError) as refused:
         read(path)
     assert says in str(refused.value) or says == "Expected"
+
+
+PICTURE = {
+    "run": "demo",
+    "world_size": 4,
+    "facts": {"model": "2000000 parameters in 3 tensors", "exchange": "GTopK(density=0.01, values=fp32)"},
+    "links": [[a, b, 0.004, 1e6 if 3 in (a, b) else 1e8] for a in range(4) for b in range(4) if a != b],
+    "members": [{"rank": rank, "figures": {"computing_s": 0.1 + rank / 10}} for rank in range(4)],
+}
+
+
+class Client:
+    """Stands for a coordinator that answers with `PICTURE`."""
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def status(self, timeout_s: float) -> dict[str, Any]:
+        return PICTURE
+
+
+def test_a_run_that_goes_on_brings_its_own_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gridtrain.cli.status.client_of", lambda invitation, run, state: Client())
+    found = figures("--coordinator", "gridtrain1:x", "--exchange", "gtopk,dense")
+    assert set(found) == {("gtopk", 4), ("dense", 4)}
+    assert found["dense", 4]["exchange_s"] > 2 * 3 / 4 * 8e6 / 1e6, "its thin line is in the ring"
+    assert found["gtopk", 4]["efficiency"] == pytest.approx(0.4 / found["gtopk", 4]["step_s"])
+    refused = run("--coordinator", "gridtrain1:x", "--workers", "8")
+    assert isinstance(refused.exception, ConfigError) and "has 4 members, and not 8" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("picture", "says"),
+    [
+        ({}, "nothing is measured"),
+        ({"world_size": 1, "links": []}, "nothing is measured"),
+        ({"world_size": 2, "links": [[0, 0, 0.1, None]]}, "lists a link as"),
+        ({"world_size": 2, "links": ["nonsense"]}, "lists a link as"),
+        ({"world_size": 2, "links": [[0, 1, -1.0, "fast"]]}, "nothing is measured"),
+    ],
+)
+def test_a_status_without_links_is_refused(picture: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_status(picture)
 
 
 def test_times_and_lines() -> None:

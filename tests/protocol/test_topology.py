@@ -89,6 +89,12 @@ def test_a_round_trip_that_cannot_be_is_not_counted(word: float) -> None:
     assert network is not None and network.link(0, 1).alpha_s == 0.002
 
 
+def test_links_are_listed_for_people() -> None:
+    measured = Measured({(A, B): 0.002})
+    measured.told(B, [(A, 1e6, 0.0)])
+    assert measured.listed([A, B, C]) == [[0, 1, 0.002, None], [1, 0, 0.002, 1e6]]
+
+
 def two_sites() -> Measured:
     """A and C at one place, B and D at another, 2 MB/s between any two across."""
     measured = Measured({(a, b): 0.001 for a in PEERS for b in PEERS if a != b})
