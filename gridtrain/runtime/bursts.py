@@ -86,6 +86,8 @@ class Bursts:
         if len(arrivals) == arrivals.maxlen and now_s - arrivals[0] < TRAINS_S:
             return f"sent more than {MOST_TRAINS * BURSTS} Bursts in {TRAINS_S:.0f} s"
         arrivals.append(now_s)
+        if len(burst.payload) != BURST_BYTES:  # it would look faster, or slower, than it is
+            return f"sent a Burst of {len(burst.payload)} bytes, must be {BURST_BYTES}"
         if burst.index == 0:
             self._began[peer] = (burst.nonce, now_s)
         nonce, began_s = self._began.get(peer, (-1, 0.0))

@@ -91,7 +91,7 @@ def _burst_is_one_of(burst: m.Burst) -> str | None:
     if burst.index >= m.BURSTS:
         return f"index {burst.index}, must be below {m.BURSTS}"
     nbytes = memoryview(burst.payload).nbytes
-    return None if nbytes == m.BURST_BYTES else f"{nbytes} bytes, must be {m.BURST_BYTES}"
+    return None if nbytes <= m.BURST_BYTES else f"{nbytes} bytes, must be at most {m.BURST_BYTES}"
 
 
 def _piece_is_one_of(piece: m.HandOver) -> str | None:

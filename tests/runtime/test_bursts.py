@@ -11,6 +11,7 @@ from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import BURST_BYTES, BURSTS, Burst, Landed, PeerId
 from gridtrain.runtime.bursts import MOST_TARGETS, MOST_TRAINS, TRAINS_S, Bursts
 
+FULL = bytes(BURST_BYTES)
 ANNA, BERT = b"a" * 32, b"b" * 32
 
 
@@ -81,16 +82,21 @@ def test_time_is_bounded_and_a_broken_peer_is_left_out() -> None:
 def test_what_is_not_awaited_tells_nothing() -> None:
     bursts = Bursts(Random(6))
     bursts.landed(ANNA, 1, 0.1)
-    assert bursts.came(ANNA, Burst(7, BURSTS - 1, b""), 0.0) is None  # it never began
-    bursts.came(ANNA, Burst(8, 0, b""), 0.0)
-    assert bursts.came(ANNA, Burst(9, BURSTS - 1, b""), 0.1) is None  # another one began
+    assert bursts.came(ANNA, Burst(7, BURSTS - 1, FULL), 0.0) is None  # it never began
+    bursts.came(ANNA, Burst(8, 0, FULL), 0.0)
+    assert bursts.came(ANNA, Burst(9, BURSTS - 1, FULL), 0.1) is None  # another one began
     assert bursts.news() is None
 
 
 def test_a_peer_that_floods_is_named() -> None:
     bursts = Bursts(Random(7))
     for i in range(MOST_TRAINS * BURSTS):
-        assert not isinstance(bursts.came(ANNA, Burst(i // BURSTS, i % BURSTS, b""), 0.0), str)
-    assert bursts.came(ANNA, Burst(9, 0, b""), 1.0) == "sent more than 64 Bursts in 60 s"
-    assert not isinstance(bursts.came(BERT, Burst(9, 0, b""), 1.0), str)
-    assert not isinstance(bursts.came(ANNA, Burst(9, 0, b""), TRAINS_S), str)
+        assert not isinstance(bursts.came(ANNA, Burst(i // BURSTS, i % BURSTS, FULL), 0.0), str)
+    assert bursts.came(ANNA, Burst(9, 0, FULL), 1.0) == "sent more than 64 Bursts in 60 s"
+    assert not isinstance(bursts.came(BERT, Burst(9, 0, FULL), 1.0), str)
+    assert not isinstance(bursts.came(ANNA, Burst(9, 0, FULL), TRAINS_S), str)
+
+
+def test_a_burst_of_another_length_is_named() -> None:
+    says = Bursts(Random(8)).came(ANNA, Burst(1, 0, b"short"), 0.0)
+    assert says == "sent a Burst of 5 bytes, must be 16384"
