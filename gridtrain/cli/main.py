@@ -28,6 +28,7 @@ COMMANDS = {
     "unban": "Lift a ban.",
     "export": "Write a checkpoint's model as a plain file.",
     "bench": "Measure what this machine can do: selection, codec, local exchanges.",
+    "plan": "Predict step times on a network before anybody joins.",
     "demo": "Train a small model with four workers on this machine.",
 }
 

@@ -57,7 +57,7 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
     """
     if watch and as_json:
         raise click.UsageError("--watch draws a table; use --json without it")
-    with _client(invitation, run, state) as client:
+    with client_of(invitation, run, state) as client:
         if watch:
             _watch(client.status)
         else:
@@ -66,7 +66,7 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
 
 
 @contextmanager
-def _client(invitation: str | None, run: str, state: Path | None) -> Iterator[CoordinatorClient | Operator]:
+def client_of(invitation: str | None, run: str, state: Path | None) -> Iterator[CoordinatorClient | Operator]:
     """A connection as the operator of this machine's coordinator, or as somebody who was invited."""
     from gridtrain.protocol.invitation import parse
     from gridtrain.runtime.client import CoordinatorClient

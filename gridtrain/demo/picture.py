@@ -52,6 +52,7 @@ class Panel:
     lines: tuple[Line, ...]
     mark: tuple[float, str] | None = None
     log_x: bool = False
+    log_y: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +137,11 @@ class _PanelPen:
         ys += [self.panel.mark[0]] if self.panel.mark else []
         low_x = min(xs) if self.panel.log_x else 0.0
         self.x_ticks = log_ticks(low_x, max(xs)) if self.panel.log_x else nice_ticks(0.0, max(xs))
-        self.y_ticks = nice_ticks(min(ys), max(ys))
+        self.y_ticks = log_ticks(min(ys), max(ys)) if self.panel.log_y else nice_ticks(min(ys), max(ys))
         self.x = Scale(
             self.x_ticks[0], self.x_ticks[-1], self.left, self.left + PANEL_WIDTH, self.panel.log_x
         )
-        self.y = Scale(self.y_ticks[0], self.y_ticks[-1], TOP + PANEL_HEIGHT, TOP)
+        self.y = Scale(self.y_ticks[0], self.y_ticks[-1], TOP + PANEL_HEIGHT, TOP, self.panel.log_y)
 
     def draw(self) -> list[str]:
         parts = self._axes()

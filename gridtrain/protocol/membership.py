@@ -24,7 +24,7 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError
-from gridtrain.protocol import ledger
+from gridtrain.protocol import ledger, topology
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.breaks import MOST_BREAKS, WINDOW_S, Breaks
 from gridtrain.protocol.drift import Drift
@@ -45,7 +45,6 @@ from gridtrain.protocol.membership_io import (
     Strike,
     Up,
 )
-from gridtrain.protocol.planner import order_ring
 from gridtrain.protocol.recall import Raises, Recall, is_credible
 from gridtrain.protocol.recovery import Recovered, generation_entry
 from gridtrain.protocol.roll import AVOIDED_S, Worker, differences, latencies, limits, numbered, shares
@@ -124,6 +123,8 @@ class Membership:
         self._drifts = 0  # states that were found to differ, and replaced
         self._followers = Followers(self._whereabouts.address)
         self._sharing = Sharing()
+        self._links = topology.Measured()
+        self._links_told = False  # since an order was last looked for
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
         self._making = _Making.NONE
@@ -270,6 +271,7 @@ class Membership:
             "finished": self.phase is RunPhase.FINISHED,
             "facts": dict(self._reference.facts) if self._reference else {},
             "plan_reason": self._plan_reason,
+            "links": self._links.listed([member.peer for member in self._roster]),
             "drifts": self._drifts,
             "members": [
                 {**w.line(rank_of.get(w.peer), self._roster, now_s), "reach": self._whereabouts.reach(w.peer)}
@@ -300,12 +302,16 @@ class Membership:
             case m.Links(rtt_s):
                 worker.rtt_s = dict(rtt_s)
                 worker.admitted = worker.setup is not None
+            case m.Rates(rates_Bps):
+                self._links.told(peer, [told for told in rates_Bps if told[0] in self._workers])
+                self._links_told = True
             case m.Beat(sequence, step, progress, figures):
                 if progress > worker.progress:
                     worker.progress, worker.moved_s = progress, now_s
                 worker.step, worker.figures = step, dict(figures)
                 self._sharing.observe(peer, worker.figures)
                 self._mind_shares(now_s)
+                self._mind_links(now_s)
                 if any(member.peer == peer for member in self._roster):
                     self._reached = max(self._reached, step)  # so that a rollback is seen to be one
                 return [Send(peer, m.BeatReply(self.term, sequence))]
@@ -647,6 +653,7 @@ class Membership:
         """A member is gone: the others need another generation."""
         self._breaks.forget(peer)
         self._sharing.forget(peer)
+        self._links.forget(peer)
         if peer in {member.peer for member in self._roster}:
             self._change = why
             if for_good:
@@ -833,6 +840,16 @@ class Membership:
             most = limits([self._workers[peer] for peer in peers])
             self._change = self._sharing.worth(peers, [member.share for member in self._roster], most)
 
+    def _mind_links(self, now_s: float) -> None:
+        """Want a generation in another order where links have changed so much that it gains noticeably."""
+        training = self._making is _Making.NONE and self.phase is RunPhase.TRAINING
+        due = self._links_told and now_s >= self._made_s + self._deadlines.reshare_s
+        if due and training and not self._change:
+            self._links_told = False
+            self._links.rtt_s = latencies(list(self._workers.values()))
+            load = topology.load_of(self._reference)
+            self._change = topology.worth(load, self._links, [member.peer for member in self._roster])
+
     def _seniority(self, peer: m.PeerId) -> tuple[float, m.PeerId]:
         worker = self._workers[peer]
         return (worker.joined_s, peer)
@@ -846,8 +863,10 @@ class Membership:
         taking_part = (w.peer for w in ready)
         peers = sorted(taking_part, key=self._seniority)
         avoided = self._breaks.avoid(now_s)
-        links = latencies([self._workers[peer] for peer in peers], avoided)
-        plan = order_ring(links, peers, min(holding, key=self._seniority))
+        self._links.rtt_s = latencies([self._workers[peer] for peer in peers], avoided)
+        self._links_told = False
+        first = min(holding, key=self._seniority)
+        plan = topology.plan(topology.load_of(self._reference), self._links, peers, first)
         self._plan_reason = plan.reason
         if avoided:
             self._plan_reason += (

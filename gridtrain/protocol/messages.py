@@ -3,8 +3,8 @@
 Decides nothing and opens no payload.  How a message becomes bytes, and every
 bound on its fields, is `gridtrain.wire.codec`; what it means is PROTOCOL.md.
 
-    worker -> coordinator   Join Setup Links Beat Report Ready Stalled Accuse Broken NoRoute Leave Finished
-                            StatusRequest
+    worker -> coordinator   Join Setup Links Rates Beat Report Ready Stalled Accuse Broken NoRoute Leave
+                            Finished StatusRequest
     coordinator -> worker   Welcome Refused Rejoin Reach Admitted Expect BeatReply Freeze Roster View Start
                             RunState StatusReply
     worker <-> worker       Data Vote Decision Progress MeanAsk MeanTell Ping Pong StateRequest StateBlock
@@ -243,6 +243,14 @@ class Links:
     """Round-trip times in seconds from this worker to the peers that it was told to probe."""
 
     rtt_s: tuple[tuple[PeerId, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast bulk went from this worker to a peer, and from that peer to it, in bytes per second; 0: not
+    measured.  Of a link's two ends the more modest one is believed (`protocol.topology`)."""
+
+    rates_Bps: tuple[tuple[PeerId, float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -607,6 +615,26 @@ class Pong:
     nonce: int
 
 
+BURSTS, BURST_BYTES = 16, 16 * 1024
+"""Messages of one burst, and bytes of each: 256 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Message `index` of a burst that measures a link; what is in it does not matter."""
+
+    nonce: int
+    index: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """The last message of this burst is here."""
+
+    nonce: int
+
+
 @dataclass(frozen=True, slots=True)
 class StateRequest:
     """A joining member asks its donor for the state; `whole` False: only what followers do not have."""
@@ -746,6 +774,7 @@ Message = (
     | Join
     | Setup
     | Links
+    | Rates
     | Beat
     | Report
     | Seated
@@ -780,6 +809,8 @@ Message = (
     | MeanTell
     | Ping
     | Pong
+    | Burst
+    | Landed
     | StateRequest
     | StateBlock
     | ImageAsk

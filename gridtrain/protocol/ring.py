@@ -47,6 +47,18 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
     return frozenset({(rank - 1) % world_size, (rank + 1) % world_size}) - {rank}
 
 
+LARGEST_SLICE_BYTES = 2**20
+SMALLEST_SLICE_BYTES = 64 * 1024
+SLICES = 8
+"""Of a segment, where that makes slices between these sizes: one is under way, one is added, others wait."""
+
+
+def slices_of(segment_bytes: int) -> int:
+    """In how many slices a segment of so many bytes travels; the same on all ranks."""
+    slice_bytes = min(LARGEST_SLICE_BYTES, max(SMALLEST_SLICE_BYTES, -(-segment_bytes // SLICES)))
+    return max(1, -(-segment_bytes // slice_bytes))
+
+
 def ring_message_count(world_size: int, slices: int) -> int:
     """Messages that each rank sends, and receives, in one all-reduce."""
     return 2 * (world_size - 1) * slices

@@ -43,15 +43,10 @@ from gridtrain.protocol.collective import (
 )
 from gridtrain.protocol.gtopk import Butterfly
 from gridtrain.protocol.messages import Phase, Place
-from gridtrain.protocol.ring import Ring
+from gridtrain.protocol.ring import Ring, slices_of
 from gridtrain.sparsify.merge import FloatArray, Kept, largest_summable, merge, sum_in_rank_order
 from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
 from gridtrain.wire.values import ROUNDING
-
-LARGEST_SLICE_BYTES = 2**20
-SMALLEST_SLICE_BYTES = 64 * 1024
-SLICES = 8
-"""Of a segment, where that makes slices between these sizes: one is under way, one is added, others wait."""
 
 _FLOAT = np.dtype("<f4")  # as on the wire, and as on every machine that we know
 
@@ -117,9 +112,9 @@ class DenseWorkspace:
         self._world_size = world_size
         longest_segment_bytes = -(-contribution_N.size // world_size) * _FLOAT.itemsize
         if slice_bytes is None:
-            wanted_bytes = -(-longest_segment_bytes // SLICES)
-            slice_bytes = min(LARGEST_SLICE_BYTES, max(SMALLEST_SLICE_BYTES, wanted_bytes))
-        self.slices = max(1, -(-longest_segment_bytes // slice_bytes))
+            self.slices = slices_of(longest_segment_bytes)
+        else:
+            self.slices = max(1, -(-longest_segment_bytes // slice_bytes))
         self._final: deque[tuple[int, int]] = deque()  # slices that are not written to again, not hashed yet
         self._checked: set[tuple[int, int]] = set()  # as they came, so they are finite
         self._hashes: dict[tuple[int, int], bytes] = {}

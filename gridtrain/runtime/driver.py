@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from gridtrain.config import JoinConfig
@@ -31,9 +33,11 @@ from gridtrain.errors import (
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
+from gridtrain.protocol.routes import relay_of
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buckets import BucketedWorkspace, by_channel
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace, Workspace
+from gridtrain.runtime.bursts import Bursts
 from gridtrain.runtime.donating import Donating, Parts
 from gridtrain.runtime.following import Bar, Following, ImageWork, Work
 from gridtrain.runtime.handover import Inheritance
@@ -157,6 +161,9 @@ class Driver:
         self._ended: list[tuple[_OpenRound, RoundOutcome]] = []
         self._mean: list[float | None] = []  # the answer that the trainer waits for
         self._prober = Prober()
+        self._bursts = Bursts(Random(secrets.token_bytes(8)))
+        self._relayed: set[m.PeerId] = set()  # whom a burst would reach over a third one's line
+        self._measured: io.Probed | None = None  # round trips, while bursts are under way
         self._intake = StateIntake()
         self._outlet = StateOutlet()
         rate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
@@ -467,7 +474,10 @@ class Driver:
                 self._carry_out(self._core.tick(now_s))
             rtt_s = self._prober.done(now_s)
             if rtt_s is not None:
-                self._handle(io.Probed(rtt_s))
+                self._measured = io.Probed(rtt_s)
+                direct = {peer: seconds for peer, seconds in rtt_s if peer not in self._relayed}
+                self._bursts.begin(direct, self._prober.until_s)
+            self._mind_bursts(now_s)
             self._post(self._donating.turn(self._transport, now_s))
             self._mind_following(now_s)
             sent = self._outlet.pump(self._transport)
@@ -483,6 +493,23 @@ class Driver:
         workspaces = open_.workspaces.values() if open_ is not None else ()
         dense = [workspace for workspace in workspaces if isinstance(workspace, DenseWorkspace)]
         self._may_hash = any(workspace.hash_ahead() for workspace in dense)
+
+    def _mind_bursts(self, now_s: float) -> None:
+        """Rates go to the coordinator before the round trips do, with which it admits this worker."""
+        waiting = self._bursts.turn(self._transport, now_s)
+        if (news := self._bursts.news()) is not None:
+            self._send(self._coordinator, m.Rates(news))
+        if self._measured is not None and not waiting:
+            measured, self._measured = self._measured, None
+            self._handle(measured)
+
+    def _burst(self, peer: m.PeerId, burst: m.Burst, nbytes: int) -> None:
+        self._owed[peer] = self._owed.get(peer, 0) + nbytes
+        match self._bursts.came(peer, burst, time.monotonic()):
+            case m.Landed() as answer:
+                self._send(peer, answer)
+            case str(reason):
+                self._handle(io.Offence(peer, reason))
 
     def _mind_pause(self, why: str, now_s: float) -> None:
         """Say once that the run is paused, and give up after a long time (rule 10)."""
@@ -526,6 +553,7 @@ class Driver:
                 self._handle(io.EdgeUp(peer))
             case PeerDown(peer, reason):
                 self._owed.pop(peer, None)
+                self._bursts.forget(peer)
                 self._handle(io.EdgeDown(peer, reason))
             case Denied(self._coordinator) if not self._is_denied_for_good(time.monotonic()):
                 log.info("the coordinator's address does not let this worker in; it is asked again")
@@ -545,6 +573,10 @@ class Driver:
                 self._send(peer, m.Pong(nonce))
             case Received(_, m.Pong(nonce)):
                 self._prober.pong(nonce, self._transport, time.monotonic())
+            case Received(peer, m.Burst() as burst, nbytes):
+                self._burst(peer, burst, nbytes)
+            case Received(peer, m.Landed(nonce)):
+                self._bursts.landed(peer, nonce, time.monotonic())
             case Received(peer, message, nbytes):
                 if needs_credit(message):
                     self._owed[peer] = self._owed.get(peer, 0) + nbytes
@@ -628,6 +660,7 @@ class Driver:
                 self._owed.pop(peer, None)
                 self._transport.hang_up(peer)
             case io.Probe(targets):
+                self._relayed = {peer for peer, address in targets if relay_of(address) is not None}
                 self._prober.begin(targets, self._transport, time.monotonic(), self._config.deadlines.probe_s)
             case io.GiveState(peer, _, generation, whole):
                 self._outlet.ask(peer, self._core.term, generation, whole=whole)

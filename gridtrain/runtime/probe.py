@@ -22,7 +22,7 @@ class Prober:
         self._best_s: dict[PeerId, float] = {}
         self._left: dict[PeerId, int] = {}
         self._sent: dict[int, tuple[PeerId, float]] = {}
-        self._until_s = math.inf
+        self.until_s = math.inf
         self._nonce = 0
         self._running = False
 
@@ -33,7 +33,7 @@ class Prober:
         self._targets = {peer for peer, _ in targets}
         self._best_s, self._sent = {}, {}
         self._left = dict.fromkeys(self._targets, PINGS)
-        self._until_s, self._running = now_s + 0.8 * limit_s, True
+        self.until_s, self._running = now_s + 0.8 * limit_s, True
         for peer in self._targets:
             if transport.connected(peer):
                 self._ping(peer, transport, now_s)
@@ -53,7 +53,7 @@ class Prober:
 
     def done(self, now_s: float) -> tuple[tuple[PeerId, float], ...] | None:
         """Round trips in seconds, once; None while the probe runs or none was asked for."""
-        if not self._running or (any(self._left.values()) and now_s < self._until_s):
+        if not self._running or (any(self._left.values()) and now_s < self.until_s):
             return None
         self._running = False
         return tuple(sorted(self._best_s.items()))

@@ -14,10 +14,11 @@ import numpy as np
 from gridtrain.errors import LocalProtocolError
 from gridtrain.protocol.collective import AddSlice, Collective, StoreOf, StoreSlice, WorkspaceEffect
 from gridtrain.protocol.messages import Place
+from gridtrain.protocol.ring import LARGEST_SLICE_BYTES
 from gridtrain.protocol.star import ROOT, DenseStar, SparseStar
 from gridtrain.protocol.tree import Tree
 from gridtrain.runtime import buffers
-from gridtrain.runtime.buffers import LARGEST_SLICE_BYTES, ButterflyWorkspace, DenseWorkspace
+from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace
 from gridtrain.sparsify.merge import FloatArray, sum_in_rank_order, truncate
 from gridtrain.wire.sparse import Sparse
 

@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import (
+    Burst,
     Data,
     HandOver,
     ImageBlock,
@@ -41,7 +42,7 @@ MAX_SEALED_CONTROL_BYTES = 66 * 1024
 """No control message is longer when it is sealed; so nobody can make a relay send megabytes first."""
 
 
-BULK = Data | StateBlock | HandOver | ImageTable | ImageBlock | Update
+BULK = Data | StateBlock | HandOver | ImageTable | ImageBlock | Update | Burst
 
 
 def is_bulk(message: Message) -> bool:

@@ -44,6 +44,7 @@ POSITIVE = Int("positive", 1, 2**31 - 1, "an integer 1 .. 2^31-1")
 APPLIED = Int("applied", -1, 2**63 - 1, "an integer -1 .. 2^63-1; -1: no step yet")
 FLAG = Flag()
 REAL = Real("float", -sys.float_info.max, sys.float_info.max, "a finite 64-bit float")
+RATE = Real("rate", 0.0, 1e12, "a 64-bit float 0 .. 10^12, bytes per second")
 SECONDS = Real("seconds", 0.0, 1e6, "a 64-bit float 0 .. 10^6")
 LIFETIME = Real("lifetime", 0.0, 1e10, "a 64-bit float 0 .. 10^10, seconds")
 PEER = Binary("peer", 32, 32, "exactly 32 bytes, a public key")
@@ -84,6 +85,13 @@ def _block_is_one_of(block: m.StateBlock) -> str | None:
 def _block_is_small(block: m.ImageBlock) -> str | None:
     nbytes = memoryview(block.payload).nbytes
     return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
+
+
+def _burst_is_one_of(burst: m.Burst) -> str | None:
+    if burst.index >= m.BURSTS:
+        return f"index {burst.index}, must be below {m.BURSTS}"
+    nbytes = memoryview(burst.payload).nbytes
+    return None if nbytes <= m.BURST_BYTES else f"{nbytes} bytes, must be at most {m.BURST_BYTES}"
 
 
 def _piece_is_one_of(piece: m.HandOver) -> str | None:
@@ -161,6 +169,7 @@ MESSAGES: dict[int, Record] = {
     23: Record(m.Seated, term=UINT, generation=UINT, members=Many(Group(PEER, COUNT), 1024)),
     24: Record(m.Fingerprint, term=UINT, generation=UINT, step=UINT, digest=DIGEST),
     25: Record(m.Caught, applied=APPLIED, history=DIGEST),
+    26: Record(m.Rates, rates_Bps=Many(Group(PEER, RATE, RATE), 256)),
     # coordinator -> worker
     30: Record(m.Welcome, term=UINT, run=NAME, software=NAME),
     31: Record(m.Refused, code=NAME, reason=REASON, remedy=REASON),
@@ -233,6 +242,8 @@ MESSAGES: dict[int, Record] = {
         payload=FRAME,
     ),
     64: Record(m.TakenOver, term=UINT, generation=UINT, taken=FLAG, reason=REASON),
+    65: Record(m.Burst, _burst_is_one_of, nonce=UINT, index=COUNT, payload=FRAME),
+    66: Record(m.Landed, nonce=UINT),
     # to and from a relay
     60: Record(m.Relay, to=PEER, payload=FRAME),
     61: Record(m.Relayed, origin=PEER, payload=FRAME),

@@ -49,7 +49,7 @@ EXECUTORS = {
 
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 READERS = {"load", "loads", "load_file", "unpackb", "unpack", "Unpacker", "safe_load", "fromfile"}
-ALLOWED_READERS = {"json", "msgpack", "safetensors.torch", "struct"}
+ALLOWED_READERS = {"json", "msgpack", "safetensors.torch", "struct", "tomllib"}
 OURS = {"gridtrain", "gridtrain_coordinator", "gridtrain_worker", "gridfuzz"}  # read by this test, too
 
 BY_NAME = {
@@ -166,6 +166,7 @@ def test_it_would_be_seen(source: str) -> None:
     "source",
     [
         "import json\njson.loads(text)",
+        "import tomllib\ntomllib.loads(text)",
         "import safetensors.torch\nsafetensors.torch.load(data)",
         "import re\nre.compile('a')",
         "self.averages.load(workspace)",

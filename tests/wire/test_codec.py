@@ -33,6 +33,7 @@ PUT_RIGHT: dict[type, Callable[[Any], Any]] = {
     m.LedgerSpec: lambda s: m.LedgerSpec(s.size, s.seed, s.epochs, 7 if s.epochs is None else None),
     m.Roster: lambda r: m.Roster(r.term, r.generation, *_of(r.page, r.pages, 256), r.members),
     m.HandOver: lambda h: replace(h, **dict(zip(("index", "total"), _of(h.index, h.total, 16), strict=True))),
+    m.Burst: lambda b: replace(b, index=b.index % m.BURSTS),
     m.StateBlock: lambda b: m.StateBlock(b.term, b.generation, *_of(b.index, b.total, 65536), b.payload),
 }
 

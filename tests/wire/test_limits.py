@@ -133,6 +133,12 @@ FIELDS = [
         [*header(57, 1, 1, 1, 1), b""],
         "block over total",
     ),
+    refused("Burst is index 16, must be below 16", [*header(65, 1, 16), b""], "a burst that does not end"),
+    refused(
+        "Burst is 16385 bytes, must be at most 16384",
+        [*header(65, 1, 0), memoryview(bytes(2**14 + 1))],
+        "burst over 16 KiB",
+    ),
     refused("StateBlock is block 0 of 65537", [*header(57, 1, 1, 0, 65537), b""], "more than 64 GiB"),
     refused(
         "StateBlock is 1048577 bytes, must be at most 1048576",

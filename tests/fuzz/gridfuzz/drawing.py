@@ -111,4 +111,6 @@ def _put_right(drawn: Any) -> Any:
             return replace(drawn, page=page % pages)
         case m.StateBlock(index=index, total=total):
             return replace(drawn, index=index % total)
+        case m.Burst(index=index):
+            return replace(drawn, index=index % m.BURSTS)
     return drawn

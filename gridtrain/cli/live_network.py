@@ -1,0 +1,97 @@
+"""The network of a run as its workers have measured it, from what the coordinator's status says.
+
+Decides what of the status is usable.  Never asks a worker, and believes no figure that cannot be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gridtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gridtrain.protocol.lines import Network
+    from gridtrain.protocol.loads import Load
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The members of a run in rank order.
+
+    Attributes:
+        load: what the run exchanges; None: its facts do not say.
+        compute_s: of a step, the mean of its members; None: not known yet.
+        text: for people.
+    """
+
+    members: Network
+    load: Load | None
+    compute_s: float | None
+    text: str
+    is_even: bool = False
+
+    @property
+    def workers(self) -> int:
+        return self.members.size
+
+    def network(self, size: int) -> Network:
+        """Only as it is."""
+        if size != self.workers:
+            raise ConfigError(
+                f"the run has {self.workers} members, and not {size}",
+                remedy="leave --workers out, or describe a network with --network",
+            )
+        return self.members
+
+
+def from_status(picture: Mapping[str, Any]) -> Live:
+    """Raises `ConfigError`: nobody trains, or nothing is measured."""
+    from gridtrain.protocol.messages import LedgerSpec, Setup
+    from gridtrain.protocol.topology import Measured, load_of
+
+    size, run = picture.get("world_size", 0), str(picture.get("run", "?"))
+    links = picture.get("links", [])
+    network = None
+    if isinstance(size, int) and size >= 2 and isinstance(links, list):
+        ranks = [bytes([rank]) * 32 for rank in range(min(size, 255))]
+        trips: dict[tuple[bytes, bytes], float] = {}
+        measured = Measured(trips)
+        for entry in links:
+            a, b, rtt_s, rate_Bps = _entry(entry, len(ranks))
+            if rtt_s is not None:
+                trips[ranks[a], ranks[b]] = rtt_s
+            if rate_Bps is not None:
+                measured.told(ranks[a], [(ranks[b], rate_Bps, 0.0)])
+        network = measured.network(ranks)
+    if network is None:
+        raise ConfigError(
+            f'nothing is measured between members of "{run}" ({size} train)',
+            remedy="ask again when at least two train, or describe the network with --link or --network",
+        )
+    facts = picture.get("facts", {})
+    texts = tuple((str(name), str(text)) for name, text in facts.items()) if isinstance(facts, dict) else ()
+    setup = Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None)
+    return Live(network, load_of(setup), _compute_s(picture), f'{size} members of "{run}", as measured')
+
+
+def _entry(entry: Any, size: int) -> tuple[int, int, float | None, float | None]:
+    if isinstance(entry, list) and len(entry) == 4:
+        a, b, rtt_s, rate_Bps = entry
+        if type(a) is int and type(b) is int and 0 <= a < size and 0 <= b < size and a != b:
+            return a, b, _number(rtt_s), _number(rate_Bps)
+    raise ConfigError(f"the status lists a link as {entry!r}", remedy="use the coordinator's own version")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else None
+
+
+def _compute_s(picture: Mapping[str, Any]) -> float | None:
+    members = [member for member in picture.get("members", []) if isinstance(member, dict)]
+    figures = (member.get("figures", {}) for member in members if member.get("rank") is not None)
+    found = [_number(each.get("computing_s")) for each in figures if isinstance(each, dict)]
+    known = [seconds for seconds in found if seconds]
+    return max(known, default=None)

@@ -1,0 +1,283 @@
+"""`gridtrain plan`: step time, bytes and scaling of each exchange on a network, before anybody joins.
+
+Decides what is compared and how it is shown.  The figures are `protocol.choosing`'s; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gridtrain.cli.main import EXIT_CODES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gridtrain.cli.live_network import Live
+    from gridtrain.cli.network_file import Described
+    from gridtrain.protocol.choosing import Outlook
+
+EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "star", "star-gtopk")
+PLAIN_WIDTH = 120
+MOST_ORDERED = 32
+"""Up to so many workers the best order of an uneven network is looked for; above, sites stay together."""
+
+_COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMG]?")
+_MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9}
+
+
+@click.command(epilog=EXIT_CODES)
+@click.option("--parameters", metavar="N", help="Of the model: 25600000, 25.6e6 or 25.6M.")
+@click.option(
+    "--workers",
+    default="2..4096",
+    show_default=True,
+    metavar="LIST",
+    help='"2..4096": doubling; or "2,3,8".  With --network only its own number, unless given.',
+)
+@click.option("--link", default="100Mbit", show_default=True, help="Each worker's line, RATE or DOWN/UP.")
+@click.option("--latency", default="10ms", show_default=True, help="From one worker to another, one way.")
+@click.option(
+    "--network",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A TOML file of sites and the lines between them, instead of --link and --latency.",
+)
+@click.option("--coordinator", metavar="INVITATION", help="The links of a run that goes on, as measured.")
+@click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="The same of a run that is coordinated on this machine: the coordinator's --state.",
+)
+@click.option("--compute", default="0.5s", show_default=True, help="A worker's computing of one step.")
+@click.option(
+    "--exchange",
+    "exchanges",
+    default="dense,topk,gtopk,star",
+    show_default=True,
+    metavar="LIST",
+    help=f"Out of {', '.join(EXCHANGES)}.",
+)
+@click.option("--density", default=0.001, show_default=True, help="Of sparse exchanges.")
+@click.option(
+    "--values", type=click.Choice(["fp16", "bf16", "int8", "fp32"]), default="fp16", show_default=True
+)
+@click.option(
+    "--local-steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps per exchange."
+)
+@click.option("--plain", is_flag=True, help="Without encryption.")
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Write an SVG here as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+@click.pass_context
+def plan(
+    context: click.Context,
+    parameters: str | None,
+    workers: str,
+    link: str,
+    latency: str,
+    network: Path | None,
+    coordinator: str | None,
+    state: Path | None,
+    compute: str,
+    exchanges: str,
+    density: float,
+    values: str,
+    local_steps: int,
+    plain: bool,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Predict the step time of each exchange on a network that you describe.
+
+    \b
+      gridtrain plan --parameters 25.6M --link 100Mbit --latency 10ms --compute 0.5s
+      gridtrain plan --parameters 124M --network sites.toml --exchange gtopk,dense
+      gridtrain plan --coordinator gridtrain1:AbC...
+
+    Nobody has to join, and nothing is measured: the figures come from a model of the exchanges' messages,
+    the lines they go over, and the work they make.  With --coordinator or --state the lines, and what else is
+    not given, are those of a run.
+    """
+    from gridtrain.cli import network_file
+    from gridtrain.protocol.loads import Kind, Load
+
+    def given(name: str) -> bool:
+        return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+
+    live = _live(coordinator, state) if coordinator or state else None
+    described: Described | Live
+    if live is not None:
+        described, from_run = live, live.load
+    else:
+        described = network_file.read(network) if network else network_file.one_site(link, latency)
+        from_run = None
+    counts = _workers(workers) if given("workers") or not (network or live) else [described.workers]
+    count = _parameters(parameters) if parameters else from_run.parameters if from_run else 0
+    if count < 1:
+        raise click.UsageError("--parameters is missing: how many has the model?")
+    if from_run is not None and from_run.kind.sparse:
+        density = density if given("density") else from_run.density
+        values = values if given("values") else from_run.values
+    loads = [Load(Kind(name), count, density, values, not plain) for name in _names(exchanges)]
+    compute_s = network_file.parse_seconds(compute)
+    if live is not None and live.compute_s and not given("compute"):
+        compute_s = live.compute_s
+    rows = [[_look(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
+    if picture:
+        picture.write_text(_drawn(rows, _subtitle(loads[0].parameters, described, link, latency, compute_s)))
+    if as_json:
+        click.echo(json.dumps([_figures(each) for row in rows for each in row]))
+    else:
+        _print(rows, described)
+        if picture:
+            click.echo(f"picture: {picture}")
+
+
+def _live(coordinator: str | None, state: Path | None) -> Live:
+    from gridtrain.cli.live_network import from_status
+    from gridtrain.cli.status import ANSWER_S, client_of
+
+    with client_of(coordinator, "default", state) as client:
+        return from_status(client.status(ANSWER_S))
+
+
+def _look(load: Any, described: Described | Live, count: int, compute_s: float, local_steps: int) -> Outlook:
+    from gridtrain.protocol.choosing import outlook, planned
+    from gridtrain.protocol.loads import Cpu
+
+    network = described.network(count)
+    ordered = not described.is_even and 2 < count <= MOST_ORDERED
+    look = planned if ordered else outlook
+    return look(load, network, Cpu(), compute_s, local_steps=local_steps)
+
+
+# -- what the options say --------------------------------------------------------------------------
+
+
+def _workers(text: str) -> list[int]:
+    first, dots, last = text.partition("..")
+    try:
+        if not dots:
+            counts = [int(word) for word in text.split(",")]
+        else:
+            counts = [int(first)]
+            while counts[-1] * 2 <= int(last):
+                counts.append(counts[-1] * 2)
+            if counts[-1] < int(last):
+                counts.append(int(last))
+    except ValueError:
+        counts = []
+    if not counts or not all(2 <= count <= 8192 for count in counts):
+        raise click.BadParameter(
+            f'"{text}"; write "2..4096" or "2,3,8", each 2 to 8192', param_hint="--workers"
+        )
+    return counts
+
+
+def _parameters(text: str) -> int:
+    if not _COUNT.fullmatch(text):
+        raise click.BadParameter(f'"{text}"; write 25600000, 25.6e6 or 25.6M', param_hint="--parameters")
+    multiple = _MULTIPLES.get(text[-1], 1.0)
+    return round(float(text.rstrip("kMG")) * multiple)
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in EXCHANGES]
+    if unknown or not names:
+        raise click.BadParameter(f'"{text}"; name some of {", ".join(EXCHANGES)}', param_hint="--exchange")
+    return list(dict.fromkeys(names))
+
+
+# -- how it is shown -------------------------------------------------------------------------------
+
+
+def _print(rows: Sequence[Sequence[Outlook]], described: Described | Live) -> None:
+    import sys
+
+    from rich.console import Console
+
+    from gridtrain.protocol.choosing import recommend, said
+
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console.print("Step time, bytes that the busiest worker sends, scaling efficiency:", highlight=False)
+    console.print(_table(rows), markup=False)
+    if rows[0][0].local_steps > 1:
+        console.print(f"{said(rows[0][0])}: bytes are of one exchange.", markup=False, highlight=False)
+    console.print(recommend(rows[-1])[1], markup=False, highlight=False, soft_wrap=True)
+    if len(rows) > 1:
+        console.print(recommend(rows[0])[1], markup=False, highlight=False, soft_wrap=True)
+    if not described.is_even:
+        console.print("Members are ordered for each exchange by predicted time.", highlight=False)
+
+
+def _table(rows: Sequence[Sequence[Outlook]]) -> Table:
+    """A line for each number of workers; of each exchange the step, the bytes, the efficiency."""
+    from rich.table import Table
+
+    from gridtrain.protocol.choosing import said_s
+
+    table = Table()
+    table.add_column("workers", justify="right")
+    for each in rows[0]:
+        for name in (str(each.load.kind), "sent", "eff."):
+            table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [
+            cell
+            for each in row
+            for cell in (said_s(each.step_s), _bytes(each.cost.sent_bytes), f"{each.efficiency:.1%}")
+        ]
+        table.add_row(str(row[0].world_size), *cells)
+    return table
+
+
+def _figures(each: Outlook) -> dict[str, Any]:
+    return {
+        "exchange": str(each.load.kind),
+        "workers": each.world_size,
+        "step_s": each.step_s,
+        "exchange_s": each.cost.exchange_s,
+        "sent_bytes": each.cost.sent_bytes,
+        "received_bytes": each.cost.received_bytes,
+        "cpu_s": each.cost.cpu_s,
+        "efficiency": each.efficiency,
+        "speedup": each.speedup,
+    }
+
+
+def _subtitle(parameters: int, described: Described | Live, link: str, latency: str, compute_s: float) -> str:
+    lines = f"{link} and {latency} each" if described.is_even else described.text
+    return f"{parameters:,} parameters; {lines}; {compute_s:g} s of computing a step; predicted"
+
+
+def _drawn(rows: Sequence[Sequence[Outlook]], subtitle: str) -> str:
+    from gridtrain.demo.picture import COLOURS, Line, Panel, draw
+
+    if len(rows) < 2:
+        raise click.UsageError("--picture shows how exchanges scale; give --workers at least two numbers")
+    lines: list[tuple[Line, Line]] = []
+    for index, first in enumerate(rows[0]):
+        name, colour = str(first.load.kind), COLOURS[index % len(COLOURS)]
+        each = [row[index] for row in rows]
+        efficiency = tuple((float(at.world_size), 100 * at.efficiency) for at in each)
+        seconds = tuple((float(at.world_size), at.step_s) for at in each)
+        lines.append((Line(name, efficiency, colour), Line(name, seconds, colour)))
+    panels = (
+        Panel("Scaling efficiency", "workers", "%", tuple(left for left, _ in lines), log_x=True),
+        Panel("Step time", "workers", "seconds", tuple(right for _, right in lines), log_x=True, log_y=True),
+    )
+    return draw("How each exchange scales on this network", subtitle, panels)
+
+
+def _bytes(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.3g} GB" if nbytes < 1000 else f"{nbytes:,.0f} GB"

@@ -1,0 +1,178 @@
+"""What is to be exchanged, and what working on it takes.
+
+Decides the size of payloads and the seconds of work.  Never times an exchange (`walk`, `costs`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gridtrain.errors import ConfigError
+from gridtrain.protocol import moves, ring
+from gridtrain.protocol.moves import Move, Work
+from gridtrain.protocol.ring import LARGEST_SLICE_BYTES
+
+HEADER_BYTES = 110
+"""Of a Data message: the msgpack header, the framing of ZMTP, and what a transport adds."""
+
+VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+MOST_MOVES = 30_000
+"""A ring of more is walked with fewer slices, and one of more than that even so is not walked any more."""
+
+
+class Kind(StrEnum):
+    """How gradients are shared, as people write it."""
+
+    DENSE = "dense"
+    TOPK = "topk"
+    GTOPK = "gtopk"
+    TREE = "gtopk-tree"
+    STAR = "star"
+    STAR_GTOPK = "star-gtopk"
+
+    @property
+    def sparse(self) -> bool:
+        return self not in (Kind.DENSE, Kind.STAR)
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """Seconds of one core.  The defaults were measured on two cores of a cloud machine (2026), plain numpy
+    and ZeroMQ on loopback; `benchmarks/calibrate.py` measures the machine at hand.
+
+    Attributes:
+        message_s: one message at one end, sent or received.
+        byte_s: one byte through one end's socket.
+        crypt_byte_s: one byte sealed or opened (CURVE), beside `byte_s`.
+        add_byte_s, store_byte_s: one byte of a dense slice added, or copied, to its place.
+        hash_byte_s: one byte of the update's digest.
+        encode_entry_s, decode_entry_s: one entry of a sparse payload made, or read and checked.
+        merge_entry_s: one of k entries of a gTop-k hop: their payload read, summed, cut to k, encoded.
+        sum_entry_s: one entry of all payloads in the sum that ends TopK.
+        select_parameter_s: one parameter looked at while the k largest are selected.
+    """
+
+    message_s: float = 80e-6
+    byte_s: float = 0.33e-9
+    crypt_byte_s: float = 0.9e-9
+    add_byte_s: float = 0.25e-9
+    store_byte_s: float = 0.15e-9
+    hash_byte_s: float = 1.0e-9
+    encode_entry_s: float = 40e-9
+    decode_entry_s: float = 40e-9
+    merge_entry_s: float = 207e-9
+    sum_entry_s: float = 60e-9
+    select_parameter_s: float = 1.8e-9
+
+
+FREE = Cpu(*(0.0,) * 11)
+"""Work takes no time: what the wire alone costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One exchange of `parameters` elements.
+
+    Attributes:
+        density: share of the elements that a member selects, of sparse kinds.
+        values: fp32, fp16, bf16 or int8, how values of sparse kinds travel.
+        encrypted: by CURVE.
+    """
+
+    kind: Kind
+    parameters: int
+    density: float = 0.001
+    values: str = "fp16"
+    encrypted: bool = True
+
+    def __post_init__(self) -> None:
+        if self.parameters < 1 or not 0 < self.density <= 1 or self.values not in VALUE_BYTES:
+            raise ConfigError(
+                f"{self.parameters} parameters at density {self.density} with values {self.values!r}",
+                remedy=f"at least 1 parameter, 0 < density <= 1, values one of {', '.join(VALUE_BYTES)}",
+            )
+
+    @property
+    def entries(self) -> int:
+        """k of a sparse kind."""
+        return min(self.parameters, max(1, round(self.density * self.parameters)))
+
+    @property
+    def unit_bytes(self) -> int:
+        """The dense vector, or one sparse payload."""
+        if not self.kind.sparse:
+            return 4 * self.parameters
+        return sparse_bytes(self.parameters, self.entries, self.values)
+
+
+def sparse_bytes(parameters: int, entries: int, values: str) -> int:
+    """Length of a payload of that many entries, exactly (PROTOCOL.md, 5.2)."""
+    if entries == 0:
+        return 8
+    low = int(math.log2(parameters // entries)) if parameters >= entries else 0
+    high = entries + ((parameters - 1) >> low)
+    return 8 + -(-entries * low // 8) + -(-high // 8) + VALUE_BYTES[values] * entries
+
+
+def slices_of(load: Load, world_size: int) -> int:
+    """In how many slices a dense segment (star: the vector) travels."""
+    if load.kind is Kind.STAR:
+        return max(1, math.ceil(load.unit_bytes / LARGEST_SLICE_BYTES))
+    return ring.slices_of(math.ceil(load.unit_bytes / world_size))
+
+
+def moves_of(load: Load, world_size: int, most_moves: int = MOST_MOVES) -> list[Move]:
+    """The exchange's messages.  Slices are fewer than they are where there would be too many to walk."""
+    match load.kind:
+        case Kind.DENSE:
+            most = max(1, most_moves // max(1, 2 * (world_size - 1) * world_size))
+            return moves.ring(world_size, min(slices_of(load, world_size), most))
+        case Kind.TOPK:
+            return moves.all_gather(world_size)
+        case Kind.GTOPK:
+            return moves.butterfly(world_size)
+        case Kind.TREE:
+            return moves.tree(world_size)
+        case Kind.STAR:
+            most = max(1, most_moves // max(1, 2 * (world_size - 1)))
+            return moves.star(world_size, min(slices_of(load, world_size), most), Work.ADD, Work.STORE)
+        case Kind.STAR_GTOPK:
+            return moves.star(world_size, 1, Work.POOL, Work.ADOPT)
+
+
+def work_s(work: Work, load: Load, part: float, cpu: Cpu) -> float:
+    """What a receiver does with one payload."""
+    match work:
+        case Work.ADD:
+            return part * load.unit_bytes * cpu.add_byte_s
+        case Work.STORE:
+            return part * load.unit_bytes * cpu.store_byte_s
+        case Work.MERGE:
+            return load.entries * cpu.merge_entry_s
+        case Work.POOL:
+            return load.entries * (cpu.decode_entry_s + cpu.sum_entry_s)
+        case Work.KEEP | Work.ADOPT:
+            return load.entries * cpu.decode_entry_s
+
+
+def start_work_s(load: Load, cpu: Cpu) -> float:
+    """Before anything is sent."""
+    if not load.kind.sparse:
+        return 0.0
+    return load.parameters * cpu.select_parameter_s + load.entries * cpu.encode_entry_s
+
+
+def end_work_s(load: Load, world_size: int, cpu: Cpu) -> float:
+    """When everything is there: TopK's sum, and the digest that is voted on."""
+    if not load.kind.sparse:
+        return load.unit_bytes * cpu.hash_byte_s
+    entries = load.entries * (world_size if load.kind is Kind.TOPK else 1)
+    summing_s = entries * cpu.sum_entry_s if load.kind is Kind.TOPK else 0.0
+    return summing_s + 12 * min(entries, load.parameters) * cpu.hash_byte_s
+
+
+def byte_s_of(load: Load, cpu: Cpu) -> float:
+    """Seconds of a core for a byte, at each end."""
+    return cpu.byte_s + (cpu.crypt_byte_s if load.encrypted else 0.0)

@@ -1,0 +1,153 @@
+"""Exchanges as data: which message follows which, with its size and the work that it makes.
+
+Decides the moves of each exchange from the schedules of the cores (`ring`, `gtopk`, `allgather`).  Never
+times anything: `costs` walks them over a network.
+
+    gTop-k, P = 3         move  from  to   needs        work at the receiver
+                          0     2     0    -            merge
+                          1     1     0    -            merge
+                          2     0     1    0            merge
+                          3     0     2    1            adopt
+
+`needs` are moves that must have been dealt with at this move's sender; with none it leaves at the start.
+`after` are those that its receiver deals with first, even where they come later.
+The tests hold each against the real cores, message by message, in `sim.exchange`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gridtrain.protocol import gtopk
+from gridtrain.protocol.hops import Hop
+
+
+class Work(StrEnum):
+    """What a receiver does with a message before anything that needs it can go on."""
+
+    ADD = "add"  # a dense slice to its own
+    STORE = "store"  # a dense slice
+    MERGE = "merge"  # two sparse payloads into one
+    KEEP = "keep"  # one more sparse payload of an all-gather
+    POOL = "pool"  # one more sparse payload that a star's centre reads, and adds
+    ADOPT = "adopt"  # the result
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One message; `count` payloads of the same kind in it (or so many messages on end)."""
+
+    src: int
+    dst: int
+    part: float  # of the exchange's unit: the whole dense vector, or one sparse payload
+    work: Work
+    needs: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    count: int = 1
+
+
+def ring(world_size: int, slices: int) -> list[Move]:
+    """Reduce-scatter and all-gather, see `protocol.ring`; a segment travels in `slices`."""
+    moves: list[Move] = []
+    part, last = 1 / (world_size * slices), world_size - 1
+    for hop in range(2 * last):
+        work = Work.ADD if hop < last else Work.STORE
+        for _slice in range(slices):
+            for segment in range(world_size):
+                needs = (len(moves) - world_size * slices,) if hop else ()
+                src = (segment + hop) % world_size
+                moves.append(Move(src, (src + 1) % world_size, part, work, needs))
+    return moves
+
+
+BUNDLED = 32
+"""An all-gather of more ranks moves what goes over an edge in one hop as one: P log P moves, not P * P."""
+
+
+def all_gather(world_size: int) -> list[Move]:
+    """Everybody's payload to everybody, along a binomial tree from each origin; see `protocol.allgather`."""
+    if world_size > BUNDLED:
+        return _bundled_all_gather(world_size)
+    moves: list[Move] = []
+    came: dict[tuple[int, int], int] = {}  # (origin, distance below it) -> the move that brought it there
+    for hop in range((world_size - 1).bit_length()):
+        for origin in range(world_size):
+            for far in range(min(1 << hop, world_size - (1 << hop))):
+                needs = (came[origin, far],) if far else ()
+                src, dst = (origin - far) % world_size, (origin - far - (1 << hop)) % world_size
+                came[origin, far + (1 << hop)] = len(moves)
+                moves.append(Move(src, dst, 1.0, Work.KEEP, needs))
+    return moves
+
+
+def _bundled_all_gather(world_size: int) -> list[Move]:
+    moves: list[Move] = []
+    for hop in range((world_size - 1).bit_length()):
+        count = min(1 << hop, world_size - (1 << hop))
+        for rank in range(world_size):
+            # all earlier hops that ended here: one from the rank 2 ** h above, for each h < hop
+            needs = tuple(h * world_size + (rank + (1 << h)) % world_size for h in range(hop))
+            dst = (rank - (1 << hop)) % world_size
+            moves.append(Move(rank, dst, 1.0, Work.KEEP, needs, count=count))
+    return moves
+
+
+def butterfly(world_size: int) -> list[Move]:
+    """gTop-k among all ranks, from `protocol.gtopk.schedule`."""
+    moves: list[Move] = []
+    hops = [gtopk.schedule(rank, world_size) for rank in range(world_size)]
+    came: list[int | None] = [None] * world_size  # the last move that each rank has dealt with
+    for level in _levels(hops):
+        before = list(came)
+        for rank, hop in level:
+            needs = (since,) if (since := before[rank]) is not None else ()
+            after = (since,) if (since := before[hop.partner]) is not None else ()
+            merges = any(other.place == hop.place and other.owner_modulus for other in hops[hop.partner])
+            came[hop.partner] = len(moves)
+            work = Work.MERGE if merges else Work.ADOPT
+            moves.append(Move(rank, hop.partner, 1.0, work, needs, after))
+    return moves
+
+
+def _levels(hops: Sequence[Sequence[Hop]]) -> list[list[tuple[int, Hop]]]:
+    """The sends of all ranks by phase and hop: within a level nothing waits for anything."""
+    levels: dict[tuple[int, int], list[tuple[int, Hop]]] = {}
+    for rank, line in enumerate(hops):
+        for hop in line:
+            if hop.sends:
+                levels.setdefault((int(hop.place.phase), hop.place.hop), []).append((rank, hop))
+    return [levels[key] for key in sorted(levels)]
+
+
+def tree(world_size: int) -> list[Move]:
+    """gTop-k as published (arXiv 1901.04359): merges up a binomial tree to rank 0, the result down again."""
+    moves: list[Move] = []
+    came: dict[int, int] = {}
+    distances = [1 << hop for hop in range((world_size - 1).bit_length())]
+    for d in distances:
+        for rank in range(d, world_size, 2 * d):
+            needs = (came[rank],) if rank in came else ()
+            after = (came[rank - d],) if rank - d in came else ()
+            came[rank - d] = len(moves)
+            moves.append(Move(rank, rank - d, 1.0, Work.MERGE, needs, after))
+    for d in reversed(distances):
+        for rank in range(d, world_size, 2 * d):
+            needs = (came[rank - d],)
+            came[rank] = len(moves)
+            moves.append(Move(rank - d, rank, 1.0, Work.ADOPT, needs))
+    return moves
+
+
+def star(world_size: int, slices: int, arrives: Work, result: Work) -> list[Move]:
+    """All to rank 0, and the result back from it; a slice goes back when all of it are there."""
+    moves: list[Move] = []
+    part = 1 / slices
+    for _slice in range(slices):
+        moves += [Move(rank, 0, part, arrives) for rank in range(1, world_size)]
+    for slice_ in range(slices):
+        first = slice_ * (world_size - 1)
+        needs = tuple(range(first, first + world_size - 1))
+        moves += [Move(0, rank, part, result, needs) for rank in range(1, world_size)]
+    return moves

@@ -1,0 +1,247 @@
+"""In which order members take their ranks, so that an exchange over uneven links is fast.
+
+Decides orders by predicted seconds (`costs`), not by rules of thumb; never measures and never speaks.
+
+    ring        a thin link is in it once, or not at all; each line passes all segments
+    butterfly   pairs rank with rank XOR 1, 2, 4: two sites with a thin line between meet in one hop only,
+                and members beyond a power of two, whose way is longest, are the well connected ones
+    star        rank 0, where all meet, has the best line of those that may be it
+
+Up to 7 members every order is looked at; above, a good start is improved by swapping two members, for as
+many trials as are allowed.  An order is looked at with `quick_s`, which adds up hops without queues; the
+best few of them are then walked (`costs.cost`), message by message.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice, permutations
+
+from gridtrain.protocol import costs, gtopk
+from gridtrain.protocol.lines import Network
+from gridtrain.protocol.loads import Cpu, Kind, Load, moves_of, slices_of
+
+EXACT_MAX_PEERS = 7  # 720 orders, as rank 0 is given
+MAX_EDGES = 150_000  # looked at in one search, about 0.2 s: the coordinator has other things to do
+MOST_PAIRED = 256  # members for whom near pairs are looked for; above the order of joining is the start
+FINALISTS, WALKS = 24, 20_000  # so many orders are walked at least; more while they have fewer moves in all
+WALKED_MOVES = 400  # a ring is compared with few slices
+
+Order = tuple[int, ...]  # order[rank] is a member's index
+Quick = Callable[[Sequence[int]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """The best order found, what an exchange takes with it, and what it takes in the order of joining."""
+
+    order: Order
+    exchange_s: float
+    joined_s: float
+
+
+def best_order(load: Load, network: Network, cpu: Cpu, firsts: Sequence[int]) -> Ordered:
+    """The order of `network`'s members with which `load` is exchanged soonest.
+
+    Args:
+        network: members in the order of joining.
+        firsts: who may be rank 0; the first of them is, except in a star.
+    """
+    members = range(network.size)
+    centre = load.kind in (Kind.STAR, Kind.STAR_GTOPK)
+    starts = [(first, *(m for m in members if m != first)) for first in (firsts if centre else firsts[:1])]
+    quick: Quick | None = None
+    finalists = starts
+    if network.size > 2 and not centre:
+        quick = quick_s(load, network, cpu)
+        search = _all_orders if network.size <= EXACT_MAX_PEERS else _improved_orders
+        most = max(FINALISTS, WALKS // len(moves_of(load, network.size, WALKED_MOVES)))
+        finalists = [starts[0], *search(starts[0], quick, network, load, most)]
+    timed = {order: walked_s(load, network, cpu, order) for order in dict.fromkeys(finalists)}
+    # Of equal ones that with the faster links in all; if these are equal too the first, that of joining.
+    best = min(timed, key=lambda order: timed[order] + (1e-3 * quick(order) if quick else 0.0))
+    return Ordered(best, timed[best], timed[starts[0]])
+
+
+def walked_s(load: Load, network: Network, cpu: Cpu, order: Sequence[int]) -> float:
+    """Seconds of one exchange in this order, the vote included."""
+    return costs.cost(load, network.ordered(order), cpu, most_moves=WALKED_MOVES).exchange_s
+
+
+def quick_s(load: Load, network: Network, cpu: Cpu) -> Quick:
+    """Seconds of an order by its edges alone: lines that several messages share are not queued for."""
+    size = network.size
+    members, handling_s = range(size), 2 * cpu.message_s
+    alpha_s = [[network.link(a, b).alpha_s + handling_s if a != b else 0.0 for b in members] for a in members]
+    byte_s = [[1 / network.path_Bps(a, b) if a != b else 0.0 for b in members] for a in members]
+    make = {Kind.DENSE: _quick_ring, Kind.TOPK: _quick_gather}.get(load.kind, _quick_hops)
+    alone_s = make(load, alpha_s, byte_s)
+    if not network.shared_Bps:
+        return alone_s
+    crossed = Counter((move.src, move.dst) for move in moves_of(load, size, 1))
+    part = moves_of(load, size, 1)[0].part * load.unit_bytes
+    shared = [[network.link(a, b).shared if a != b else () for b in members] for a in members]
+
+    def together_s(order: Sequence[int]) -> float:
+        """No less than the busiest line that several share."""
+        busy_s = dict.fromkeys(network.shared_Bps, 0.0)
+        for (src, dst), times in crossed.items():
+            for name in shared[order[src]][order[dst]]:
+                busy_s[name] += times * part / network.shared_Bps[name]
+        return max(alone_s(order), *busy_s.values()) + 1e-3 * alone_s(order)
+
+    return together_s
+
+
+Table = Sequence[Sequence[float]]  # [src][dst]
+
+
+def _quick_ring(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
+    size = len(alpha_s)
+    rounds, slices = 2 * (size - 1), slices_of(load, size)
+    segment_bytes = load.unit_bytes / size
+
+    def seconds(order: Sequence[int]) -> float:
+        edges = [(a, order[rank + 1 - size]) for rank, a in enumerate(order)]
+        slowest_s = max(byte_s[a][b] for a, b in edges) * segment_bytes
+        way_s = sum(alpha_s[a][b] + byte_s[a][b] * segment_bytes / slices for a, b in edges) / size
+        total_s = sum(byte_s[a][b] for a, b in edges) * segment_bytes
+        return rounds * max(slowest_s, way_s) + (slices - 1) / slices * slowest_s + 1e-3 * total_s
+
+    return seconds
+
+
+def _quick_gather(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
+    size = len(alpha_s)
+    hops = [1 << hop for hop in range((size - 1).bit_length())]
+
+    def seconds(order: Sequence[int]) -> float:
+        longest_s = total_s = 0.0
+        for d in hops:
+            count = min(d, size - d)
+            ends = ((order[rank], order[rank - d]) for rank in range(size))
+            hop_s = max(alpha_s[a][b] + count * load.unit_bytes * byte_s[a][b] for a, b in ends)
+            longest_s, total_s = max(longest_s, hop_s), total_s + hop_s
+        return longest_s + total_s
+
+    return seconds
+
+
+def _quick_hops(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
+    """The butterfly; a tree crosses the same edges."""
+    size = len(alpha_s)
+    levels: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for rank in range(size):
+        for hop in gtopk.schedule(rank, size):
+            if hop.sends:
+                levels.setdefault((hop.place.phase, hop.place.hop), []).append((rank, hop.partner))
+    sends = [levels[key] for key in sorted(levels)]
+
+    def seconds(order: Sequence[int]) -> float:
+        ready_s = [0.0] * size
+        for level in sends:
+            before_s = list(ready_s)
+            for src, dst in level:
+                a, b = order[src], order[dst]
+                there_s = before_s[src] + alpha_s[a][b] + load.unit_bytes * byte_s[a][b]
+                ready_s[dst] = max(ready_s[dst], there_s)
+        return max(ready_s) + 1e-3 * sum(ready_s)
+
+    return seconds
+
+
+def _all_orders(joined: Order, quick: Quick, network: Network, load: Load, most: int) -> list[Order]:
+    orders = ((joined[0], *others) for others in permutations(joined[1:]))
+    return heapq.nsmallest(most, orders, key=quick)
+
+
+def _improved_orders(joined: Order, quick: Quick, network: Network, load: Load, most: int) -> list[Order]:
+    """Good orders: from each start, two members swap places, or a stretch turns round, while that helps."""
+    edges_each = network.size * max(1, (network.size - 1).bit_length())
+    trials = max(1, MAX_EDGES // edges_each)
+    starts = [joined]
+    if network.size <= MOST_PAIRED:
+        starts += [_near_pairs(joined, network, load), _nearest_next(joined, network, load)]
+    found: list[Order] = []
+    for start in starts:
+        share = trials // len(starts)
+        order, best_s = list(start), quick(start)
+        changes = _changes(network.size)
+        since = 0
+        for i, j, turn in islice(changes, share):
+            tried = list(order)
+            if turn:
+                tried[i : j + 1] = reversed(tried[i : j + 1])
+            else:
+                tried[i], tried[j] = tried[j], tried[i]
+            tried_s = quick(tried)
+            since += 1
+            if tried_s < best_s * (1 - 1e-9):
+                order, best_s, since = tried, tried_s, 0
+            if since > network.size * network.size:
+                break
+        found.append(tuple(order))
+    return sorted(found, key=quick)[:most]
+
+
+def _changes(size: int) -> Iterator[tuple[int, int, bool]]:
+    """All pairs of ranks, rank 0 left alone, again and again."""
+    while True:
+        for i, j in combinations(range(1, size), 2):
+            yield i, j, False
+            yield i, j, True
+
+
+def _apart_s(network: Network, load: Load) -> Callable[[int, int], float]:
+    """How long two members take to swap a payload."""
+
+    def seconds(a: int, b: int) -> float:
+        there, back = network.link(a, b).alpha_s, network.link(b, a).alpha_s
+        rate_Bps = min(network.path_Bps(a, b), network.path_Bps(b, a))
+        return max(there, back) + load.unit_bytes / rate_Bps
+
+    return seconds
+
+
+def _near_pairs(joined: Order, network: Network, load: Load) -> Order:
+    """Near members become groups of 2, near groups of 4, and so on: what is far apart meets last."""
+    apart_s = _apart_s(network, load)
+    groups: list[list[int]] = [[member] for member in joined]
+    while len(groups) > 1:
+        distances = sorted(
+            (max(apart_s(a, b) for a, b in zip(groups[i], groups[j], strict=False)), i, j)
+            for i, j in combinations(range(len(groups)), 2)
+        )
+        taken: set[int] = set()
+        merged: list[list[int]] = []
+        for _, i, j in distances:
+            if i not in taken and j not in taken:
+                taken |= {i, j}
+                merged.append([*groups[i], *groups[j]])
+        merged += [group for i, group in enumerate(groups) if i not in taken]
+        groups = sorted(merged, key=lambda group: (-len(group), joined.index(group[0])))
+    return _beginning_with(joined[0], groups[0])
+
+
+def _nearest_next(joined: Order, network: Network, load: Load) -> Order:
+    apart_s = _apart_s(network, load)
+    order, left = [joined[0]], list(joined[1:])
+    while left:
+        here = order[-1]
+        nearest = min(left, key=lambda member: apart_s(here, member))
+        left.remove(nearest)
+        order.append(nearest)
+    return tuple(order)
+
+
+def _beginning_with(first: int, order: Sequence[int]) -> Order:
+    """The same groups: where it is a power of two long, each rank XOR where `first` was."""
+    size, at = len(order), order.index(first)
+    if size & (size - 1) == 0:
+        return tuple(order[rank ^ at] for rank in range(size))
+    swapped = list(order)
+    swapped[0], swapped[at] = swapped[at], swapped[0]
+    return tuple(swapped)

@@ -1,0 +1,144 @@
+"""One exchange in virtual time: each move over the lines of a network, in the order of events.
+
+Decides when each message leaves, reaches its receiver, is there, and is dealt with.  Never chooses anything.
+
+    needs dealt with --> [sender's turn] --> lines --alpha--> [download] --> [receiver's turn: work] --> more
+
+A member works on one thing at a time; its lines go on beside it.  With `host_cores` all members stand on one
+machine and share so many cores, as in the lab.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gridtrain.protocol.lines import Network, Traffic
+from gridtrain.protocol.loads import HEADER_BYTES, Cpu, Load, byte_s_of, end_work_s, start_work_s, work_s
+from gridtrain.protocol.moves import Move
+
+
+class _Workers:
+    """Who computes when: each member one thing at a time, all together on no more cores than there are."""
+
+    def __init__(self, size: int, host_cores: int | None) -> None:
+        self._free_s = [0.0] * size
+        self._cores_s = [0.0] * host_cores if host_cores else None
+
+    def work(self, rank: int, ready_s: float, seconds: float) -> float:
+        """When it is done."""
+        start_s = max(ready_s, self._free_s[rank])
+        if self._cores_s is not None and seconds > 0:
+            start_s = max(start_s, heapq.heappop(self._cores_s))
+        end_s = self._free_s[rank] = start_s + seconds
+        if self._cores_s is not None and seconds > 0:
+            heapq.heappush(self._cores_s, end_s)
+        return end_s
+
+
+_LEAVE, _REACH, _ARRIVE = range(3)
+
+
+@dataclass(slots=True)
+class Walk:
+    """All moves of one exchange in the order of time; the vote is not among them."""
+
+    moves: Sequence[Move]
+    load: Load
+    network: Network
+    cpu: Cpu
+    host_cores: int | None = None
+    sent_bytes: list[float] = field(init=False)
+    received_bytes: list[float] = field(init=False)
+    cpu_s: list[float] = field(init=False)
+    _agenda: list[tuple[float, int, int, float]] = field(default_factory=list)
+    _waiting: list[int] = field(init=False)  # needs of each move that are still to come
+    _held: list[int] = field(init=False)  # moves that its receiver deals with first
+    _followers: list[list[int]] = field(init=False)
+    _successors: list[list[int]] = field(init=False)
+    _arrived_s: dict[int, float] = field(default_factory=dict)
+    _ends_s: list[float] = field(init=False)
+    _workers: _Workers = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.network.size
+        self._workers = _Workers(size, self.host_cores)
+        self.sent_bytes, self.received_bytes = [0.0] * size, [0.0] * size
+        self.cpu_s = [start_work_s(self.load, self.cpu)] * size
+        self._waiting = [len(move.needs) for move in self.moves]
+        self._held = [len(move.after) for move in self.moves]
+        self._followers = [[] for _ in self.moves]
+        self._successors = [[] for _ in self.moves]
+        for index, move in enumerate(self.moves):
+            for need in move.needs:
+                self._followers[need].append(index)
+            for first in move.after:
+                self._successors[first].append(index)
+
+    def run(self) -> list[float]:
+        """When each member has everything, and the digest of it; in seconds from the start."""
+        size = self.network.size
+        begin_s = [self._workers.work(rank, 0.0, start_work_s(self.load, self.cpu)) for rank in range(size)]
+        self._ends_s = list(begin_s)
+        traffic = Traffic(self.network)
+        for index, move in enumerate(self.moves):
+            if not move.needs:
+                self._ready(index, begin_s[move.src])
+        while self._agenda:
+            now_s, key, stage, until_s = heapq.heappop(self._agenda)
+            index = abs(key)
+            move = self.moves[index]
+            if stage == _LEAVE:
+                reached_s, last_s = traffic.leave(move.src, move.dst, self._on_wire(move), now_s)
+                self._send(move)
+                # Two that share a download end together: at a tie the one that is needed sooner comes second.
+                heapq.heappush(self._agenda, (reached_s, -index, _REACH, last_s))
+            elif stage == _REACH:
+                there_s = traffic.reach(move.dst, self._on_wire(move), now_s, until_s)
+                heapq.heappush(self._agenda, (there_s, index, _ARRIVE, 0.0))
+            else:
+                self._arrive(index, now_s)
+        end_s = end_work_s(self.load, size, self.cpu)
+        self.cpu_s = [spent_s + end_s for spent_s in self.cpu_s]
+        return [self._workers.work(rank, ready_s, end_s) for rank, ready_s in enumerate(self._ends_s)]
+
+    def _ready(self, index: int, now_s: float) -> None:
+        """Its sender takes its turn, before it deals with anything else that has come."""
+        move = self.moves[index]
+        out_s = self._workers.work(move.src, now_s, move.count * self.cpu.message_s)
+        heapq.heappush(self._agenda, (out_s, index, _LEAVE, 0.0))
+
+    def _on_wire(self, move: Move) -> float:
+        return move.count * (move.part * self.load.unit_bytes + HEADER_BYTES)
+
+    def _handling_s(self, move: Move) -> float:
+        """Of the CPU, at each end."""
+        return move.count * self.cpu.message_s + self._on_wire(move) * byte_s_of(self.load, self.cpu)
+
+    def _send(self, move: Move) -> None:
+        self.sent_bytes[move.src] += self._on_wire(move)
+        self.received_bytes[move.dst] += self._on_wire(move)
+        self.cpu_s[move.src] += self._handling_s(move)
+        self.cpu_s[move.dst] += self._handling_s(move)
+
+    def _arrive(self, index: int, now_s: float) -> None:
+        """It is dealt with, unless another one comes first; then whatever waited for it."""
+        self._arrived_s[index] = now_s
+        ready = [index] if self._held[index] == 0 else []
+        while ready:
+            done = ready.pop()
+            move = self.moves[done]
+            seconds = move.count * work_s(move.work, self.load, move.part, self.cpu)
+            handled_s = seconds + move.count * self.cpu.message_s
+            end_s = self._workers.work(move.dst, max(now_s, self._arrived_s[done]), handled_s)
+            self.cpu_s[move.dst] += seconds
+            self._ends_s[move.dst] = max(self._ends_s[move.dst], end_s)
+            for follower in self._followers[done]:
+                self._waiting[follower] -= 1
+                if self._waiting[follower] == 0:
+                    self._ready(follower, end_s)
+            for successor in self._successors[done]:
+                self._held[successor] -= 1
+                if self._held[successor] == 0 and successor in self._arrived_s:
+                    ready.append(successor)

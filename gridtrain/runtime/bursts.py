@@ -1,0 +1,116 @@
+"""How fast bulk goes to peers, measured with a short burst each.
+
+Decides whom to send a burst, and what its time says.  Never sends more than `BURSTS` * `BURST_BYTES` to a
+peer, to one after the other, so that two bursts of a worker do not share its line.
+
+    sender    Burst 0, 1, 2 .. 15 --------------->  receiver    the first 0 ........ the last 15
+                                     <------ Landed                    came_Bps = 15 bursts / that time
+              sent_Bps = all / (time until Landed - round trip)
+
+A new connection speeds up as it goes, so a fast long line is told slower than it is: as slow as an exchange
+of so few bytes would find it.  Of both ends' words the coordinator believes the smaller one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from random import Random
+
+from gridtrain.errors import TransportError
+from gridtrain.protocol.messages import BURST_BYTES, BURSTS, Burst, Landed, PeerId
+from gridtrain.transport.base import Transport
+
+MOST_TARGETS = 8  # 2 MiB in all
+MOST_TRAINS, TRAINS_S = 4, 60.0
+"""So many bursts of one peer in such a time are let pass; an honest one measures when it joins."""
+
+LEAST_S = 1e-5
+
+
+class Bursts:
+    """One burst under way at a time; and what bursts of others have shown.
+
+    Args:
+        rng: draws the peers where there are more than `MOST_TARGETS`, and their order: workers that join
+            together do not all begin with the same one.
+    """
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._left: list[PeerId] = []
+        self._rtt_s: dict[PeerId, float] = {}
+        self._under_way: tuple[PeerId, int, float] | None = None  # peer, nonce, when it left
+        self._until_s = math.inf
+        self._nonce = 0
+        self._sent_Bps: dict[PeerId, float] = {}
+        self._came_Bps: dict[PeerId, float] = {}
+        self._began: dict[PeerId, tuple[int, float]] = {}  # nonce and arrival of a burst's first message
+        self._arrivals: dict[PeerId, deque[float]] = {}
+        self._untold = False
+
+    def begin(self, rtt_s: Mapping[PeerId, float], until_s: float) -> None:
+        """Measure to some of these peers, whose round trips are known."""
+        self._rtt_s = dict(rtt_s)
+        targets = sorted(rtt_s)
+        self._left = self._rng.sample(targets, min(MOST_TARGETS, len(targets)))
+        self._until_s, self._under_way = until_s, None
+
+    def turn(self, transport: Transport, now_s: float) -> bool:
+        """Send the next burst if none is under way; returns whether there is still something to wait for."""
+        if now_s >= self._until_s:
+            self._left, self._under_way = [], None
+        while self._left and self._under_way is None:
+            peer = self._left.pop()
+            self._nonce += 1
+            try:
+                for index in range(BURSTS):
+                    transport.send(peer, Burst(self._nonce, index, bytes(BURST_BYTES)))
+            except TransportError:
+                continue  # its connection broke: not measured
+            self._under_way = (peer, self._nonce, now_s)
+        return self._under_way is not None
+
+    def landed(self, peer: PeerId, nonce: int, now_s: float) -> None:
+        """A peer says that the whole burst is there."""
+        if self._under_way is None or self._under_way[:2] != (peer, nonce):
+            return
+        took_s = now_s - self._under_way[2] - self._rtt_s[peer]
+        self._sent_Bps[peer] = BURSTS * BURST_BYTES / max(LEAST_S, took_s)
+        self._under_way, self._untold = None, True
+
+    def came(self, peer: PeerId, burst: Burst, now_s: float) -> Landed | str | None:
+        """A peer's message; returns the answer, or what is wrong with it."""
+        arrivals = self._arrivals.setdefault(peer, deque(maxlen=MOST_TRAINS * BURSTS))
+        if len(arrivals) == arrivals.maxlen and now_s - arrivals[0] < TRAINS_S:
+            return f"sent more than {MOST_TRAINS * BURSTS} Bursts in {TRAINS_S:.0f} s"
+        arrivals.append(now_s)
+        if len(burst.payload) != BURST_BYTES:  # it would look faster, or slower, than it is
+            return f"sent a Burst of {len(burst.payload)} bytes, must be {BURST_BYTES}"
+        if burst.index == 0:
+            self._began[peer] = (burst.nonce, now_s)
+        nonce, began_s = self._began.get(peer, (-1, 0.0))
+        if burst.index < BURSTS - 1 or nonce != burst.nonce:
+            return None
+        del self._began[peer]
+        self._came_Bps[peer] = (BURSTS - 1) * BURST_BYTES / max(LEAST_S, now_s - began_s)
+        self._untold = True
+        return Landed(burst.nonce)
+
+    def forget(self, peer: PeerId) -> None:
+        """Its connection broke."""
+        self._began.pop(peer, None)
+        if self._under_way is not None and self._under_way[0] == peer:
+            self._under_way = None
+
+    def news(self) -> tuple[tuple[PeerId, float, float], ...] | None:
+        """Peer, rate to it, rate from it, as for `Rates`; None: nothing new since it was last asked."""
+        if not self._untold or self._under_way is not None:
+            return None
+        self._untold = False
+        peers = sorted({*self._sent_Bps, *self._came_Bps})[:256]
+        told = tuple((p, self._sent_Bps.get(p, 0.0), self._came_Bps.get(p, 0.0)) for p in peers)
+        self._sent_Bps.clear()
+        self._came_Bps.clear()
+        return told

@@ -1,0 +1,211 @@
+"""`gridtrain plan`: what it prints, from networks that are described on the command line and in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gridtrain.cli.live_network import from_status
+from gridtrain.cli.main import cli, main
+from gridtrain.cli.network_file import one_site, parse_seconds, read
+from gridtrain.errors import ConfigError
+
+SITES = """
+[[site]]
+name = "office"
+workers = 6
+link = "1Gbit"
+latency = "0.2ms"
+
+[[site]]
+name = "home"
+workers = 2
+up = "20Mbit"
+down = "100Mbit"
+
+[[between]]
+sites = ["home", "office"]
+link = "50Mbit"
+latency = "15ms"
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments], catch_exceptions=True)
+
+
+def figures(*arguments: str) -> dict[tuple[str, int], dict[str, float]]:
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return {(each["exchange"], each["workers"]): each for each in json.loads(done.output)}
+
+
+def test_the_table_can_be_checked_by_hand() -> None:
+    """2 workers: a ring sends all 4 MB once: 0.32 s at 12.5 MB/s; with four it is 1.5 times that."""
+    done = run("--parameters", "1e6", "--workers", "2,4", "--latency", "0ms", "--exchange", "dense,gtopk")
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines[0] == "Step time, bytes that the busiest worker sends, scaling efficiency:"
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert [row[0] for row in cells] == ["2", "4"]
+    assert [row[2] for row in cells] == ["4 MB", "6 MB"]
+    seconds = [float(row[1].removesuffix(" ms")) / 1e3 for row in cells]
+    assert seconds[0] == pytest.approx(0.5 + 4e6 / 12.5e6, rel=0.03)
+    assert seconds[1] == pytest.approx(0.5 + 6e6 / 12.5e6, rel=0.03)
+    assert "Take gtopk at density 0.001 with 4 workers: a step takes" in done.output
+
+
+def test_figures_scale_as_the_exchanges_do() -> None:
+    found = figures("--parameters", "25.6M", "--workers", "2..64", "--exchange", "dense,topk,gtopk,star")
+    assert {workers for _, workers in found} == {2, 4, 8, 16, 32, 64}
+    grows = {name: found[name, 64]["exchange_s"] / found[name, 8]["exchange_s"] for name in ("dense", "star")}
+    assert grows["dense"] < 1.2
+    assert grows["star"] == pytest.approx(63 / 7, rel=0.1)
+    assert found["gtopk", 64]["sent_bytes"] == pytest.approx(2 * found["gtopk", 8]["sent_bytes"])
+    assert found["topk", 64]["sent_bytes"] == pytest.approx(9 * found["topk", 8]["sent_bytes"], rel=0.01)
+    for each in found.values():
+        assert each["efficiency"] == pytest.approx(0.5 / each["step_s"])
+        assert each["speedup"] == pytest.approx(each["workers"] * each["efficiency"])
+
+
+def test_faster_lines_more_density_and_local_steps_show() -> None:
+    base = ("--parameters", "1M", "--workers", "8", "--exchange", "gtopk")
+    usual = figures(*base)["gtopk", 8]
+    assert figures(*base, "--link", "1Gbit")["gtopk", 8]["step_s"] < usual["step_s"]
+    assert figures(*base, "--link", "100Mbit/10Mbit")["gtopk", 8]["step_s"] > usual["step_s"]
+    assert figures(*base, "--density", "0.1")["gtopk", 8]["sent_bytes"] > 20 * usual["sent_bytes"]
+    assert figures(*base, "--values", "int8")["gtopk", 8]["sent_bytes"] < usual["sent_bytes"]
+    tenth = figures(*base, "--local-steps", "10")["gtopk", 8]
+    assert tenth["step_s"] - 0.5 == pytest.approx((usual["step_s"] - 0.5) / 10)
+
+
+def test_sites_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "sites.toml"
+    path.write_text(SITES)
+    described = read(path)
+    network = described.network(8)
+    assert [network.up_Bps[rank] for rank in (0, 5, 6, 7)] == [125e6, 125e6, 2.5e6, 2.5e6]
+    assert network.link(0, 5).alpha_s == 0.0002
+    assert network.link(0, 6).alpha_s == 0.015
+    assert network.path_Bps(0, 6) == 6.25e6
+    assert len([rate for rate in described.network(4).up_Bps if rate == 2.5e6]) == 1
+    done = run("--parameters", "25.6M", "--network", str(path), "--exchange", "gtopk,dense")
+    assert done.exit_code == 0, done.output
+    assert "Take gtopk at density 0.001 with 8 workers" in done.output
+    assert "Members are ordered for each exchange by predicted time." in done.output
+
+
+def test_the_picture_shows_each_exchange(tmp_path: Path) -> None:
+    picture = tmp_path / "scaling.svg"
+    done = run(
+        "--parameters", "1M", "--workers", "2..16", "--exchange", "dense,gtopk", "--picture", str(picture)
+    )
+    assert done.exit_code == 0, done.output
+    root = ElementTree.parse(picture).getroot()
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("dense") == texts.count("gtopk") == 2
+    assert "Scaling efficiency" in texts
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--parameters", "many"), "write 25600000, 25.6e6 or 25.6M"),
+        (("--parameters", "1M", "--workers", "1..4"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "four"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--exchange", "gossip"), "name some of dense, topk"),
+        (("--parameters", "1M", "--workers", "4", "--picture", "x.svg"), "at least two numbers"),
+    ],
+)
+def test_what_cannot_be_is_said(arguments: tuple[str, ...], says: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+def test_configuration_errors_leave_by_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "--parameters", "1M", "--latency", "soon"])
+    assert left.value.code == 2
+    assert "'soon' is not a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "sites are []"),
+        ("[[site]]\nname='a'\nlink='1Gbit'\ncolour='red'", "has ['colour']"),
+        ("[[site]]\nname='a'\nworkers=0\nlink='1Gbit'", "has 0 workers"),
+        ("[[site]]\nname='a'\nup='1Mbit'", "has no line"),
+        ("[[site]]\nname='a'\nlink='1Gbit'\n[[site]]\nname='b'\nlink='1Gbit'", 'between "a" and "b"'),
+        ("[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=['a','a']", "[[between]] of ['a', 'a']"),
+        ("[[host]]\nname='a'", "unknown host"),
+        ("][", "Expected"),
+    ],
+)
+def test_a_file_that_describes_nothing_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "n.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        read(path)
+    assert says in str(refused.value) or says == "Expected"
+
+
+PICTURE = {
+    "run": "demo",
+    "world_size": 4,
+    "facts": {"model": "2000000 parameters in 3 tensors", "exchange": "GTopK(density=0.01, values=fp32)"},
+    "links": [[a, b, 0.004, 1e6 if 3 in (a, b) else 1e8] for a in range(4) for b in range(4) if a != b],
+    "members": [{"rank": rank, "figures": {"computing_s": 0.1 + rank / 10}} for rank in range(4)],
+}
+
+
+class Client:
+    """Stands for a coordinator that answers with `PICTURE`."""
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    def status(self, timeout_s: float) -> dict[str, Any]:
+        return PICTURE
+
+
+def test_a_run_that_goes_on_brings_its_own_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gridtrain.cli.status.client_of", lambda invitation, run, state: Client())
+    found = figures("--coordinator", "gridtrain1:x", "--exchange", "gtopk,dense")
+    assert set(found) == {("gtopk", 4), ("dense", 4)}
+    assert found["dense", 4]["exchange_s"] > 2 * 3 / 4 * 8e6 / 1e6, "its thin line is in the ring"
+    assert found["gtopk", 4]["efficiency"] == pytest.approx(0.4 / found["gtopk", 4]["step_s"])
+    refused = run("--coordinator", "gridtrain1:x", "--workers", "8")
+    assert isinstance(refused.exception, ConfigError) and "has 4 members, and not 8" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("picture", "says"),
+    [
+        ({}, "nothing is measured"),
+        ({"world_size": 1, "links": []}, "nothing is measured"),
+        ({"world_size": 2, "links": [[0, 0, 0.1, None]]}, "lists a link as"),
+        ({"world_size": 2, "links": ["nonsense"]}, "lists a link as"),
+        ({"world_size": 2, "links": [[0, 1, -1.0, "fast"]]}, "nothing is measured"),
+    ],
+)
+def test_a_status_without_links_is_refused(picture: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_status(picture)
+
+
+def test_times_and_lines() -> None:
+    said = [parse_seconds(text) for text in ("0.5s", "10ms", "200us", "1 s")]
+    assert said == pytest.approx([0.5, 0.010, 0.0002, 1.0])
+    described = one_site("100Mbit/20Mbit", "5ms")
+    assert described.network(3).down_Bps == [12.5e6] * 3
+    assert described.network(3).up_Bps == [2.5e6] * 3

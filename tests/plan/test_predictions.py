@@ -1,0 +1,102 @@
+"""The tools that hold predictions against measurements and against the paper."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from gridtrain.errors import ConfigError
+from gridtrain.protocol.loads import FREE, Cpu, Kind
+from paper_table import DATA, MODELS, baidu, efficiencies, markdown
+from predictions import FRAME_SHARE, Measured, load_of, parse, predict, read, table
+
+RING = Measured("dense", 4, 25_600_000, rate_Bps=12.5e6)
+
+
+def test_a_ring_on_a_shaped_line_takes_its_bytes() -> None:
+    bound_s = 2 * 3 / 4 * 102.4e6 / (12.5e6 * FRAME_SHARE)
+    assert predict(RING, FREE) == pytest.approx(bound_s, rel=0.01)
+    assert predict(RING, Cpu(), cores=2) > bound_s
+
+
+def test_selection_is_not_part_of_an_exchange() -> None:
+    cell = Measured("gtopk", 4, 25_600_000, rate_Bps=12.5e6)
+    slow = Cpu(select_parameter_s=100e-9)
+    for cores in (None, 1, 2):
+        assert predict(cell, slow, cores) == pytest.approx(predict(cell, Cpu(), cores), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "kind", "density", "values"),
+    [
+        ("gtopk", Kind.GTOPK, 0.001, "fp16"),
+        ("gtopk:values=int8,topology=tree", Kind.TREE, 0.001, "int8"),
+        ("gtopk:density=0.02,topology=star", Kind.STAR_GTOPK, 0.02, "fp16"),
+        ("topk", Kind.TOPK, 0.001, "fp16"),
+        ("dense:topology=star", Kind.STAR, 0.001, "fp16"),
+    ],
+)
+def test_exchanges_are_read_as_the_bench_writes_them(
+    exchange: str, kind: Kind, density: float, values: str
+) -> None:
+    load = load_of(Measured(exchange, 4, 1000))
+    assert load.kind is kind
+    if kind.sparse:
+        assert (load.density, load.values) == (density, values)
+
+
+def test_a_rival_is_not_foretold() -> None:
+    assert parse("gloo/all_reduce P=4 n=25.6M rate=1Gbit") is None
+    assert parse("gtopk P=4 n=25.6M rate=1Gbit loss=0.01") is None
+    with pytest.raises(ConfigError, match="no exchange"):
+        load_of(Measured("gossip", 4, 1000))
+
+
+def test_the_benchs_file_is_read() -> None:
+    samples = [{"seconds": s, "cpu_s": 0.01} for s in (0.05, 0.03, 0.04)]
+    document = {
+        "cells": [
+            {"cell": "gtopk P=8 n=25.6M density=0.001 rate=100Mbit delay=0.02s curve", "samples": samples},
+            {"cell": "gloo/all_reduce P=4 n=1M", "samples": samples},
+            {"cell": "dense P=4 n=1M", "samples": [], "skipped": "no"},
+        ]
+    }
+    (cell,) = read(document)
+    assert (cell.exchange, cell.world, cell.n) == ("gtopk", 8, 25_600_000)
+    assert (cell.rate_Bps, cell.delay_s, cell.encrypted, cell.seconds) == (12.5e6, 0.02, True, 0.04)
+
+
+def test_busy_cells_do_not_count() -> None:
+    exact_s = predict(RING, FREE, 2)
+    cells = [
+        Measured("dense", 4, 25_600_000, 12.5e6, seconds=exact_s, cpu_s=0.01),
+        Measured("dense", 4, 25_600_000, 12.5e6, seconds=1.3 * exact_s, cpu_s=0.01),
+        Measured("dense", 4, 25_600_000, 12.5e6, seconds=2 * exact_s, cpu_s=exact_s),
+    ]
+    text, counted, good = table(cells, FREE, 2)
+    assert (counted, good) == (2, 1)
+    assert "| +0% | 0% |" in text
+    assert "| -23% |" in text
+
+
+def test_the_papers_figures_stand_beside_ours() -> None:
+    paper = json.loads(DATA.read_text(encoding="utf-8"))
+    found = efficiencies(paper, FREE)
+    assert len(found) == len(MODELS) * 3 * 4
+    at = {(each["model"], each["exchange"], each["workers"]): each for each in found}
+    assert at["vgg16", "gtopk", 32]["paper"] == pytest.approx(123.2 / 1317.333)
+    # resnet50, dense, P = 32: 2 * 31/32 * 102 MB * 9 ns = 1.78 s beside 256 / 52.873 = 4.84 s of computing
+    assert at["resnet50", "dense", 32]["predicted"] == pytest.approx(4.842 / (4.842 + 1.783), rel=0.02)
+    for each in found:
+        assert 0 < each["predicted"] <= 1
+    assert "| resnet50 | dense | 73.8% / " in markdown(found)
+
+
+def test_a_single_reducer_on_baidus_machines() -> None:
+    found = baidu(FREE, {"alpha_s": 0.0, "beta_s_per_byte": 9e-9})
+    assert found["ring"] == pytest.approx(31.0)
+    # it moves 39 vectors in and out where the ring moves 2 * 39/40: 20 times as many on one line
+    assert found["star_s"] / found["ring_s"] == pytest.approx(20, rel=0.05)
+    assert math.isclose(found["star"], 40 / (1 + 20 * 9 / 31), rel_tol=0.05)

@@ -1,0 +1,103 @@
+"""A run whose links change gets another order, when it is worth it, and not at once."""
+
+from __future__ import annotations
+
+from gridtrain.config import Deadlines
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership import Membership
+from gridtrain.protocol.membership_io import CalledBack, Effect, Heard, RunPhase, Send
+
+PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
+FACTS = (("model", "25600000 parameters in 1 tensors"), ("exchange", "GTopK(density=0.001, values=fp16)"))
+SETUP = m.Setup(FACTS, m.LedgerSpec(100, 0, epochs=1), 4, None)
+FAST_Bps, SLOW_Bps = 1.25e8, 5e5
+
+
+class Run:
+    """A coordinator and four workers that do as they are told, one virtual second after the other."""
+
+    def __init__(self) -> None:
+        limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
+        self.core = Membership(me=b"0" * 32, run="r", term=1, deadlines=limits, software="", min_workers=4)
+        self.now_s = 0.0
+        for peer in PEERS:
+            address = "memory://" + peer[:1].decode()
+            self.say(peer, m.Join("r", peer[:1].decode(), address))
+            self.now_s += 1.0
+            self.core.handle(CalledBack(peer, address), self.now_s)
+            self.say(peer, SETUP)
+            self.say(peer, m.Links(tuple((other, 0.001) for other in PEERS if other != peer)))
+        self.begin()
+
+    def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
+        self.now_s += 1.0
+        return self.core.handle(Heard(peer, message), self.now_s)
+
+    def begin(self) -> None:
+        view = self.core._view
+        assert view is not None
+        for peer in PEERS:
+            self.say(peer, m.Ready(1, self.core.generation, view.history))
+        assert self.core.phase is RunPhase.TRAINING
+
+    def rates(self, slow: set[frozenset[m.PeerId]]) -> list[Effect]:
+        effects: list[Effect] = []
+        for a in PEERS:
+            told = [(b, SLOW_Bps if frozenset((a, b)) in slow else FAST_Bps, 0.0) for b in PEERS if b != a]
+            effects += self.say(a, m.Rates(tuple(told)))
+        return effects
+
+    def beat_until_frozen(self, limit_s: float) -> str:
+        """The reason of the FREEZE; empty: there was none for so long."""
+        until_s = self.now_s + limit_s
+        while self.now_s < until_s:
+            for effect in self.say(A, m.Beat(0, 0, 0, ())):
+                if isinstance(effect, Send) and isinstance(effect.message, m.Freeze):
+                    return effect.message.reason
+        return ""
+
+    def next_generation(self) -> None:
+        view = self.core._view
+        assert view is not None
+        for peer in PEERS:
+            self.say(
+                peer,
+                m.Report(1, view.generation, True, view.applied, view.history, view.ledger, None, b"", False),
+            )
+        self.begin()
+
+    @property
+    def order(self) -> str:
+        return "".join(member.name for member in self.core._roster)
+
+
+def test_links_that_have_changed_make_another_order_but_not_at_once() -> None:
+    run = Run()
+    assert run.order == "abcd"
+    made_s = run.core._made_s
+    run.rates({frozenset((A, B)), frozenset((B, D))})
+    reason = run.beat_until_frozen(60.0)
+    assert run.now_s - made_s >= 30.0, "not before reshare_s has passed"
+    assert reason.startswith("links have changed: another order makes an exchange ")
+    run.next_generation()
+    # B's only good link is to C: one of its two partners is still behind a thin one, the other one is C.
+    assert run.order.index("b") ^ run.order.index("c") in (1, 2)
+    assert "predicted time" in run.core.snapshot(run.now_s)["plan_reason"]
+    assert run.beat_until_frozen(100.0) == "", "the same links do not make yet another one"
+
+
+def test_a_small_change_is_not_worth_a_generation() -> None:
+    run = Run()
+    run.rates(set())
+    assert run.beat_until_frozen(100.0) == ""
+    assert run.core.generation == 1
+
+
+def test_rates_of_strangers_are_not_kept() -> None:
+    run = Run()
+    stranger = b"x" * 32
+    run.say(A, m.Rates(((stranger, 1e6, 1e6), (B, 2e6, 0.0))))
+    assert run.core._links.rate_Bps(A, stranger) is None
+    assert run.core._links.rate_Bps(A, B) == 2e6
+    run.say(B, m.Leave("enough"))
+    assert run.core._links.rate_Bps(A, B) is None

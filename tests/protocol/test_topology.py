@@ -1,0 +1,143 @@
+"""From what workers say of their links to the order of ranks; and who is believed."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain.protocol.loads import Kind, Load
+from gridtrain.protocol.messages import LedgerSpec, PeerId, Setup
+from gridtrain.protocol.topology import Measured, load_of, plan, worth
+
+A, B, C, D = PEERS = [name.encode() * 32 for name in "abcd"]
+LOAD = Load(Kind.GTOPK, 25_600_000)
+SLOW, FAST = 2.5e6, 125e6
+
+
+def setup(exchange: str, model: str = "25600000 parameters in 3 tensors, digest 3f") -> Setup:
+    facts = (("model", model), ("exchange", exchange))
+    return Setup(facts, LedgerSpec(size=10, seed=0, epochs=1, steps=None), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "load"),
+    [
+        ("Dense()", Load(Kind.DENSE, 25_600_000)),
+        ("Dense(topology=star)", Load(Kind.STAR, 25_600_000)),
+        ("TopK(density=0.01, momentum=0.9, values=fp32)", Load(Kind.TOPK, 25_600_000, 0.01, "fp32")),
+        ("GTopK(density=0.001, momentum=0.0, values=int8)", Load(Kind.GTOPK, 25_600_000, 0.001, "int8")),
+        ("GTopK(density=0.1, values=fp16, topology=tree)", Load(Kind.TREE, 25_600_000, 0.1)),
+        (
+            "LocalSteps(every=8, exchange=GTopK(density=0.02, values=fp16), x=1)",
+            Load(Kind.GTOPK, 25_600_000, 0.02),
+        ),
+        ("Gossip(density=0.1)", None),
+        ("GTopK(density=2.0, values=fp16)", None),
+        ("GTopK(density=nan, values=fp16)", None),
+        ("GTopK(density=0.1, values=roman)", None),
+        ("GTopK(", None),
+    ],
+)
+def test_the_exchange_is_read_from_the_facts(exchange: str, load: Load | None) -> None:
+    assert load_of(setup(exchange)) == load
+
+
+def test_facts_that_say_nothing_are_no_load() -> None:
+    assert load_of(None) is None
+    assert load_of(setup("Dense()", model="many parameters")) is None
+    assert load_of(setup("Dense()", model="0 parameters")) is None
+
+
+def everybody(slow: tuple[PeerId, ...] = (), rtt_s: float = 0.001) -> Measured:
+    """All pairs, by both ends' word; `slow` ones have a line of 20 Mbit/s."""
+    measured = Measured({(a, b): rtt_s for a in PEERS for b in PEERS if a != b})
+    for a in PEERS:
+        rates = [(b, SLOW if a in slow or b in slow else FAST) for b in PEERS if b != a]
+        measured.told(a, [(b, rate, rate) for b, rate in rates])
+    return measured
+
+
+def test_the_more_modest_end_is_believed() -> None:
+    measured = everybody(slow=(B,))
+    measured.told(B, [(peer, 1e12, 1e12) for peer in PEERS])  # B says that its line is the fastest of all
+    assert measured.rate_Bps(A, B) == measured.rate_Bps(B, A) == SLOW
+    measured.told(B, [(A, 1.0, 0.0)])
+    assert measured.rate_Bps(B, A) == 1e3, "bounded below as well"
+    assert measured.rate_Bps(B, B) is None, "nobody's word about itself"
+
+
+def test_who_left_is_forgotten() -> None:
+    measured = everybody()
+    measured.forget(B)
+    assert measured.rate_Bps(A, B) is None and measured.rate_Bps(B, A) is None
+    assert measured.rate_Bps(A, C) == FAST
+
+
+def test_what_is_not_measured_counts_as_the_median() -> None:
+    measured = Measured({(A, B): 0.002, (A, C): 0.004, (B, C): 0.020})
+    measured.told(A, [(B, 1e6, 3e6), (C, 2e6, 0.0)])
+    network = measured.network(PEERS)
+    assert network is not None
+    assert network.link(3, 0).alpha_s == 0.002  # half of the median of 2, 4 and 20 ms
+    assert network.link(3, 0).bandwidth_Bps == 2e6
+    assert network.up_Bps[0] == 2e6, "a line is as fast as the fastest that went over it"
+    assert Measured().network(PEERS) is None
+
+
+@pytest.mark.parametrize("word", [float("nan"), float("inf"), -1.0])
+def test_a_round_trip_that_cannot_be_is_not_counted(word: float) -> None:
+    network = Measured({(A, B): word, (A, C): 0.004}).network(PEERS)
+    assert network is not None and network.link(0, 1).alpha_s == 0.002
+
+
+def test_links_are_listed_for_people() -> None:
+    measured = Measured({(A, B): 0.002})
+    measured.told(B, [(A, 1e6, 0.0)])
+    assert measured.listed([A, B, C]) == [[0, 1, 0.002, None], [1, 0, 0.002, 1e6]]
+
+
+def two_sites() -> Measured:
+    """A and C at one place, B and D at another, 2 MB/s between any two across."""
+    measured = Measured({(a, b): 0.001 for a in PEERS for b in PEERS if a != b})
+    for a in PEERS:
+        across = {b: (a in (A, C)) != (b in (A, C)) for b in PEERS}
+        measured.told(a, [(b, 2e6 if across[b] else FAST, 0.0) for b in PEERS if b != a])
+    return measured
+
+
+def test_two_sites_meet_in_one_hop() -> None:
+    measured = two_sites()
+    made = plan(LOAD, measured, PEERS, A)
+    assert made.order[0] == A
+    site = [peer in (A, C) for peer in made.order]
+    assert [site[0] == site[1], site[0] == site[2]].count(False) == 1
+    assert made.reason.startswith("butterfly of 4 ordered by predicted time: ")
+    assert "its thinnest link is 16 Mbit/s" in made.reason
+
+
+def test_without_rates_a_ring_goes_by_round_trips_and_a_butterfly_says_what_it_assumes() -> None:
+    measured = Measured({(A, B): 0.001, (C, D): 0.001, (A, C): 0.009, (B, D): 0.002})
+    assert plan(Load(Kind.DENSE, 1000), measured, PEERS, A).reason.startswith(
+        "ring of 4 ordered by round trip"
+    )
+    assert plan(None, measured, PEERS, A).reason.startswith("ring of 4 ordered by round trip")
+    reason = plan(LOAD, measured, PEERS, A).reason
+    assert reason.endswith("(no rate is measured; lines count as 100 Mbit/s)")
+    assert "no round trip is measured" in plan(LOAD, Measured(), PEERS, A).reason
+
+
+def test_an_order_is_given_up_for_one_that_is_noticeably_faster() -> None:
+    """Ranks meet as AB CD, then AC BD; A-B and B-D get thin, so B should meet C, and one of them only."""
+    measured = everybody()
+    assert worth(LOAD, measured, PEERS) == "", "all alike"
+    for a, b in ((A, B), (B, A), (B, D), (D, B)):
+        measured.told(a, [(b, SLOW / 4, 0.0)])
+    text = worth(LOAD, measured, PEERS)
+    assert text.startswith("links have changed: another order makes an exchange ")
+    better = plan(LOAD, measured, PEERS, A).order
+    assert worth(LOAD, measured, better) == "", "that order is kept"
+
+
+def test_too_little_is_known_or_to_be_gained() -> None:
+    assert worth(None, everybody(), PEERS) == ""
+    assert worth(LOAD, Measured({(A, B): 0.1}), PEERS) == ""
+    assert worth(LOAD, everybody(), [A, B]) == ""

@@ -1,0 +1,50 @@
+"""The planner's walk of written-down moves against the real cores over the same lines, on any network."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from gridtrain.protocol.lines import Link, Network
+from gridtrain.protocol.loads import FREE, Cpu, Kind, Load, moves_of, work_s
+from gridtrain.protocol.walk import Walk
+from gridtrain.sim.exchange import simulate
+
+SEEDS = range(15)
+
+
+def uneven(rng: random.Random, world_size: int) -> Network:
+    """No two links alike, so that the order of events is the same however ties are decided."""
+    links = {
+        (a, b): Link(rng.uniform(0.0001, 0.03), rng.uniform(1e6, 1e8))
+        for a in range(world_size)
+        for b in range(world_size)
+    }
+    up, down = ([rng.uniform(1e6, 1e8) for _ in range(world_size)] for _ in range(2))
+    return Network(lambda a, b: links[a, b], up, down)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", Kind)
+def test_the_walk_is_what_the_cores_do(kind: Kind, seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(2, 12)
+    load, network = Load(kind, rng.randint(10_000, 900_000), density=0.02), uneven(rng, size)
+    real = simulate(load, network)
+    moves = moves_of(load, size)
+    assert Counter(real.sent) == Counter((move.src, move.dst) for move in moves), f"seed {seed}"
+    walked_s = Walk(moves, load, network, FREE).run()
+    assert max(walked_s) == pytest.approx(max(real.complete_s.values()), rel=0.02), f"seed {seed}, P {size}"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_work_takes_the_same_time_in_both(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice([2, 4, 8])
+    load, network = Load(Kind.GTOPK, 500_000, density=0.05), uneven(rng, size)
+    cpu = Cpu(*(0.0,) * 8, merge_entry_s=207e-9, sum_entry_s=0.0, select_parameter_s=0.0)
+    real = simulate(load, network, lambda work: work_s(work, load, 1.0, cpu))
+    walked_s = Walk(moves_of(load, size), load, network, cpu).run()
+    assert max(walked_s) == pytest.approx(max(real.complete_s.values()), rel=1e-6), f"seed {seed}"
