@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 import torch
-from rivals.measure import sent_bytes
 
 import gridtrain
 from accuracy.workloads import WORKLOADS
+from rivals.measure import sent_bytes
 
 ROADS = ("dense", "dense-adamw", "topk", "gtopk", "local", "local-int8")
 """Exchanges and the optimizer family that each takes."""

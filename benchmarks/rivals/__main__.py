@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     make.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
     commands.add_parser("list", help="which there are, what they can do, why they cannot run here")
     learn = commands.add_parser(
-        "train", parents=[lines], help="train the demo's model; what follows -- are options of rivals.train"
+        "train", parents=[lines], help="train a workload; what follows -- are options of rivals.train"
     )
     learn.add_argument("trainer", choices=sorted(TRAINERS))
     learn.add_argument("--folder", type=Path, required=True, help="for steps.jsonl and logs")

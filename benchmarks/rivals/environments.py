@@ -198,7 +198,7 @@ def train_command(
     Args:
         trainer: one of `contract.TRAINERS`.
         folder: where rank 0 writes steps.jsonl.
-        extra: further options, such as ("--until-loss", "2.5", "--optimizer", "adamw").
+        extra: further options, such as ("--until-loss", "2.5", "--settings", "adamw").
     """
     words = ["--rival", trainer, "--rank", str(rank), "--world", str(world), "--master", master]
     words += ["--interface", interface, "--folder", str(folder.resolve()), *extra]

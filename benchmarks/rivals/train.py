@@ -1,7 +1,7 @@
-"""A whole training run with a rival in our place: the demo's model, text, recipe and held-out measure.
+"""A whole training run with a rival in our place: the same workload, settings and held-out measure.
 
-Decides how the rival is used.  The model, the data and what is measured are gridtrain.demo's, so that only
-the exchange of gradients differs.  One process for each rank; rank 0 writes FOLDER/steps.jsonl:
+Decides how the rival is used.  Model, data, settings and what is measured are those of
+`accuracy.workloads`, so that only the exchange of gradients differs.  One process for each rank; rank 0 writes FOLDER/steps.jsonl:
 
     {"step": 10, "seconds": 1.9, "loss": 4.1, "held_out": 3.9, "sent_bytes": 7400000}      one line a step
     held_out: null on the steps where it is not measured; seconds: from the first batch on, without measuring
@@ -29,14 +29,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gridtrain.demo.model import ByteGPT, Windows
-from gridtrain.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, MEASURE_EVERY, RECIPES, SIZES
-from gridtrain.demo.text import load_corpus
+from accuracy.workloads import WORKLOADS, Workload
 from rivals.contract import INTERFACE, TRAINERS, Request
 from rivals.measure import sent_bytes
-
-ADAMW_LEARNING_RATE = 0.003
-"""With it dense AdamW learns fastest on the demo's model, of those tried."""
 
 DATA_SEED = 1
 
@@ -57,18 +52,18 @@ class Exchange(Protocol):
 class Loss(nn.Module):
     """DDP wants a module whose result is the loss."""
 
-    def __init__(self, model: ByteGPT) -> None:
+    def __init__(self, workload: Workload, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.workload, self.model = workload, model
 
-    def forward(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
-        return self.model.loss(x_BT, y_BT)
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.workload.loss(self.model, x, y)
 
 
 class Gloo:
     """DistributedDataParallel; see `Exchange`."""
 
-    def __init__(self, options: argparse.Namespace, model: ByteGPT) -> None:
+    def __init__(self, options: argparse.Namespace, workload: Workload, model: nn.Module) -> None:
         import torch.distributed as dist
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
@@ -77,7 +72,7 @@ class Gloo:
 
         join(request_of(options))
         self._dist = dist
-        self._parallel = DistributedDataParallel(Loss(model))
+        self._parallel = DistributedDataParallel(Loss(workload, model))
         if options.rival == "powersgd":
             state = powerSGD_hook.PowerSGDState(
                 process_group=None,
@@ -106,12 +101,12 @@ class Gloo:
 class Hivemind:
     """One averaging a step; see `Exchange`."""
 
-    def __init__(self, options: argparse.Namespace, model: ByteGPT) -> None:
+    def __init__(self, options: argparse.Namespace, workload: Workload, model: nn.Module) -> None:
         from rivals import hivemind as rival
         from rivals.rendezvous import Rendezvous
 
         request = request_of(options)
-        self._stack, self._model = contextlib.ExitStack(), model
+        self._stack, self._model, self._workload = contextlib.ExitStack(), model, workload
         self._group = self._stack.enter_context(Rendezvous(request))
         self._dht = rival.start_dht(request, self._group)
         self._size = sum(parameter.numel() for parameter in model.parameters())
@@ -119,7 +114,7 @@ class Hivemind:
         self._average = rival.average
 
     def backward(self, x_BT: Tensor, y_BT: Tensor) -> float:
-        loss = self._model.loss(x_BT, y_BT)
+        loss = self._workload.loss(self._model, x_BT, y_BT)
         loss.backward()  # type: ignore[no-untyped-call]
         gradients: list[Tensor] = [p.grad for p in self._model.parameters() if p.grad is not None]
         with self._averager.get_tensors() as (mean_N,):
@@ -151,19 +146,19 @@ def request_of(options: argparse.Namespace) -> Request:
 
 
 class Batches:
-    """The same order on all ranks; of the world's BATCH_SIZE windows each, a rank takes its own."""
+    """The same order on all ranks; of the world's batches, a rank takes its own."""
 
-    def __init__(self, windows: Windows, rank: int, world: int) -> None:
-        self._windows, self._rank, self._world = windows, rank, world
+    def __init__(self, workload: Workload, rank: int, world: int) -> None:
+        self._data, self._size, self._rank, self._world = workload.train, workload.batch_size, rank, world
         self._generator = torch.Generator().manual_seed(DATA_SEED)
         self._order: list[int] = []
 
     def next(self) -> tuple[Tensor, Tensor]:
-        count = BATCH_SIZE * self._world
-        if len(self._order) < count:
-            self._order += torch.randperm(len(self._windows), generator=self._generator).tolist()
+        count = self._size * self._world
+        while len(self._order) < count:
+            self._order += torch.randperm(len(self._data), generator=self._generator).tolist()  # type: ignore[arg-type]
         taken, self._order = self._order[:count], self._order[count:]
-        pairs = [self._windows[i] for i in taken[self._rank * BATCH_SIZE : (self._rank + 1) * BATCH_SIZE]]
+        pairs = [self._data[i] for i in taken[self._rank * self._size : (self._rank + 1) * self._size]]
         return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
 
@@ -189,36 +184,27 @@ class Recorder:
         self._file.write(json.dumps(record) + "\n")
 
 
-def optimizer_of(options: argparse.Namespace, model: ByteGPT) -> torch.optim.Optimizer:
-    recipe = RECIPES["dense"]
-    if options.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=options.learning_rate or ADAMW_LEARNING_RATE)
-    learning_rate = options.learning_rate or recipe.learning_rate
-    return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=recipe.momentum)
-
-
 def train(options: argparse.Namespace) -> None:
     """One rank's run."""
-    size, corpus = SIZES[options.model], load_corpus()
-    held_out = Windows(corpus.held_out, size.context).spread(HELD_OUT_WINDOWS)
-    batches = Batches(Windows(corpus.train, size.context), options.rank, options.world)
-    model = ByteGPT(size, seed=options.seed)
-    exchange: Exchange = EXCHANGES[options.rival](options, model)
-    optimizer = optimizer_of(options, model)
+    workload = WORKLOADS[options.workload]()
+    batches = Batches(workload, options.rank, options.world)
+    model = workload.model(options.seed)
+    settings = workload.settings[options.settings]
+    exchange: Exchange = EXCHANGES[options.rival](options, workload, model)
+    optimizer = settings.build(model)
     exchange.stop(False)  # all are here
     recorder = Recorder(options) if options.rank == 0 else None
     for step in range(1, options.steps + 1):
         optimizer.zero_grad()
         loss = exchange.backward(*batches.next())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPES["dense"].clip_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         reached, measure = False, step % options.measure_every == 0 or step == options.steps
         if recorder is not None:
             seconds, held = recorder.seconds(), None
             if measure:
                 began_s = time.perf_counter()
-                with torch.no_grad():
-                    held = float(model.loss(*held_out))
+                held = workload.held_out(model)
                 recorder.paused(time.perf_counter() - began_s)
                 reached = held <= options.until_loss
             recorder.write(step, seconds, loss, held)
@@ -236,11 +222,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--interface", default=INTERFACE)
     parser.add_argument("--folder", type=Path, required=True, help="where rank 0 writes steps.jsonl")
     parser.add_argument("--until-loss", type=float, default=0.0, metavar="NATS")
-    parser.add_argument("--steps", type=int, default=RECIPES["dense"].steps)
-    parser.add_argument("--measure-every", type=int, default=MEASURE_EVERY, metavar="STEPS")
-    parser.add_argument("--model", choices=sorted(SIZES), default="small")
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
-    parser.add_argument("--learning-rate", type=float, default=0.0, help="default: the recipe's")
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--measure-every", type=int, default=10, metavar="STEPS")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="gpt")
+    parser.add_argument("--settings", choices=("dense", "adamw"), default="dense", help="optimizer's family")
     parser.add_argument("--powersgd-rank", type=int, default=2)
     parser.add_argument("--powersgd-start", type=int, default=10, metavar="STEP", help="dense before it")
     parser.add_argument("--seed", type=int, default=0)
