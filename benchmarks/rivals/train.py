@@ -1,7 +1,8 @@
 """A whole training run with a rival in our place: the same workload, settings and held-out measure.
 
 Decides how the rival is used.  Model, data, settings and what is measured are those of
-`accuracy.workloads`, so that only the exchange of gradients differs.  One process for each rank; rank 0 writes FOLDER/steps.jsonl:
+`accuracy.workloads`, so that only the exchange of gradients differs.  One process for each rank; rank 0
+writes FOLDER/steps.jsonl:
 
     {"step": 10, "seconds": 1.9, "loss": 4.1, "held_out": 3.9, "sent_bytes": 7400000}      one line a step
     held_out: null on the steps where it is not measured; seconds: from the first batch on, without measuring
