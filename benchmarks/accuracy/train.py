@@ -51,33 +51,47 @@ def train(options: argparse.Namespace) -> None:
     inner = settings.build(model, momentum=family != "sparse")
     clip = {} if family == "local" else {"clip_norm": settings.clip_norm}
     optimizer = grid.optimizer(inner, model, exchange=exchange, compare_every=0, **clip)  # type: ignore[arg-type]
-    options.folder.mkdir(parents=True, exist_ok=True)
-    began_s, paused_s, sent, step = None, 0.0, 0, 0
-    with (options.folder / f"steps-{grid.rank}.part").open("w", buffering=1) as lines:
-        for x, y in grid.batches(workload.train, batch_size=workload.batch_size, steps=options.steps):
-            if began_s is None:
-                began_s, sent = time.perf_counter(), sent_bytes("eth0") or 0
-            loss = workload.loss(model, x, y)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            seconds = time.perf_counter() - began_s - paused_s
-            held_out = None
-            if grid.is_first and step % options.measure_every == 0:
-                measured_s = time.perf_counter()
-                with grid.evaluation():
-                    held_out = workload.held_out(model)
-                paused_s += time.perf_counter() - measured_s
-            record = {
-                "step": step,
-                "seconds": seconds,
-                "loss": loss.item(),
-                "held_out": held_out,
-                "sent_bytes": (sent_bytes("eth0") or 0) - sent,
-            }
-            if grid.is_first:
-                lines.write(json.dumps(record) + "\n")
+    recorder: Recorder | None = None
+    rounds = -(-options.steps // options.every) if family == "local" else options.steps
+    for x, y in grid.batches(workload.train, batch_size=workload.batch_size, steps=rounds):
+        recorder = recorder or Recorder(options.folder)
+        loss = workload.loss(model, x, y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.step += 1
+        if not grid.is_first:
+            continue
+        seconds, held_out = recorder.seconds(), None
+        if recorder.step % options.measure_every == 0:
+            with grid.evaluation():
+                held_out = workload.held_out(model)
+            recorder.paused_s += recorder.seconds() - seconds
+        recorder.write(seconds, loss.item(), held_out)
+
+
+class Recorder:
+    """The clock from the first batch on, without measuring; the first worker's lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._sent = folder / "steps.jsonl", sent_bytes("eth0") or 0
+        self._began_s = time.perf_counter()
+        self.paused_s = 0.0
+        self.step = 0
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began_s - self.paused_s
+
+    def write(self, seconds: float, loss: float, held_out: float | None) -> None:
+        record = {
+            "step": self.step,
+            "seconds": seconds,
+            "loss": loss,
+            "held_out": held_out,
+            "sent_bytes": (sent_bytes("eth0") or 0) - self._sent,
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

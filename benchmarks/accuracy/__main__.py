@@ -1,0 +1,207 @@
+"""Wall time and bytes to the same held-out loss, ours and rivals on the same lines.
+
+    python -m accuracy --workloads gpt --rates 1000Mbit 100Mbit 20Mbit --world 4
+    python -m accuracy --contenders gloo powersgd gtopk local --out results
+
+Decides who runs when: contenders take turns on each line, each in a lab of its own.  A run ends when the
+held-out loss is at the workload's target, or with --steps, or with --limit seconds, and then says how far it
+came.  A rival that is not installed is left out by name.  Ours talk in the clear unless --encrypted, as the rivals do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import rivals
+from accuracy.train import ROADS
+from accuracy.workloads import WORKLOADS, Workload
+from lab.group import Plan, start
+from lab.net import Net
+from lab.ns import LabError
+from rivals.contract import TRAINERS
+from rivals.hosts import Lines, hosts_of
+from rivals.hosts import train as train_rival
+
+THEIRS = {
+    "gloo": ("gloo", "dense"),
+    "gloo-adamw": ("gloo", "adamw"),
+    "powersgd": ("powersgd", "dense"),
+    "powersgd-adamw": ("powersgd", "adamw"),
+    "hivemind": ("hivemind", "dense"),
+}
+"""Contender -> (trainer, family of settings)."""
+
+
+class Arrived(Exception):
+    """The target is reached: no need to train on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        seconds, step, megabytes: when the target was reached; None: it was not.
+        last_loss, last_s: the latest held-out loss, and when.
+        step_s: median seconds of a step.
+    """
+
+    workload: str
+    rate: str
+    contender: str
+    seconds: float | None
+    step: int | None
+    megabytes: float | None
+    last_loss: float | None
+    last_s: float
+    step_s: float
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def summary(records: Sequence[dict[str, float]], workload: Workload, rate: str, contender: str) -> Run:
+    measured = [r for r in records if r["held_out"] is not None]
+    there = next((r for r in measured if r["held_out"] <= workload.target), None)
+    seconds = [r["seconds"] for r in records]
+    steps_s = [b - a for a, b in pairwise(seconds)][2:]
+    return Run(
+        workload.name,
+        rate,
+        contender,
+        None if there is None else there["seconds"],
+        None if there is None else int(there["step"]),
+        None if there is None or there["sent_bytes"] is None else there["sent_bytes"] / 1e6,
+        measured[-1]["held_out"] if measured else None,
+        seconds[-1] if seconds else 0.0,
+        statistics.median(steps_s) if steps_s else 0.0,
+    )
+
+
+def ours(options: argparse.Namespace, workload: Workload, rate: str, road: str, folder: Path) -> None:
+    script = [sys.executable, "-m", "accuracy.train", "--workload", workload.name, "--road", road]
+    script += ["--density", str(options.density), "--every", str(options.every)]
+    script += ["--steps", str(options.steps), "--folder", str(folder)]
+    plan = Plan(
+        workers=options.world,
+        encrypted=options.encrypted,
+        line=rate,
+        environment={"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+    )
+
+    def tick() -> None:
+        records = read(folder / "steps.jsonl")
+        if any(r["held_out"] is not None and r["held_out"] <= workload.target for r in records):
+            raise Arrived
+
+    with Net() as net:
+        start(net, plan, folder, lambda name: script).wait(options.limit, tick)
+
+
+def theirs(options: argparse.Namespace, workload: Workload, rate: str, name: str, folder: Path) -> None:
+    trainer, family = THEIRS[name]
+    extra = ["--workload", workload.name, "--settings", family, "--steps", str(options.steps)]
+    extra += ["--until-loss", str(workload.target)]
+    with Net() as net:
+        hosts = hosts_of(net, options.world, Lines(rate))
+        train_rival(hosts, trainer, folder, options.limit, extra)
+
+
+def run(options: argparse.Namespace, workload: Workload, rate: str, contender: str) -> Run:
+    folder = Path(tempfile.mkdtemp(prefix="accuracy-"))
+    try:
+        (theirs if contender in THEIRS else ours)(options, workload, rate, contender, folder)
+    except Arrived:
+        pass
+    except LabError as error:
+        print(f"   {contender}: {str(error).splitlines()[0]}", file=sys.stderr)
+    return summary(read(folder / "steps.jsonl"), workload, rate, contender)
+
+
+def table(runs: Sequence[Run], baseline: str) -> str:
+    lines = [
+        f"| workload | line | contender | s to target | steps | MB sent by one | x {baseline} | ms a step |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in runs:
+        other = next(
+            (b for b in runs if (b.workload, b.rate, b.contender) == (r.workload, r.rate, baseline)), None
+        )
+        if r.seconds is None:
+            reached = "-" if r.last_loss is None else f"not in {r.last_s:.0f} s: {r.last_loss:.2f}"
+            lines.append(
+                f"| {r.workload} | {r.rate} | {r.contender} | {reached} | | | | {1e3 * r.step_s:.0f} |"
+            )
+            continue
+        ratio = "" if other is None or other.seconds is None else f"{other.seconds / r.seconds:.1f}"
+        size = "" if r.megabytes is None else f"{r.megabytes:.1f}"
+        lines.append(
+            f"| {r.workload} | {r.rate} | {r.contender} | {r.seconds:.1f} | {r.step} | {size} | {ratio} | "
+            f"{1e3 * r.step_s:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    assert __doc__
+    parser = argparse.ArgumentParser(prog="python -m accuracy", description=__doc__.splitlines()[0])
+    known = (*THEIRS, *ROADS)
+    usual = ("gloo", "gloo-adamw", "powersgd", "hivemind", "dense", "gtopk", "local")
+    parser.add_argument("--workloads", nargs="+", default=["gpt"], choices=sorted(WORKLOADS))
+    parser.add_argument("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
+    parser.add_argument("--contenders", nargs="+", default=usual, choices=known)
+    parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--density", type=float, default=0.05)
+    parser.add_argument("--every", type=int, default=8, help="local steps of one exchange")
+    parser.add_argument("--steps", type=int, default=400, help="at most, of each worker")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run, start-up included")
+    parser.add_argument("--encrypted", action="store_true")
+    parser.add_argument("--baseline", default="gloo")
+    parser.add_argument("--out", type=Path, help="write JSON here")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = options_of(arguments)
+    missing = {name: why for name, why in rivals.available().items() if why}
+    runs: list[Run] = []
+    for name in options.workloads:
+        workload = WORKLOADS[name]()
+        for rate in options.rates:
+            for contender in options.contenders:
+                why = missing.get(TRAINERS[THEIRS[contender][0]], "") if contender in THEIRS else ""
+                if why:
+                    print(f"left out: {contender}: {why}", file=sys.stderr)
+                    continue
+                runs.append(run(options, workload, rate, contender))
+                print(table(runs[-1:], "").splitlines()[-1], flush=True)
+    print(table(runs, options.baseline))
+    if options.out is not None:
+        result = {
+            "command": shlex.join(["python", "-m", "accuracy", *arguments]),
+            "date": datetime.date.today().isoformat(),
+            "cores": os.cpu_count(),
+            "targets": {name: WORKLOADS[name].target for name in options.workloads},
+            "runs": [asdict(run) for run in runs],
+        }
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
