@@ -5,7 +5,8 @@
 
 Decides who runs when: contenders take turns on each line, each in a lab of its own.  A run ends when the
 held-out loss is at the workload's target, or with --steps, or with --limit seconds, and then says how far it
-came.  A rival that is not installed is left out by name.  Ours talk in the clear unless --encrypted, as the rivals do.
+came.  A rival that is not installed is left out by name.  Ours talk in the clear unless --encrypted, as the
+rivals do.
 """
 
 from __future__ import annotations
