@@ -291,7 +291,7 @@ class Rig:
         else:
             workspace = ButterflyWorkspace(self._payload(), n=N, k=K, kind=KIND)
         collective = workspace.collective(rank, self.world, self.source.one_in(16))
-        self.loop._open = loop._OpenRound(round_id, {CHANNEL: workspace}, b"salt")
+        self.loop._open = loop._OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
         self.loop._handle(io.Submit(round_id, {CHANNEL: collective}))
 
     def _restore(self) -> None:
