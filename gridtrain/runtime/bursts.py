@@ -23,8 +23,12 @@ from gridtrain.protocol.messages import BURST_BYTES, BURSTS, Burst, Landed, Peer
 from gridtrain.transport.base import Transport
 
 MOST_TARGETS = 8  # 2 MiB in all
-MOST_TRAINS, TRAINS_S = 4, 60.0
-"""So many bursts of one peer in such a time are let pass; an honest one measures when it joins."""
+MOST_TRAINS, TRAINS_S = 64, 60.0
+"""So many bursts of one peer in such a time are let pass.  An honest one measures when it is admitted, which a
+script that dies and is started again may be every other second."""
+
+FRESH_S = 300.0
+"""What was measured is told again, and not measured again, where this process is admitted anew so soon."""
 
 LEAST_S = 1e-5
 
@@ -44,16 +48,20 @@ class Bursts:
         self._under_way: tuple[PeerId, int, float] | None = None  # peer, nonce, when it left
         self._until_s = math.inf
         self._nonce = 0
+        self._known: dict[PeerId, tuple[float, float]] = {}  # rate to it, and when that was measured
         self._sent_Bps: dict[PeerId, float] = {}
         self._came_Bps: dict[PeerId, float] = {}
         self._began: dict[PeerId, tuple[int, float]] = {}  # nonce and arrival of a burst's first message
         self._arrivals: dict[PeerId, deque[float]] = {}
         self._untold = False
 
-    def begin(self, rtt_s: Mapping[PeerId, float], until_s: float) -> None:
+    def begin(self, rtt_s: Mapping[PeerId, float], until_s: float, now_s: float) -> None:
         """Measure to some of these peers, whose round trips are known."""
         self._rtt_s = dict(rtt_s)
-        targets = sorted(rtt_s)
+        fresh = {p: rate for p, (rate, at_s) in self._known.items() if p in rtt_s and now_s < at_s + FRESH_S}
+        self._sent_Bps |= fresh
+        self._untold = self._untold or bool(fresh)
+        targets = sorted(rtt_s.keys() - fresh)
         self._left = self._rng.sample(targets, min(MOST_TARGETS, len(targets)))
         self._until_s, self._under_way = until_s, None
 
@@ -78,6 +86,7 @@ class Bursts:
             return
         took_s = now_s - self._under_way[2] - self._rtt_s[peer]
         self._sent_Bps[peer] = BURSTS * BURST_BYTES / max(LEAST_S, took_s)
+        self._known[peer] = self._sent_Bps[peer], now_s
         self._under_way, self._untold = None, True
 
     def came(self, peer: PeerId, burst: Burst, now_s: float) -> Landed | str | None:

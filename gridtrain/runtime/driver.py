@@ -476,7 +476,7 @@ class Driver:
             if rtt_s is not None:
                 self._measured = io.Probed(rtt_s)
                 direct = {peer: seconds for peer, seconds in rtt_s if peer not in self._relayed}
-                self._bursts.begin(direct, self._prober.until_s)
+                self._bursts.begin(direct, self._prober.until_s, now_s)
             self._mind_bursts(now_s)
             self._post(self._donating.turn(self._transport, now_s))
             self._mind_following(now_s)
