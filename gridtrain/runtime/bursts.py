@@ -24,8 +24,8 @@ from gridtrain.transport.base import Transport
 
 MOST_TARGETS = 8  # 2 MiB in all
 MOST_TRAINS, TRAINS_S = 64, 60.0
-"""So many bursts of one peer in such a time are let pass.  An honest one measures when it is admitted, which a
-script that dies and is started again may be every other second."""
+"""So many bursts of one peer in such a time are let pass.  An honest one measures when it is admitted, as a
+script that dies and is started again is every other second."""
 
 FRESH_S = 300.0
 """What was measured is told again, and not measured again, where this process is admitted anew so soon."""
