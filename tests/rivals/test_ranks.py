@@ -124,7 +124,7 @@ def test_a_training_run_learns_and_ends_at_its_loss(trainer: str, tmp_path: Path
     need(TRAINERS[trainer])
     if reason := why_not():
         pytest.skip(f"no network lab here: {reason}")
-    extra = ["--model", "tiny", "--steps", "40", "--measure-every", "5", "--until-loss", "4.5"]
+    extra = ["--steps", "40", "--measure-every", "5", "--until-loss", "4.5"]
     with Net() as net:
         train(hosts_of(net, 2, Lines()), trainer, tmp_path / "run", TIMEOUT_S, extra)
     records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]

@@ -64,8 +64,9 @@ class Books:
         self.contributed[number], self.applied[number] = np.zeros(WIDE), np.zeros(WIDE)
         latest: dict[str, Any] = {}
 
-        def preparing(contribution_N: torch.Tensor, *rest: Any) -> Any:
-            prepared = prepare(contribution_N, *rest)
+        def preparing(gradient_N: torch.Tensor, *rest: Any, weight: float, **others: Any) -> Any:
+            prepared = prepare(gradient_N, *rest, weight=weight, **others)
+            contribution_N = gradient_N * weight if weight else torch.zeros_like(gradient_N)
             added_N = contribution_N if prepared.new_u_N is None else feedback.u_N * 0.5 + contribution_N
             latest["added"] = added_N.double().numpy().copy()
             return prepared

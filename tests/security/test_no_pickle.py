@@ -49,7 +49,7 @@ EXECUTORS = {
 
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 READERS = {"load", "loads", "load_file", "unpackb", "unpack", "Unpacker", "safe_load", "fromfile"}
-ALLOWED_READERS = {"json", "msgpack", "safetensors.torch", "struct", "tomllib"}
+ALLOWED_READERS = {"triton.language", "json", "msgpack", "safetensors.torch", "struct", "tomllib"}
 OURS = {"gridtrain", "gridtrain_coordinator", "gridtrain_worker", "gridfuzz"}  # read by this test, too
 
 BY_NAME = {
