@@ -1,0 +1,70 @@
+"""Time to accuracy: what a run's lines say, and that everybody is given the same thing to train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from accuracy.__main__ import THEIRS, options_of, read, summary, table
+from accuracy.train import ROADS, exchange_of, parse
+from accuracy.workloads import WORKLOADS, ByteLSTM, Gpt, Lstm, ResNet20
+
+LINES = [
+    {"step": 1, "seconds": 1.0, "loss": 5.0, "held_out": None, "sent_bytes": 1_000_000},
+    {"step": 2, "seconds": 2.5, "loss": 4.0, "held_out": 2.6, "sent_bytes": 2_000_000},
+    {"step": 3, "seconds": 3.0, "loss": 3.0, "held_out": None, "sent_bytes": 3_000_000},
+    {"step": 4, "seconds": 4.0, "loss": 2.3, "held_out": 2.3, "sent_bytes": 4_000_000},
+    {"step": 5, "seconds": 5.0, "loss": 2.2, "held_out": 2.2, "sent_bytes": 5_000_000},
+]
+
+
+def test_a_run_arrives_where_its_held_out_loss_is_at_the_target(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in LINES) + '\n{"step": 6, "sec')
+    run = summary(read(path), Gpt(), "20Mbit", "gtopk")
+    assert (run.seconds, run.step, run.megabytes) == (4.0, 4, 4.0)
+    assert run.step_s == 1.0  # the median of the steps after the first two
+    slow = summary(LINES[:3], Gpt(), "20Mbit", "gloo")
+    assert slow.seconds is None and slow.last_loss == 2.6
+    shown = table([slow, run], "gloo").splitlines()
+    assert "not in 3 s: 2.60" in shown[2]
+    assert "| 4.0 | 4 | 4.0 |  | 1000 |" in shown[3]  # no ratio to what did not arrive
+
+
+def test_the_ratio_is_how_much_sooner() -> None:
+    slow = summary([dict(line, seconds=3 * line["seconds"]) for line in LINES], Gpt(), "20Mbit", "gloo")
+    quick = summary(LINES, Gpt(), "20Mbit", "gtopk")
+    assert "| gtopk | 4.0 | 4 | 4.0 | 3.0 |" in table([slow, quick], "gloo")
+
+
+@pytest.mark.parametrize("workload", [Gpt, Lstm])
+def test_the_same_seed_is_the_same_model_everywhere(workload: type[Gpt]) -> None:
+    one, other = workload().model(3), workload().model(3)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    x, y = workload().train[0]
+    loss = workload().loss(one, x.unsqueeze(0), y.unsqueeze(0))
+    assert 4.0 < loss.item() < 7.0  # about ln 256: it knows nothing yet
+
+
+def test_sizes_are_what_the_table_says() -> None:
+    assert sum(p.numel() for p in ByteLSTM(64, 128).parameters()) == 280_832
+    assert sum(p.numel() for p in ResNet20().parameters()) == 269_434
+    assert ResNet20()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_every_road_has_settings_and_an_exchange(road: str) -> None:
+    options = parse(["--workload", "gpt", "--road", road, "--folder", "unused"])
+    family, exchange = exchange_of(options)
+    assert all(family in workload.settings for workload in WORKLOADS.values())
+    assert exchange is not None
+
+
+def test_rivals_train_with_the_same_families() -> None:
+    assert all(
+        family in workload.settings for _, family in THEIRS.values() for workload in WORKLOADS.values()
+    )
+    assert options_of([]).baseline == "gloo"
