@@ -119,6 +119,16 @@ class FlatGradient:
                 view.copy_(gradient)
 
     @torch.no_grad()
+    def differs(self, indices: Sequence[int]) -> bool:
+        """Whether a gradient of these parameters is not what `gather` has found; NaN is like NaN."""
+        unlike = []
+        for index in indices:
+            view, (_, parameter) = self._views_P[index], self._named[index]
+            now = torch.zeros_like(view) if parameter.grad is None else parameter.grad.to(view)
+            unlike.append(((view != now) & (view == view)).any())
+        return bool(torch.stack(unlike).any()) if unlike else False  # asks the device once
+
+    @torch.no_grad()
     def fill(self, update: npt.NDArray[np.float32] | Sparse) -> None:
         """flat_N = a committed update, dense (n,) or sparse."""
         if isinstance(update, Sparse):

@@ -258,7 +258,7 @@ class LocalStepsOptimizer(GridOptimizer):
             self._every,
             type(self.inner).__name__,
         )
-        self._load_moments(self._fresh)
+        self._load_moments(copy.deepcopy(self._fresh))  # what is loaded is not copied, and trained on
 
     def _apply(self) -> None:
         if not self.last_skipped:

@@ -98,7 +98,6 @@ class Overlapper:
         self._plan: StepPlan | None = None
         self._asked = False
         self._sent: dict[int, Attempt] = {}
-        self._versions: dict[int, tuple[int, int]] = {}
 
     # -- in the middle of backward -------------------------------------------------------------------
 
@@ -132,15 +131,9 @@ class Overlapper:
         gradient_B = self._flat.flat_N[start:stop]
         attempt = self._exchanger.prepare_bucket(bucket, gradient_B, self._plan, usable=True)
         self._sent[bucket] = attempt
-        self._versions |= {index: self._version(index) for index in members}
         self.selecting_s += time.perf_counter() - began_s
         assert not isinstance(attempt.workspace, BucketedWorkspace)
         self._session.send_early(self._plan, bucket, attempt.workspace, attempt.skip)
-
-    def _version(self, index: int) -> tuple[int, int]:
-        """Changes when the gradient does."""
-        gradient = self._flat.parameters[index].grad
-        return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
     # -- in step -------------------------------------------------------------------------------------
 
@@ -149,12 +142,12 @@ class Overlapper:
 
         Raises `ConfigError` if a gradient was changed after it was sent.
         """
-        changed = [i for i, version in self._versions.items() if self._version(i) != version]
         plan, sent = self._plan, self._sent
+        changed = self._flat.differs([index for bucket in sent for index in self._members[bucket]])
         self._reset()
         if changed:
             raise ConfigError(
-                f"gradients of {len(changed)} parameters were changed after they had been sent",
+                "gradients were changed after they had been sent",
                 remedy="with overlap, clip by grid.optimizer(..., clip_norm=...); for anything else between "
                 "backward and step leave overlap out",
             )

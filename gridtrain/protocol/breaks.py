@@ -47,12 +47,16 @@ class Breaks:
         if len(times_s) == MOST_BREAKS and times_s[0] >= now_s - WINDOW_S:
             self._broken_s[_pair(reporter, peer)] = now_s
 
-    def common_end(self, now_s: float, members: int) -> PeerId | None:
-        """The member to which too many connections broke; None: nobody, or nobody can tell who."""
+    def common_end(self, now_s: float, members: int, centre: PeerId | None = None) -> PeerId | None:
+        """The member to which too many connections broke; None: nobody, or nobody can tell who.
+
+        `centre`: of a star, to which every bad line leads: it takes more than half of them.
+        """
         small = members <= SMALL_GROUP
         others = self._others(now_s, WINDOW_S if small else REMEMBERED_S)
         enough = SMALL_GROUP_VOICES if small else VOICES
-        ends = [member for member, theirs in others.items() if len(theirs) >= enough]
+        needed = {centre: max(enough, (members - 1) // 2 + 1)}
+        ends = [member for member, theirs in others.items() if len(theirs) >= needed.get(member, enough)]
         return max(ends, key=lambda member: (len(others[member]), member), default=None)
 
     def worth_avoiding(self, now_s: float, members: int) -> PeerId | None:

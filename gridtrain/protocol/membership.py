@@ -441,7 +441,8 @@ class Membership:
         self._breaks.note(worker.peer, message.peer, now_s)
         if message.peer in self._workers:
             self._workers[message.peer].missed_s = now_s
-        flapping = self._breaks.common_end(now_s, len(members))
+        centre = self._roster[0].peer if topology.is_star(self._reference) else None
+        flapping = self._breaks.common_end(now_s, len(members), centre)
         if flapping is None:
             if not self._change and (common := self._breaks.worth_avoiding(now_s, len(members))) is not None:
                 name = self._workers[common].name if common in self._workers else common.hex()[:8]

@@ -1,6 +1,6 @@
 """A single reducer, as parameter servers have: all send to rank 0, rank 0 sends the result to all.
 
-Decides who sends what and in which order the root adds.  Never touches a number.
+Decides who sends what and when the root sends it on.  Never touches a number.
 
     RAISE   1 --> 0 <-- 2      LOWER   1 <-- 0 --> 2
                   ^                          |
@@ -11,16 +11,15 @@ carries P - 1 times what another's does, so this is also the baseline that rings
 
     SparseStar   the root has all payloads, sums them in rank order and truncates once: the k largest of the
                  sum of all that was selected.  What it drops or rounds, it keeps.
-    DenseStar    the vector in slices; the root adds each slice in rank order, rank 0's own first, and sends
-                 it on when it is whole, while later slices are still coming.
+    DenseStar    the vector in slices; the root adds each slice as it comes, and sends it on when it is
+                 whole, while later slices are still coming.
 
-All slices of a member carry the same mark, so when a slice is whole, whether anybody skips is known.  What
-comes before its turn is held: at most one payload for each slice of each member.
+All slices of a member carry the same mark, so when a slice is whole, whether anybody skips is known.  The
+root alone adds, and all take its bits: they are the same on all members, in whatever order it was, which may
+differ from run to run.  To wait for an order would be to hold the vectors of all but the slowest.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from gridtrain.protocol.collective import (
     AddSlice,
@@ -105,13 +104,12 @@ class DenseStar:
     """
 
     __slots__ = (
-        "_held",
+        "_lacks",
         "_left",
         "_missing",
         "_rank",
         "_skip",
         "_slices",
-        "_turn",
         "_world_size",
         "complete",
     )
@@ -124,8 +122,7 @@ class DenseStar:
         senders = range(1, world_size) if rank == ROOT else (ROOT,)
         self._missing = {(sender, index) for sender in senders for index in range(slices)}
         self._left = slices if world_size > 1 else 0
-        self._turn = [1] * slices if rank == ROOT else []  # root: whose part is added next
-        self._held: dict[tuple[int, int], Any] = {}  # (slice, rank) -> payload whose turn is still to come
+        self._lacks = [world_size - 1] * slices if rank == ROOT else []  # root: parts of each slice
         self.complete = False
 
     def start(self, now_s: float) -> list[CollectiveEffect]:
@@ -154,15 +151,11 @@ class DenseStar:
         return [StoreSlice(0, index, event.payload, source), *self._count_off()]
 
     def _add(self, event: Arrived, index: int) -> list[CollectiveEffect]:
-        """Add what is there of this slice and has its turn; send the slice on when it is whole."""
-        self._held[index, event.from_rank] = event.payload
-        effects: list[CollectiveEffect] = []
-        while (index, self._turn[index]) in self._held:
-            rank = self._turn[index]
-            source = Source(rank, 1, self._world_size, roundings=1)
-            effects.append(AddSlice(0, index, self._held.pop((index, rank)), source))
-            self._turn[index] += 1
-        if self._turn[index] < self._world_size:
+        """Add it; send the slice on when it is whole."""
+        source = Source(event.from_rank, 1, self._world_size, roundings=1)
+        effects: list[CollectiveEffect] = [AddSlice(0, index, event.payload, source)]
+        self._lacks[index] -= 1
+        if self._lacks[index]:
             return effects
         effects += [SendTo(rank, _lowered(ROOT, index), self._skip) for rank in range(1, self._world_size)]
         return effects + self._count_off()

@@ -60,6 +60,12 @@ def load_of(setup: Setup | None) -> Load | None:
     return named(exchange[1], exchange[2], int(parameters[1]))
 
 
+def is_star(setup: Setup | None) -> bool:
+    """Whether everything goes over rank 0."""
+    load = load_of(setup)
+    return load is not None and load.kind in (Kind.STAR, Kind.STAR_GTOPK)
+
+
 def named(exchange: str, options: str, parameters: int, encrypted: bool = True) -> Load | None:
     """ "GTopK" and "density=0.01, values=fp16, topology=tree" as a load; None: there is no such exchange."""
     said = dict(option.strip().partition("=")[::2] for option in options.split(",") if "=" in option)

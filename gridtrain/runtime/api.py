@@ -277,6 +277,7 @@ class GroupSession:
             return None
         assert picture.open_round is not None
         self._turn = picture
+        self._driver.begin_attempt()
         if self._early is not None and self._has_begun(picture):
             return self._early[1]
         return _plan(picture, picture.open_round)

@@ -176,6 +176,7 @@ class Driver:
         self._inheritance = Inheritance()
         self._handed: io.Handed | None = None
         self._latest: _OpenRound | None = None  # that this worker has submitted to
+        self._submitted = False  # since `begin_attempt`
         self._progress = 0
         self._inside = False  # the trainer waits in one of our calls
         self._busy = False  # it is in a long computation that it has announced
@@ -276,6 +277,7 @@ class Driver:
             mine.workspaces |= rest
             mine.whole, mine.settings = workspaces, settings
             self._open = self._latest = mine
+            self._submitted = True
         self.command(io.Submit(round_id, collectives))
         if mine.spoilt:
             # The others go on from what they have, and cannot send what is missing here: all begin anew.
@@ -291,17 +293,23 @@ class Driver:
             return False
         return any(mine is theirs for mine in workspaces for theirs in latest.workspaces.values())
 
+    def begin_attempt(self) -> None:
+        """What `settle` says is of the round that is submitted next."""
+        self._submitted = False
+
     def settle(self, timeout_s: float) -> RoundOutcome | None:
         """How the latest round ended that this worker submitted to; None: it has not, in that time.
 
-        For whoever was interrupted while it waited in `run_round`, and leaves.  Unless it has voted YES it
-        votes NO now: others may be in the middle of a long computation.
+        Of an attempt that was never submitted: not committed.  For whoever was interrupted in `run_round`, or
+        on the way to it, and leaves.  Unless it has voted YES it votes NO now: others may be in the middle of
+        a long computation.
         """
         latest = self._latest
-        if latest is not None:
-            self.command(io.Withdraw())
-            self.wait(lambda _: latest.outcome is not None, timeout_s)
-        return latest.outcome if latest is not None else None
+        if latest is None or not self._submitted:
+            return RoundOutcome(committed=False, skip=False)
+        self.command(io.Withdraw())
+        self.wait(lambda _: latest.outcome is not None, timeout_s)
+        return latest.outcome
 
     def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> io.Handed | None:
         """Give this worker's residual to another one; None: nobody answered.  No step can follow."""
@@ -489,9 +497,10 @@ class Driver:
 
     def _hash_ahead(self) -> None:
         """While the wire is busy: one slice each time, so that what comes meanwhile waits for no more."""
-        open_ = self._open if self._open is not None and not self._open.spoilt else None
-        workspaces = open_.workspaces.values() if open_ is not None else ()
-        dense = [workspace for workspace in workspaces if isinstance(workspace, DenseWorkspace)]
+        with self._changed:  # the trainer may be adding a bucket
+            open_ = self._open if self._open is not None and not self._open.spoilt else None
+            workspaces = open_.workspaces.values() if open_ is not None else ()
+            dense = [workspace for workspace in workspaces if isinstance(workspace, DenseWorkspace)]
         self._may_hash = any(workspace.hash_ahead() for workspace in dense)
 
     def _mind_bursts(self, now_s: float) -> None:
@@ -771,11 +780,13 @@ class Driver:
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool, reason: str) -> None:
         if not committed:
             log.info("step %d attempt %d did not commit: %s", round_id.step, round_id.attempt, reason)
-        if self._open is not None and self._open.id == round_id:
+        with self._changed:  # the trainer may be adding a bucket
+            ended = self._open if self._open is not None and self._open.id == round_id else None
+            self._open = None if ended is not None else self._open
+        if ended is not None:
             if committed:
-                self._remember(self._open, skip)
-            self._ended.append((self._open, RoundOutcome(committed, skip)))
-            self._open = None
+                self._remember(ended, skip)
+            self._ended.append((ended, RoundOutcome(committed, skip)))
 
     def _remember(self, mine: _OpenRound, skip: bool) -> None:
         """For followers: only sparse updates are small enough to be kept and sent."""

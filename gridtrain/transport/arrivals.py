@@ -30,7 +30,8 @@ from gridtrain.transport.limits import LATENESS_S
 T = TypeVar("T")
 S = TypeVar("S", bound=Hashable)
 MOST_WAITING_BYTES = 768 * 2**20
-"""Of all senders together: far more than an honest group has under way to one member."""
+HONEST_BYTES = 32 * 2**20
+"""Of all senders together: at least so much, and a window of credit (`credits`) for each of them."""
 MOST_OWNERS = 1024
 _PAID = 1e-6
 """Bytes: what rounding may leave of a debt."""
@@ -92,8 +93,7 @@ class Arrivals(Generic[S, T]):
 
     def begin(self, sender: S, owner: bytes, now_s: float) -> None:
         """It has come; what its owner's last one owed is its own now."""
-        debt_bytes, since_s = self._left.pop(owner, (0.0, now_s))
-        debt_bytes -= (now_s - since_s) * (self._rate_Bps or math.inf) if debt_bytes else 0.0
+        debt_bytes = self._faded(owner, now_s)
         if debt_bytes > _PAID:
             self.charge(sender, math.ceil(debt_bytes), now_s)
 
@@ -105,15 +105,20 @@ class Arrivals(Generic[S, T]):
         self._waiting_bytes -= lane.waiting_bytes
         debt_bytes = lane.debt_bytes + lane.waiting_bytes
         if self._rate_Bps is not None and debt_bytes > _PAID:
-            self._left.pop(owner, None)
+            debt_bytes += self._faded(owner, now_s)  # of another one that it had
             self._left[owner] = (debt_bytes, now_s)  # the latest comes last
             if len(self._left) > MOST_OWNERS:
                 del self._left[next(iter(self._left))]
         return [item for item, _ in lane.waiting]
 
+    def _faded(self, owner: bytes, now_s: float) -> float:
+        """What is left of the debt of its connections that have gone; it is the caller's now."""
+        debt_bytes, since_s = self._left.pop(owner, (0.0, now_s))
+        return max(0.0, debt_bytes - (now_s - since_s) * (self._rate_Bps or math.inf)) if debt_bytes else 0.0
+
     def overfull(self) -> S | None:
         """The sender of which most waits, where more waits than may; None: there is room."""
-        if self._waiting_bytes <= MOST_WAITING_BYTES:
+        if self._waiting_bytes <= max(MOST_WAITING_BYTES, len(self._lanes) * HONEST_BYTES):
             return None
         return max(self._lanes, key=lambda sender: self._lanes[sender].waiting_bytes)
 

@@ -526,3 +526,22 @@ def test_workers_with_other_settings_do_not_describe_themselves_alike():
     variants.append(LocalSteps(4, outer_learning_rate=0.5))
     assert len({variant.describe() for variant in variants}) == 5
     assert LocalSteps(4).sparse and not LocalSteps(4, Dense()).sparse
+
+
+def test_moments_start_afresh_each_time_also_those_that_an_optimizer_is_born_with(network):
+    """Adagrad has sums before its first step: two bad batches, and the group skips two exchanges, not all."""
+    model = small_model()
+    adagrad = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    optimizer = LocalStepsOptimizer(
+        adagrad, model, LocalSteps(every=2, exchange=Dense()), network(1).session(0)
+    )
+    skipped = []
+    for turn in range(8):
+        for call in range(2):
+            optimizer.zero_grad()
+            backward(model, turn)
+            if turn in (1, 3) and call == 0:
+                model[0].weight.grad[0, 0] = math.nan
+            optimizer.step()
+        skipped.append(optimizer.last_skipped)
+    assert skipped == [turn in (1, 3) for turn in range(8)]

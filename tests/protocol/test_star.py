@@ -56,16 +56,17 @@ def test_a_sparse_star_at_a_member():
     ]
 
 
-def test_a_dense_star_adds_in_rank_order_and_sends_a_slice_on_when_it_is_whole():
+def test_a_dense_star_adds_what_comes_and_sends_a_slice_on_when_it_is_whole():
     core = DenseStar(0, 3, slices=2, skip=False)
     assert core.start(0.0) == []
-    assert core.handle(Arrived(2, raised(2, 0), False, "2a"), 0.0) == []  # rank 1's turn
+    assert core.handle(Arrived(2, raised(2, 0), False, "2a"), 0.0) == [
+        AddSlice(0, 0, "2a", Source(2, 1, 3, 1))
+    ]
     assert core.handle(Arrived(1, raised(1, 1), False, "1b"), 0.0) == [
         AddSlice(0, 1, "1b", Source(1, 1, 3, 1))
     ]
     assert core.handle(Arrived(1, raised(1, 0), False, "1a"), 0.0) == [
         AddSlice(0, 0, "1a", Source(1, 1, 3, 1)),
-        AddSlice(0, 0, "2a", Source(2, 1, 3, 1)),
         SendTo(1, lowered(0), False),
         SendTo(2, lowered(0), False),
     ]
@@ -219,7 +220,7 @@ def test_a_star_takes_no_effect_of_another_core():
 # -- dense, with numbers ---------------------------------------------------------------------------
 
 
-def test_the_dense_sum_is_that_in_rank_order_on_all_ranks(seeds):
+def test_the_dense_sum_has_the_same_bits_on_all_ranks(seeds):
     for seed in seeds(100):
         rng = np.random.default_rng(seed)
         world_size, n = WORLD_SIZES[seed % len(WORLD_SIZES)], int(rng.integers(1, 200))
@@ -227,14 +228,14 @@ def test_the_dense_sum_is_that_in_rank_order_on_all_ranks(seeds):
             np.asarray(rng.standard_normal(n) * 2.0 ** rng.integers(-20, 20, n), np.float32)
             for _ in range(world_size)
         ]
-        expected = vectors[0].copy()
-        for vector in vectors[1:]:
-            expected += vector
+        exact = np.sum(np.asarray(vectors, np.float64), axis=0)
+        bound = world_size * 2.0**-23 * np.sum(np.abs(np.asarray(vectors, np.float64)), axis=0)
         workspaces = [DenseStarWorkspace(v.copy(), world_size, slice_bytes=64) for v in vectors]
         group = CollectiveGroup(workspaces, seed=seed)
         group.run()
         assert group.verdicts == [False] * world_size, f"seed {seed}"
-        assert {w.update_N.tobytes() for w in workspaces} == {expected.tobytes()}, f"seed {seed}"
+        assert (np.abs(workspaces[0].update_N - exact) <= bound).all(), f"seed {seed}"
+        assert len({w.update_N.tobytes() for w in workspaces}) == 1, f"seed {seed}"
         assert len({w.seal() for w in workspaces}) == 1
 
 

@@ -27,6 +27,7 @@ from gridtrain.config import Deadlines
 from gridtrain.optim import leaving
 from gridtrain.protocol.messages import HandOver
 from gridtrain.runtime import handover
+from gridtrain.runtime.buffers import ButterflyWorkspace
 from gridtrain.transport.memory import Fault, FaultPlan
 
 SIZE, WIDE, STEPS, LEAVES = 64, 32, 24, 9
@@ -355,3 +356,42 @@ def test_a_restarted_worker_reads_its_residual_back_if_the_run_is_where_it_left(
     if not back:
         assert found.any(), "the checkpoint's own, which fits its step"
     assert ("is read back" in caplog.text, "is lost" in caplog.text) == (back, not back)
+
+
+def test_ctrl_c_on_the_way_into_a_round_leaves_everything_with_the_worker(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the step has been submitted: how the round before it ended says nothing about this one."""
+    seen: dict[str, np.ndarray] = {}
+    surrender, collective = gridtrain.GridOptimizer.surrender, ButterflyWorkspace.collective
+    rounds: Counter[str] = Counter()
+
+    def surrendering(self: Any, settle: Any) -> Any:
+        kept_N = self._exchanger.feedback.residual_N.numpy().copy()
+        given_N = surrender(self, settle)
+        seen.setdefault(threading.current_thread().name, kept_N - given_N)
+        return given_N
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        name = threading.current_thread().name
+        rounds[name] += 1
+        if name == "worker-1" and rounds[name] == 4:
+            raise KeyboardInterrupt
+        return collective(self, *args)
+
+    monkeypatch.setattr(gridtrain.GridOptimizer, "surrender", surrendering)
+    monkeypatch.setattr(ButterflyWorkspace, "collective", interrupted)
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = nn.Linear(WIDE, 1, bias=False)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = grid.optimizer(sgd, model, exchange=EXCHANGES[1])
+        for batch in grid.batches(DATA, batch_size=2, steps=8):
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with new_group(workers=2, deadlines=QUICK) as group:
+        group.start(train)
+        assert isinstance(group.result(group.start(train)), KeyboardInterrupt)
+    assert not seen["worker-1"].any()

@@ -92,6 +92,7 @@ def test_nobody_gets_round_the_cap_by_coming_back():
 
 def test_what_waits_of_all_is_bounded_and_the_one_with_the_most_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gridtrain.transport.arrivals.MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr("gridtrain.transport.arrivals.HONEST_BYTES", 300)
     arrivals: Arrivals[str, int] = Arrivals(1.0)
     for item in range(4):
         arrivals.put("anna", item, 100, 0.0)
@@ -102,6 +103,31 @@ def test_what_waits_of_all_is_bounded_and_the_one_with_the_most_is_named(monkeyp
     assert arrivals.overfull() == "mallory"
     arrivals.end("mallory", b"mallory", 0.0)
     assert arrivals.overfull() is None
+
+
+def test_a_window_of_each_honest_sender_may_wait(monkeypatch: pytest.MonkeyPatch):
+    """The root of a star with many members has as many windows under way to it."""
+    monkeypatch.setattr("gridtrain.transport.arrivals.MOST_WAITING_BYTES", 1000)
+    monkeypatch.setattr("gridtrain.transport.arrivals.HONEST_BYTES", 200)
+    arrivals: Arrivals[int, str] = Arrivals(1.0)
+    for member in range(20):
+        arrivals.put(member, "a window", 200, 0.0)
+    assert arrivals.overfull() is None
+    arrivals.put(7, "more", 1, 0.0)
+    assert arrivals.overfull() == 7
+
+
+def test_two_connections_of_one_owner_leave_both_debts():
+    arrivals: Arrivals[str, str] = Arrivals(1000.0)
+    for connection in ("first", "second"):
+        arrivals.put(connection, "large", 10_000, 0.0)
+        arrivals.take(0.0)
+    for connection in ("first", "second"):
+        arrivals.end(connection, b"mallory", 1.0)
+    arrivals.begin("third", b"mallory", 1.0)
+    arrivals.put("third", "next", 10, 1.0)
+    assert arrivals.take(15.0) == []
+    assert arrivals.take(21.5) == ["next"]
 
 
 @pytest.mark.parametrize("seed", range(50))
