@@ -29,7 +29,7 @@ OPS: dict[str, dict[str, str]] = {
     "mpi": {
         "all_reduce": "dense Allreduce of n float32 by ring, which is Open MPI's fastest here",
         "all_reduce_default": "dense Allreduce of n float32, Open MPI's own choice of algorithm",
-        "all_gather": "TopK: two Allgathers of k indices and k values, 8 bytes an entry; summed after the clock",
+        "all_gather": "TopK: two Allgathers of k indices and k values, 8 bytes each; summed after the clock",
         "gtopk": "gTop-k as published: a tree of merges to rank 0, then a broadcast; 8 bytes an entry",
     },
     "hivemind": {"all_reduce": "one averaging round of n float32, matchmaking included, no compression"},
