@@ -2,7 +2,7 @@
 
     gridtrain worker INVITATION -- python -m accuracy.train --workload gpt --road gtopk --folder FOLDER
 
-The lines are those of `rivals.train`, by the same recorder.  The held-out loss is measured by the first worker,
+The lines are those of `rivals.train`, by the same recorder.  The first worker measures the held-out loss
 while all others wait at the same step of the run; with local steps only right after an exchange.
 """
 
