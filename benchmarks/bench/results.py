@@ -50,7 +50,7 @@ class Sample:
         prepare_s, prepare_cpu_s: selection and encoding before `seconds`; ours alone.
         aborts: attempts that did not commit; ours alone.
         block: which of the turns this repeat belongs to.
-        note: the rival's version and remarks.
+        note: the rival's version, its algorithm with the settings, and remarks.
     """
 
     seconds: float
