@@ -120,7 +120,7 @@ def exchange_ratios(results: list[CellResult]) -> tuple[dict[str, float], dict[s
 
 
 def least_cpu_s(result: CellResult) -> float:
-    return min(sample.cpu_s for sample in result.samples)
+    return min(sample.cpu_s for sample in result.clean)
 
 
 def measured(say: Any) -> tuple[dict[str, float], dict[str, str]]:

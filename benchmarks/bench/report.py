@@ -33,10 +33,10 @@ def markdown(results: Results, picture: str = "") -> str:
     ]
     lines += [
         "",
-        "Seconds of the exchange alone, all members starting together until the last one's end. Ours include the",
-        "vote and its decision, which rivals do not have. Putting a sparse result into the model's vector is in",
-        "nobody's but PowerSGD's, whose hook does both. CPU seconds are of one member's process. Bound: what the",
-        "link alone takes.",
+        "Seconds of the exchange alone, all members starting together until the last one's end. Ours include",
+        "the vote and its decision, which rivals do not have. Putting a sparse result into the model's",
+        "vector is in nobody's but PowerSGD's, whose hook does both. CPU seconds are of one process. Bound:",
+        "what the link alone takes.",
     ]
     lines += ["", "## Goals", "", *goal_table(judged(results))]
     lines += ["", "## Figures", ""]
@@ -96,8 +96,9 @@ def figure_table(rows: Sequence[CellResult]) -> list[str]:
 
 def _row(row: CellResult) -> tuple[str, ...]:
     sent, work, prepare = (row.median_of(name) for name in ("sent_bytes", "workspace_s", "prepare_s"))
-    aborts = sum(sample.aborts for sample in row.samples)
-    label = row.cell.label + (f" ({aborts} attempts aborted)" if aborts else "")
+    aborted = sum(sample.aborts > 0 for sample in row.samples)
+    what = "left out" if aborted < len(row.samples) else "which is all of them"
+    label = row.cell.label + (f" ({aborted} repeats with aborted attempts, {what})" if aborted else "")
     label += f" ({row.skipped})" if row.skipped else ""
     return (
         label,

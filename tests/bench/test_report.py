@@ -66,6 +66,16 @@ def test_numbers_that_stand_for_a_cell() -> None:
     assert percentile([1.0, 2.0], 0.5) == 1.5
 
 
+def test_repeats_with_aborted_attempts_stand_for_nothing() -> None:
+    one = result(DENSE, 13.0, 99.0, 13.4)
+    one.samples[1] = replace(one.samples[1], aborts=2, cpu_s=9.0)
+    assert (one.median_s, one.cpu_s, one.p90_s) == (13.2, 0.5, pytest.approx(13.36))
+    assert "| dense (1 repeats with aborted attempts, left out) | 13.200 s |" in markdown(recorded(one))
+    one.samples = [one.samples[1]]
+    assert one.median_s == 99.0
+    assert "(1 repeats with aborted attempts, which is all of them)" in markdown(recorded(one))
+
+
 def test_goals_are_met_or_not_by_the_median() -> None:
     goal = Goal("ring", parse(DENSE), "x bound", 1.07)
     assert judge(goal, recorded(result(DENSE, 13.0))).word == "met"
