@@ -2,22 +2,25 @@
 
     gridtrain worker INVITATION -- python -m accuracy.train --workload gpt --road gtopk --folder FOLDER
 
-The lines are those of `rivals.train`: step, seconds (from the first batch on, without measuring), loss,
-held_out (null where it is not measured), sent_bytes (by this worker's interface, headers included).
+The lines are those of `rivals.train`, by the same recorder.  The first worker measures the held-out loss
+while all others wait at the same step of the run; with local steps only right after an exchange.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import gridtrain
+from accuracy.recorder import Recorder
 from accuracy.workloads import WORKLOADS
-from rivals.measure import sent_bytes
+from gridtrain.optim.grid import Grid
+from gridtrain.optim.local_steps import LocalStepsOptimizer
+from rivals.contract import INTERFACE
 
 ROADS = ("dense", "dense-adamw", "topk", "gtopk", "local", "local-int8")
 """Exchanges and the optimizer family that each takes."""
@@ -42,9 +45,9 @@ def exchange_of(options: argparse.Namespace) -> tuple[str, object]:
             return "local", gridtrain.LocalSteps(every=every, exchange=sparse)
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace, grid: Grid) -> None:
+    """One worker's run."""
     workload = WORKLOADS[options.workload]()
-    grid = gridtrain.join()
     model = workload.model(options.seed)
     family, exchange = exchange_of(options)
     settings = workload.settings[family]
@@ -52,46 +55,38 @@ def train(options: argparse.Namespace) -> None:
     clip = {} if family == "local" else {"clip_norm": settings.clip_norm}
     optimizer = grid.optimizer(inner, model, exchange=exchange, compare_every=0, **clip)  # type: ignore[arg-type]
     recorder: Recorder | None = None
-    rounds = -(-options.steps // options.every) if family == "local" else options.steps
-    for x, y in grid.batches(workload.train, batch_size=workload.batch_size, steps=rounds):
-        recorder = recorder or Recorder(options.folder)
+    rounds, between = options.steps, options.measure_every
+    if family == "local":
+        rounds, between = -(-options.steps // options.every), max(1, round(between / options.every))
+    batches = grid.batches(workload.train, batch_size=workload.batch_size, steps=rounds)
+    for step, (x, y) in enumerate(batches, 1):
+        recorder = recorder or Recorder(options.folder / "steps.jsonl", INTERFACE)
         loss = workload.loss(model, x, y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        recorder.step += 1
-        if not grid.is_first:
-            continue
-        seconds, held_out = recorder.seconds(), None
-        if recorder.step % options.measure_every == 0:
-            with grid.evaluation():
-                held_out = workload.held_out(model)
-            recorder.paused_s += recorder.seconds() - seconds
-        recorder.write(seconds, loss.item(), held_out)
+        reading, held_out = recorder.read(), None
+        if all_agree(optimizer) and (grid.step % between == 0 or grid.step == rounds):
+            with recorder.standing_still():
+                held_out = measured_while_all_wait(grid, partial(workload.held_out, model))
+        if grid.is_first:
+            recorder.write(step, reading, loss.item(), held_out)
 
 
-class Recorder:
-    """The clock from the first batch on, without measuring; the first worker's lines."""
+def all_agree(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the parameters are the group's: always, but with local steps only right after an exchange."""
+    return not (isinstance(optimizer, LocalStepsOptimizer) and optimizer.local_calls)
 
-    def __init__(self, folder: Path) -> None:
-        self._path, self._sent = folder / "steps.jsonl", sent_bytes("eth0") or 0
-        self._began_s = time.perf_counter()
-        self.paused_s = 0.0
-        self.step = 0
 
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began_s - self.paused_s
+def measured_while_all_wait(grid: Grid, measure: Callable[[], float]) -> float | None:
+    """The first worker measures, the others wait until it has: as rivals wait in `Exchange.stop`.
 
-    def write(self, seconds: float, loss: float, held_out: float | None) -> None:
-        record = {
-            "step": self.step,
-            "seconds": seconds,
-            "loss": loss,
-            "held_out": held_out,
-            "sent_bytes": (sent_bytes("eth0") or 0) - self._sent,
-        }
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    All must call it after the same step of the run.  None: not on this worker.
+    """
+    with grid.evaluation():
+        found = measure() if grid.is_first else None
+        grid.mean(found or 0.0)
+    return found
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -101,7 +96,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--every", type=int, default=16, help="local steps of one exchange")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--measure-every", type=int, default=10, metavar="STEPS")
+    parser.add_argument(
+        "--measure-every", type=int, default=10, metavar="STEPS", help="local: the nearest exchanges"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True)
     return parser.parse_args(arguments)
@@ -109,4 +106,4 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # several workers share this machine's cores
-    train(parse())
+    train(parse(), gridtrain.join())

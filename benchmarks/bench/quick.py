@@ -6,6 +6,7 @@ this project and runs in the same minute: gloo's dense all-reduce, and a copy of
     measured   {"select": 18.1, "dense / gloo": 1.02, ...}
     kept       benchmarks/results/quick.json: {"figures": {"select": {"ratio": 17.6, "tolerance": 0.35}, ...}}
     slower     ratio > kept ratio * (1 + tolerance)        exit code 1, and each of them said in words
+    better     ratio < kept ratio / (1 + tolerance)        a warning: the kept one guards nothing any more
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class Finding:
     def slower(self) -> bool:
         return self.now is not None and self.kept is not None and self.now > self.kept * (1 + self.tolerance)
 
+    @property
+    def better(self) -> bool:
+        """So much that it could get slower again by the tolerance, and nobody would be told."""
+        return self.now is not None and self.kept is not None and self.now < self.kept / (1 + self.tolerance)
+
     def __str__(self) -> str:
         what = LOCAL[self.name][0] if self.name in LOCAL else EXCHANGES.get(self.name, (self.name, 0.0))[0]
         if self.now is None:
@@ -65,7 +71,7 @@ class Finding:
         unit = " copies" if self.name in LOCAL else ""
         if self.kept is None:
             return f"new           {what} {self.now:.3g}{unit}"
-        word = "SLOWER        " if self.slower else "fine          "
+        word = "SLOWER        " if self.slower else "BETTER        " if self.better else "fine          "
         change = f"kept {self.kept:.3g}, {self.now / self.kept - 1:+.0%}, at most +{self.tolerance:.0%}"
         return f"{word}{what} {self.now:.3g}{unit} ({change})"
 
@@ -114,7 +120,7 @@ def exchange_ratios(results: list[CellResult]) -> tuple[dict[str, float], dict[s
 
 
 def least_cpu_s(result: CellResult) -> float:
-    return min(sample.cpu_s for sample in result.samples)
+    return min(sample.cpu_s for sample in result.clean)
 
 
 def measured(say: Any) -> tuple[dict[str, float], dict[str, str]]:
@@ -141,6 +147,11 @@ def main(*, keep: bool, command: str, date: str) -> int:
         return 0
     findings = compare(now, json.loads(KEPT.read_text())["figures"], why)
     print("\n".join(map(str, findings)))
+    if better := [finding for finding in findings if finding.better]:
+        print(
+            f"{len(better)} of {len(findings)} figures are far better than the kept ones, which guard "
+            "nothing there: keep new ones with --keep, on a machine that has nothing else to do"
+        )
     slower = [finding for finding in findings if finding.slower]
     if slower:
         print(f"{len(slower)} of {len(findings)} figures got slower; run it again to rule out a busy machine")

@@ -2,7 +2,7 @@
 
 Decides how figures are written.  Computes nothing but ratios.
 
-    | what | median | min | p90 | x bound | CPU s | CPU s per GB | bytes sent |
+    | what | median | min | p90 | x bound | CPU s | CPU s per GB | bytes sent | how |
     | goal | wanted | measured | |
 """
 
@@ -19,6 +19,9 @@ from gridtrain.demo.picture import COLOURS, Line, Panel, draw
 UNITS = {"seconds": "ms", "x bound": "x bound", "bytes an entry": "bytes", "select_ns": "ns a parameter"}
 
 
+OURS = "with the vote and its decision"
+
+
 def markdown(results: Results, picture: str = "") -> str:
     """The whole report.  `picture`: the name of the SVG beside it; "": there is none."""
     made, machine = results.made, results.machine
@@ -30,9 +33,11 @@ def markdown(results: Results, picture: str = "") -> str:
     ]
     lines += [
         "",
-        "Seconds of the exchange alone, all members starting together until the last one's end; for ours the",
+        "Seconds of the exchange alone, all members starting together until the last one's end. Ours include",
+        "the vote and its decision, which rivals do not have. Putting a sparse result into the model's",
+        "vector is in nobody's but PowerSGD's, whose hook does both. CPU seconds are of one process. Bound:",
+        "what the link alone takes.",
     ]
-    lines += ["vote is in it. CPU seconds are of one member's process. Bound: what the link alone takes."]
     lines += ["", "## Goals", "", *goal_table(judged(results))]
     lines += ["", "## Figures", ""]
     lines += [f"![exchange time]({picture})", ""] if picture else []
@@ -77,6 +82,7 @@ def figure_table(rows: Sequence[CellResult]) -> list[str]:
         "CPU s per GB",
         "sent MB",
         "select ms",
+        "how",
     )
     done = sorted((row for row in rows if row.samples), key=lambda row: row.median_s)
     cells = [_row(row) for row in done]
@@ -90,8 +96,9 @@ def figure_table(rows: Sequence[CellResult]) -> list[str]:
 
 def _row(row: CellResult) -> tuple[str, ...]:
     sent, work, prepare = (row.median_of(name) for name in ("sent_bytes", "workspace_s", "prepare_s"))
-    aborts = sum(sample.aborts for sample in row.samples)
-    label = row.cell.label + (f" ({aborts} attempts aborted)" if aborts else "")
+    aborted = sum(sample.aborts > 0 for sample in row.samples)
+    what = "left out" if aborted < len(row.samples) else "which is all of them"
+    label = row.cell.label + (f" ({aborted} repeats with aborted attempts, {what})" if aborted else "")
     label += f" ({row.skipped})" if row.skipped else ""
     return (
         label,
@@ -104,7 +111,16 @@ def _row(row: CellResult) -> tuple[str, ...]:
         f"{row.cpu_s_per_GB():.2f}" if row.cell.dense else "",
         "" if sent is None else f"{sent / 1e6:.3f}",
         "" if prepare is None or row.cell.dense else f"{1e3 * prepare:.1f}",
+        how(row),
     )
+
+
+def how(row: CellResult) -> str:
+    """A rival's version, algorithm and settings; of ours, what others leave out."""
+    if not row.cell.rival:
+        return OURS
+    notes = dict.fromkeys(sample.note for sample in row.samples if sample.note)
+    return " / ".join(notes) or "its version was not noted"
 
 
 def time(value_s: float) -> str:

@@ -50,7 +50,7 @@ class Sample:
         prepare_s, prepare_cpu_s: selection and encoding before `seconds`; ours alone.
         aborts: attempts that did not commit; ours alone.
         block: which of the turns this repeat belongs to.
-        note: the rival's version and remarks.
+        note: the rival's version, its algorithm with the settings, and remarks.
     """
 
     seconds: float
@@ -75,21 +75,26 @@ class CellResult:
     skipped: str = ""
 
     @property
+    def clean(self) -> list[Sample]:
+        """Repeats without aborted attempts, which alone are one exchange's; all, if each had some."""
+        return [sample for sample in self.samples if not sample.aborts] or self.samples
+
+    @property
     def median_s(self) -> float:
-        return statistics.median(sample.seconds for sample in self.samples)
+        return statistics.median(sample.seconds for sample in self.clean)
 
     @property
     def least_s(self) -> float:
-        return min(sample.seconds for sample in self.samples)
+        return min(sample.seconds for sample in self.clean)
 
     @property
     def p90_s(self) -> float:
-        return percentile([sample.seconds for sample in self.samples], 0.9)
+        return percentile([sample.seconds for sample in self.clean], 0.9)
 
     @property
     def cpu_s(self) -> float:
         """Of one member's process in one exchange, median."""
-        return statistics.median(sample.cpu_s for sample in self.samples)
+        return statistics.median(sample.cpu_s for sample in self.clean)
 
     @property
     def x_bound(self) -> float | None:
@@ -97,7 +102,7 @@ class CellResult:
 
     def median_of(self, name: str) -> float | None:
         """Of the samples that know it."""
-        known = [value for sample in self.samples if (value := getattr(sample, name)) is not None]
+        known = [value for sample in self.clean if (value := getattr(sample, name)) is not None]
         return statistics.median(known) if known else None
 
     def cpu_s_per_GB(self) -> float:

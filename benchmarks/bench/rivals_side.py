@@ -93,7 +93,7 @@ class RivalBlock:
         except contract.ContractError as error:
             raise GridtrainError(f"{self.cell.what}: {error}", remedy=f"look into {self.folder}") from None
         sent = whole.bytes_sent or [None] * len(whole.seconds)
-        note = f"{whole.version}{'; ' + whole.note if whole.note else ''}"
+        note = "; ".join(filter(None, (whole.version, contract.OPS[whole.rival][whole.op], whole.note)))
         return [
             Sample(seconds=seconds, cpu_s=cpu_s, sent_bytes=sent_bytes, note=note)
             for seconds, cpu_s, sent_bytes in zip(whole.seconds, whole.cpu_s, sent, strict=True)

@@ -23,13 +23,13 @@ from pathlib import Path
 OPS: dict[str, dict[str, str]] = {
     "gloo": {
         "all_reduce": "dense sum of n float32, gloo's own choice of algorithm",
-        "all_gather": "TopK: all-gather of k (index, value) pairs, 8 bytes each, summed by index",
+        "all_gather": "TopK: all-gather of k (index, value) pairs, 8 bytes each; summed after the clock",
         "powersgd": "torch's PowerSGD hook in DDP, rank 1, the n parameters in 16 square matrices",
     },
     "mpi": {
         "all_reduce": "dense Allreduce of n float32 by ring, which is Open MPI's fastest here",
         "all_reduce_default": "dense Allreduce of n float32, Open MPI's own choice of algorithm",
-        "all_gather": "TopK: two Allgathers of k indices and k values, 8 bytes an entry, summed by index",
+        "all_gather": "TopK: two Allgathers of k indices and k values, 8 bytes each; summed after the clock",
         "gtopk": "gTop-k as published: a tree of merges to rank 0, then a broadcast; 8 bytes an entry",
     },
     "hivemind": {"all_reduce": "one averaging round of n float32, matchmaking included, no compression"},

@@ -42,6 +42,12 @@ def merge(mine: Array, theirs: Array, k: int) -> Array:
     return np.concatenate([indices[largest], sums[largest].view(np.int32)])
 
 
+def scatter_add(update_N: Array, entries: Array) -> None:
+    """Add packed entries, none of which comes twice, to the dense vector of shape (n,), float32."""
+    half = len(entries) // 2
+    update_N[entries[:half]] += entries[half:].view(np.float32)
+
+
 # -- what must come out: every rank can draw the others' entries too --------------------------------
 
 
@@ -65,12 +71,11 @@ def merged_by_tree(request: Request) -> Array:
 
 
 def check(update_N: Array, expected: Array) -> None:
-    """An update that is all zeros has not been made yet.  Raises `ArithmeticError` if it is another one."""
+    """Raises `ArithmeticError` if it is another update, such as one that was never made."""
     indices = np.flatnonzero(update_N)
     half = len(expected) // 2
     values = expected[half:].view(np.float32)
     kept = values != 0
-    if len(indices) and not (
-        np.array_equal(indices, expected[:half][kept]) and np.array_equal(update_N[indices], values[kept])
-    ):
+    right = np.array_equal(indices, expected[:half][kept])
+    if not (right and np.array_equal(update_N[indices], values[kept])):
         raise ArithmeticError(f"the update of {len(indices)} entries is not the one of {half} expected")

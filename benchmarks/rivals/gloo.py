@@ -3,7 +3,7 @@
 Decides the three operations.  Runs in the project's own environment, with its torch.
 
     all_reduce   n float32, summed in place
-    all_gather   TopK: k indices and k values of everybody in one all-gather, summed by index
+    all_gather   TopK: k indices and k values of everybody in one all-gather; summed by index after the clock
     powersgd     DDP with torch's PowerSGD hook (Vogels et al. 2019), rank 1, over 16 square matrices
 """
 
@@ -13,6 +13,7 @@ import datetime
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,13 +21,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from rivals.contract import POWERSGD_MATRICES, Request, Result, parse
-from rivals.measure import measured
+from rivals.entries import check, gathered, packed, scatter_add
+from rivals.measure import Prepared, measured
 
 TIMEOUT = datetime.timedelta(seconds=1800)
 POWERSGD_RANK = 1
-
-Prepared = tuple[Callable[[], object], Callable[[], object], int]
-"""(before each run, the operation, payload bytes)."""
 
 
 def all_reduce(request: Request) -> Prepared:
@@ -41,27 +40,30 @@ def all_reduce(request: Request) -> Prepared:
         if gradient_N[0] != total or gradient_N[-1] != total:
             raise ArithmeticError(f"the sum is {gradient_N[0]}, not {total}")
 
-    return prepare, operation, 4 * request.n
+    return Prepared(operation, 4 * request.n, prepare)
 
 
 def all_gather(request: Request) -> Prepared:
     """Indices and values travel as one tensor of 2 k int32: 8 bytes an entry."""
-    k = request.k
-    generator = torch.Generator().manual_seed(request.rank)
-    indices_K = torch.randperm(request.n, generator=generator)[:k].sort().values.to(torch.int32)
-    mine = torch.cat([indices_K, torch.ones(k).view(torch.int32)])
+    mine = torch.from_numpy(packed(request))
     everybody = [torch.empty_like(mine) for _ in range(request.world)]
-    update_N = torch.zeros(request.n)
+    update_N = np.zeros(request.n, np.float32)
+    expected = gathered(request)
 
     def prepare() -> None:
-        update_N.zero_()
+        for theirs in everybody:
+            theirs.zero_()
 
     def operation() -> None:
         dist.all_gather(everybody, mine)
-        for theirs in everybody:
-            update_N.index_add_(0, theirs[:k], theirs[k:].view(torch.float32))
 
-    return prepare, operation, 8 * k
+    def finish() -> None:
+        update_N.fill(0)
+        for theirs in everybody:
+            scatter_add(update_N, theirs.numpy())
+        check(update_N, expected)
+
+    return Prepared(operation, 8 * request.k, prepare, finish)
 
 
 def powersgd(request: Request) -> Prepared:
@@ -87,7 +89,7 @@ def powersgd(request: Request) -> Prepared:
         assert loss is not None
         loss.backward()  # type: ignore[no-untyped-call]
 
-    return prepare, operation, 2 * 4 * side * POWERSGD_RANK * POWERSGD_MATRICES
+    return Prepared(operation, 2 * 4 * side * POWERSGD_RANK * POWERSGD_MATRICES, prepare)
 
 
 class _Matrices(nn.Module):
@@ -119,17 +121,8 @@ def join(request: Request) -> None:
 
 def run(request: Request) -> Result:
     join(request)
-    prepare, operation, payload_bytes = OPERATIONS[request.op](request)
-    version = f"torch {torch.__version__}"
-    result = measured(
-        request,
-        "gloo",
-        version,
-        operation,
-        dist.barrier,
-        payload_bytes=payload_bytes,
-        prepare=prepare,
-    )
+    prepared = OPERATIONS[request.op](request)
+    result = measured(request, "gloo", f"torch {torch.__version__}", prepared, dist.barrier)
     dist.barrier()  # nobody leaves while another still measures
     return result
 

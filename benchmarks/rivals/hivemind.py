@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rivals.contract import Request, Result, parse
-from rivals.measure import measured
+from rivals.measure import Prepared, measured
 from rivals.rendezvous import Rendezvous
 
 MATCHMAKING_S = 2.0
@@ -96,10 +96,8 @@ def run(request: Request) -> Result:
             request,
             "hivemind",
             f"hivemind {hivemind.__version__}",
-            operation,
+            Prepared(operation, 4 * request.n, prepare),
             lambda: group.exchange(None),
-            payload_bytes=4 * request.n,
-            prepare=prepare,
             note="with matchmaking; encrypted, by its default",
         )
         group.exchange(None)  # nobody leaves while another still averages

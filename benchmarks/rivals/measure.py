@@ -4,12 +4,16 @@ Decides what counts as time, CPU and bytes.  Only the standard library.
 
     warm-up runs, then for each repeat:
         prepare, descendants' CPU | barrier | bytes, own CPU, clock | operation | clock, CPU | barrier | bytes
+        | finish
 
 CPU is that of this rank's process and of its living descendants (daemons, helpers).  These are asked before
 the barrier, as looking through /proc takes milliseconds that must not come between barrier and operation.
 Bytes are what the kernel counted at this rank's interface, so all headers and all retransmissions are in
 them, and the second barrier's few: what a rank sends last may still be in its kernel when it has all of the
 others'.  Where the ranks share an interface (loopback), nobody's bytes are known.
+
+The operation ends when every rank holds the group's entries or sum.  Adding entries to the model's n-vector
+is `finish`, outside the clock: what an exchange of this project takes leaves it out too.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rivals.contract import Request, Result
@@ -25,45 +30,62 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _SENT_COLUMN = 8
 
 
+def _nothing() -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One rank's operation.
+
+    Attributes:
+        operation: what is measured.
+        payload_bytes: that this rank hands to it.
+        prepare, finish: before and after each run, outside the clock.  `finish` applies the result and raises
+            `ArithmeticError` if it is not the one that must come out.
+    """
+
+    operation: Callable[[], object]
+    payload_bytes: int
+    prepare: Callable[[], object] = _nothing
+    finish: Callable[[], object] = _nothing
+
+
 def measured(
     request: Request,
     rival: str,
     version: str,
-    operation: Callable[[], object],
+    prepared: Prepared,
     barrier: Callable[[], object],
-    *,
-    payload_bytes: int,
-    prepare: Callable[[], object] = lambda: None,
     note: str = "",
 ) -> Result:
     """Run the operation `warmup` + `repeats` times.
 
     Args:
         barrier: returns when all ranks have called it.
-        prepare: before each run, outside the clock.
     """
     seconds: list[float] = []
     cpu_s: list[float] = []
     sent: list[int] = []
     for number in range(request.warmup + request.repeats):
-        prepare()
+        prepared.prepare()
         helpers_s = descendants_cpu_s()
         barrier()
         before_bytes, own_s = sent_bytes(request.interface), time.process_time()
         began_s = time.perf_counter()
-        operation()
+        prepared.operation()
         took_s = time.perf_counter() - began_s
         own_s = time.process_time() - own_s
         helpers_s = descendants_cpu_s() - helpers_s
         barrier()
         bytes_now = sent_bytes(request.interface)
+        prepared.finish()
         if number >= request.warmup:
             seconds.append(took_s)
             cpu_s.append(own_s + helpers_s)
             if bytes_now is not None and before_bytes is not None:
                 sent.append(bytes_now - before_bytes)
     op, n, world, rank = request.op, request.n, request.world, request.rank
-    return Result(rival, version, op, n, world, rank, seconds, cpu_s, sent, payload_bytes, note)
+    return Result(rival, version, op, n, world, rank, seconds, cpu_s, sent, prepared.payload_bytes, note)
 
 
 def sent_bytes(interface: str) -> int | None:

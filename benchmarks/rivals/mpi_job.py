@@ -9,7 +9,8 @@ gTop-k (Shi et al., ICDCS 2019, section III and algorithm 3), for P = 4:
     t = 1  merge <----------                log2 P times
            broadcast of k entries to all    log2 P times
 
-An entry is an int32 index and a float32 value.  The entries are chosen before the clock starts.
+An entry is an int32 index and a float32 value.  The entries are chosen before the clock starts,
+and put into the n-vector after it has stopped.
 """
 
 from __future__ import annotations
@@ -24,12 +25,9 @@ import numpy as np
 from mpi4py import MPI
 
 from rivals.contract import Request, Result, parse
-from rivals.entries import check, drawn, gathered, merge, merged_by_tree, packed
-from rivals.measure import measured
+from rivals.entries import check, drawn, gathered, merge, merged_by_tree, packed, scatter_add
+from rivals.measure import Prepared, measured
 from rivals.mpi import ARGUMENTS
-
-Prepared = tuple[Callable[[], object], Callable[[], object], int]
-"""(before each run, the operation, payload bytes)."""
 
 
 def all_reduce(comm: Any, request: Request) -> Prepared:
@@ -44,7 +42,7 @@ def all_reduce(comm: Any, request: Request) -> Prepared:
         if gradient_N[0] != total or gradient_N[-1] != total:
             raise ArithmeticError(f"the sum is {gradient_N[0]}, not {total}")
 
-    return prepare, operation, 4 * request.n
+    return Prepared(operation, 4 * request.n, prepare)
 
 
 def all_gather(comm: Any, request: Request) -> Prepared:
@@ -55,16 +53,20 @@ def all_gather(comm: Any, request: Request) -> Prepared:
     expected = gathered(request)
 
     def prepare() -> None:
-        check(update_N, expected)
-        update_N.fill(0)
+        all_indices.fill(0)
+        all_values.fill(0)
 
     def operation() -> None:
         comm.Allgather(indices_K, all_indices)
         comm.Allgather(values_K, all_values)
+
+    def finish() -> None:
+        update_N.fill(0)
         for indices, values in zip(all_indices, all_values, strict=True):
             update_N[indices] += values  # no index comes twice in one rank's entries
+        check(update_N, expected)
 
-    return prepare, operation, 8 * request.k
+    return Prepared(operation, 8 * request.k, prepare, finish)
 
 
 def gtopk(comm: Any, request: Request) -> Prepared:
@@ -73,11 +75,10 @@ def gtopk(comm: Any, request: Request) -> Prepared:
     update_N = np.zeros(request.n, np.float32)
     expected = merged_by_tree(request)
 
-    def prepare() -> None:
-        check(update_N, expected)
-        update_N.fill(0)
+    mine = own
 
     def operation() -> None:
+        nonlocal mine
         mine, distance = own.copy(), 1
         while distance < request.world:
             if request.rank % (2 * distance):
@@ -88,9 +89,13 @@ def gtopk(comm: Any, request: Request) -> Prepared:
                 mine = merge(mine, theirs, request.k)
             distance *= 2
         comm.Bcast(mine, 0)
-        update_N[mine[: request.k]] = mine[request.k :].view(np.float32)
 
-    return prepare, operation, 8 * request.k
+    def finish() -> None:
+        update_N.fill(0)
+        scatter_add(update_N, mine)
+        check(update_N, expected)
+
+    return Prepared(operation, 8 * request.k, finish=finish)
 
 
 OPERATIONS: dict[str, Callable[[Any, Request], Prepared]] = {
@@ -104,13 +109,10 @@ OPERATIONS: dict[str, Callable[[Any, Request], Prepared]] = {
 def run(request: Request) -> Result:
     """One rank of a started MPI job."""
     comm = MPI.COMM_WORLD
-    prepare, operation, payload_bytes = OPERATIONS[request.op](comm, request)
+    prepared = OPERATIONS[request.op](comm, request)
     library = MPI.Get_library_version().partition(",")[0]
     version = f"{library}, mpi4py {mpi4py.__version__}"
-    barrier = comm.Barrier
-    result = measured(
-        request, "mpi", version, operation, barrier, payload_bytes=payload_bytes, prepare=prepare
-    )
+    result = measured(request, "mpi", version, prepared, comm.Barrier)
     comm.Barrier()  # nobody leaves while another still measures
     return result
 

@@ -2,11 +2,10 @@
 
 Decides how the rival is used.  Model, data, settings and what is measured are those of
 `accuracy.workloads`, so that only the exchange of gradients differs.  One process for each rank; rank 0
-writes FOLDER/steps.jsonl:
+writes FOLDER/steps.jsonl, a line a step (see `accuracy.recorder`):
 
-    {"step": 10, "seconds": 1.9, "loss": 4.1, "held_out": 3.9, "sent_bytes": 7400000}      one line a step
-    held_out: null on the steps where it is not measured; seconds: from the first batch on, without measuring
-    sent_bytes: by rank 0's interface since then, headers included; null where the ranks share one
+    held_out: null on the steps where it is not measured; seconds: from the first batch on, without measuring,
+    for which all ranks wait; sent_bytes: by rank 0's interface since then; null where the ranks share one
 
     gloo       DistributedDataParallel over gloo, dense
     powersgd   the same with torch's PowerSGD hook (Vogels et al. 2019) with error feedback and warm start
@@ -19,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,9 +27,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from accuracy.recorder import Recorder
 from accuracy.workloads import WORKLOADS, Workload
 from rivals.contract import INTERFACE, TRAINERS, Request
-from rivals.measure import sent_bytes
 
 DATA_SEED = 1
 
@@ -44,7 +41,7 @@ class Exchange(Protocol):
         """The loss; afterwards every parameter's `grad` is the mean of all ranks'."""
 
     def stop(self, mine: bool) -> bool:
-        """Whether rank 0 has said so; all ranks ask together."""
+        """Whether rank 0 has said so; all ranks ask together, and wait for rank 0."""
 
     def close(self) -> None:
         """When all ranks are here."""
@@ -163,28 +160,6 @@ class Batches:
         return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
 
-class Recorder:
-    """Rank 0's clock, bytes and file.  The clock stands still while `measuring`."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        self._file = (options.folder / "steps.jsonl").open("w", buffering=1)
-        self._interface, self._sent = options.interface, sent_bytes(options.interface)
-        self._began_s, self._paused_s = time.perf_counter(), 0.0
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began_s - self._paused_s
-
-    def paused(self, took_s: float) -> None:
-        self._paused_s += took_s
-
-    def write(self, step: int, seconds: float, loss: float, held_out: float | None) -> None:
-        now = sent_bytes(self._interface)
-        sent = None if now is None or self._sent is None else now - self._sent
-        record = {"step": step, "seconds": seconds, "loss": loss, "held_out": held_out, "sent_bytes": sent}
-        self._file.write(json.dumps(record) + "\n")
-
-
 def train(options: argparse.Namespace) -> None:
     """One rank's run."""
     workload = WORKLOADS[options.workload]()
@@ -194,22 +169,21 @@ def train(options: argparse.Namespace) -> None:
     exchange: Exchange = EXCHANGES[options.rival](options, workload, model)
     optimizer = settings.build(model)
     exchange.stop(False)  # all are here
-    recorder = Recorder(options) if options.rank == 0 else None
+    options.folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(options.folder / "steps.jsonl", options.interface)
     for step in range(1, options.steps + 1):
         optimizer.zero_grad()
         loss = exchange.backward(*batches.next())
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
-        reached, measure = False, step % options.measure_every == 0 or step == options.steps
-        if recorder is not None:
-            seconds, held = recorder.seconds(), None
-            if measure:
-                began_s = time.perf_counter()
-                held = workload.held_out(model)
-                recorder.paused(time.perf_counter() - began_s)
-                reached = held <= options.until_loss
-            recorder.write(step, seconds, loss, held)
-        if measure and exchange.stop(reached):
+        reading, held_out, stop = recorder.read(), None, False
+        if step % options.measure_every == 0 or step == options.steps:
+            with recorder.standing_still():
+                held_out = workload.held_out(model) if options.rank == 0 else None
+                stop = exchange.stop(held_out is not None and held_out <= options.until_loss)
+        if options.rank == 0:
+            recorder.write(step, reading, loss, held_out)
+        if stop:
             break
     exchange.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import click
 
@@ -16,7 +17,19 @@ def _sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() and 2 <= int(word) <= MAX_WORKERS for word in words):
         raise click.BadParameter(f'"{text}": name numbers from 2 to {MAX_WORKERS}, such as 2,4')
-    return tuple(int(word) for word in words)
+    sizes = tuple(int(word) for word in words)
+    if len(set(sizes)) < len(sizes):
+        raise click.BadParameter(
+            f'"{text}" names a size twice: once is enough, --repeats measures it more often'
+        )
+    return sizes
+
+
+def _share(context: click.Context, option: click.Parameter, value: float) -> float:
+    """Of a range that NaN passes, as it is neither below nor above anything."""
+    if math.isnan(value):
+        raise click.BadParameter("nan is no number: name a share above 0 and at most 1, such as 0.01")
+    return value
 
 
 @click.command(epilog=EXIT_CODES)
@@ -27,6 +40,7 @@ def _sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[
     "--density",
     type=click.FloatRange(0.0, 1.0, min_open=True),
     default=0.01,
+    callback=_share,
     show_default=True,
     help="Share of the gradient that a sparse exchange sends.",
 )
@@ -64,13 +78,14 @@ def bench(
     from rich.console import Console
 
     from gridtrain.extras import require_torch
-    from gridtrain.speed.main import Plan, measure, show
+    from gridtrain.speed.main import Plan, check_memory, measure, show
     from gridtrain.transport.limits import parse_rate
 
     require_torch("gridtrain bench")
-    for rate in filter(None, (cap, line)):
+    for rate in (cap, line) if cap else (line,):
         parse_rate(rate)  # before anything is started
     plan = Plan(parameters, density, workers, repeats, not unencrypted, cap, line)
+    check_memory(plan)
     found = measure(plan, lambda text: click.echo(f"measuring {text} ...", err=True))
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))

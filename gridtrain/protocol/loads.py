@@ -12,7 +12,6 @@ from enum import StrEnum
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import moves, ring
 from gridtrain.protocol.moves import Move, Work
-from gridtrain.protocol.ring import LARGEST_SLICE_BYTES
 
 HEADER_BYTES = 110
 """Of a Data message: the msgpack header, the framing of ZMTP, and what a transport adds."""
@@ -119,7 +118,7 @@ def sparse_bytes(parameters: int, entries: int, values: str) -> int:
 def slices_of(load: Load, world_size: int) -> int:
     """In how many slices a dense segment (star: the vector) travels."""
     if load.kind is Kind.STAR:
-        return max(1, math.ceil(load.unit_bytes / LARGEST_SLICE_BYTES))
+        return ring.slices_of(load.unit_bytes)
     return ring.slices_of(math.ceil(load.unit_bytes / world_size))
 
 

@@ -23,7 +23,7 @@ A member that skips contributes zeros, or a payload without entries; `collective
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b, sha256
 from typing import Protocol
 
@@ -334,15 +334,17 @@ def _dense_values(payload: bytes | memoryview, expected_bytes: int, source: Sour
     return values
 
 
-def _seal_of_dense(update_N: FloatArray) -> bytes:
+def _seal_of_slices(slices: Iterable[FloatArray]) -> bytes:
     """32-byte digest of a dense sum.  Raises `RemoteProtocolError` if it is not finite."""
-    # min and max say it without a temporary array: NaN spreads, infinity is one of them.
-    if update_N.size and not np.isfinite([update_N.min(), update_N.max()]).all():
-        raise RemoteProtocolError(
-            "the dense sum is not finite although no member skips",
-            remedy="abort: a member whose values are that large, or not finite, has to skip the step",
-        )
-    return blake2b(update_N.data, digest_size=32).digest()
+    whole = blake2b(digest_size=32)
+    for values in slices:
+        if not _is_finite(values):
+            raise RemoteProtocolError(
+                "the dense sum is not finite although no member skips",
+                remedy="abort: a member whose values are that large, or not finite, has to skip the step",
+            )
+        whole.update(sha256(values.data).digest())
+    return whole.digest()
 
 
 def _check_honest(values: FloatArray, source: Source, rounding: float, what: str) -> None:

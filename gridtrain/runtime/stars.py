@@ -14,7 +14,7 @@ import numpy as np
 from gridtrain.errors import LocalProtocolError
 from gridtrain.protocol.collective import AddSlice, Collective, StoreOf, StoreSlice, WorkspaceEffect
 from gridtrain.protocol.messages import Place
-from gridtrain.protocol.ring import LARGEST_SLICE_BYTES
+from gridtrain.protocol.ring import slices_of
 from gridtrain.protocol.star import ROOT, DenseStar, SparseStar
 from gridtrain.protocol.tree import Tree
 from gridtrain.runtime import buffers
@@ -73,11 +73,14 @@ class DenseStarWorkspace:
     Payloads are views of the vector that the transport may still be sending when we go on.  A member writes
     to a slice only when its sum arrives, and that exists only after the root has read what the view shows;
     the root writes to a slice only before it sends it.
+
+    Slices and seal are the ring's, of a vector that is one segment.
+
+    Args:
+        slice_bytes: the largest slice; None: what all members choose for this length.
     """
 
-    def __init__(
-        self, contribution_N: FloatArray, world_size: int, slice_bytes: int = LARGEST_SLICE_BYTES
-    ) -> None:
+    def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int | None = None) -> None:
         if (
             contribution_N.ndim != 1
             or contribution_N.dtype != np.float32
@@ -89,7 +92,10 @@ class DenseStarWorkspace:
             )
         self.update_N = contribution_N
         self._world_size = world_size
-        self.slices = max(1, -(-contribution_N.nbytes // slice_bytes))
+        if slice_bytes is None:
+            self.slices = slices_of(contribution_N.nbytes)
+        else:
+            self.slices = max(1, -(-contribution_N.nbytes // slice_bytes))
 
     def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         buffers._check_world_size(world_size, self._world_size)
@@ -112,7 +118,7 @@ class DenseStarWorkspace:
         return self._view(place.slice).view(np.uint8).data.toreadonly()
 
     def seal(self) -> bytes:
-        return buffers._seal_of_dense(self.update_N)
+        return buffers._seal_of_slices(self._view(index) for index in range(self.slices))
 
     def _view(self, index: int) -> FloatArray:
         start, stop = buffers._part(0, self.update_N.size, index, self.slices)

@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.speed.group import Loopback, Repeat, Setting, started
 from gridtrain.speed.local import local_figures
 from gridtrain.transport.limits import parse_rate
@@ -34,6 +35,10 @@ NAMES = {
     "gpu_select_ns": ("select what to send, GPU", "parameter"),
 }
 WARMUP = 1
+MOST_PARAMETERS = 2**32
+"""Of a sparse payload (PROTOCOL.md, 5.2)."""
+VECTOR_BYTES = 16
+"""For each element that a worker has: gradient, scaled copy, residual and its second buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +63,21 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """Medians of one group's exchanges.  `cpu_s`, `sent_bytes`: of one worker."""
+    """Medians of one group's exchanges.
+
+    Attributes:
+        cpu_s, sent_bytes: of one worker.
+        repeats: that the medians are of: those whose first attempt was committed.
+        left_out: repeats with aborted attempts; their figures are not one exchange's.
+    """
 
     exchange: str
     workers: int
     seconds: float
     cpu_s: float
     sent_bytes: float
+    repeats: int = 1
+    left_out: int = 0
 
 
 @dataclass(slots=True)
@@ -79,6 +92,29 @@ class Found:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"schema": 1, "python": platform.python_version()}
+
+
+def check_memory(plan: Plan, memory_bytes: int | None = None) -> None:
+    """Before anything is measured.  `memory_bytes`: of the machine; None: of this one.
+
+    Raises `ConfigError`: the vectors would not fit, or no payload can have so many elements.
+    """
+    if plan.parameters > MOST_PARAMETERS:
+        raise ConfigError(
+            f"parameters is {plan.parameters:,}; a payload has at most {MOST_PARAMETERS:,} elements",
+            remedy="name the length of a smaller model",
+        )
+    if memory_bytes is None:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    vectors = max(plan.workers, default=1)
+    need_bytes = VECTOR_BYTES * plan.parameters * vectors
+    if need_bytes > memory_bytes:
+        fitting = memory_bytes // (VECTOR_BYTES * vectors)
+        raise ConfigError(
+            f"{plan.parameters:,} parameters for {vectors} local worker{'s' * (vectors > 1)} need about "
+            f"{1e-9 * need_bytes:,.1f} GB of memory; this machine has {1e-9 * memory_bytes:,.1f} GB",
+            remedy=f"use --parameters {fitting} or fewer, or smaller --workers",
+        )
 
 
 def measure(plan: Plan, say: Callable[[str], None]) -> Found:
@@ -100,7 +136,18 @@ def measure(plan: Plan, say: Callable[[str], None]) -> Found:
 
 
 def exchanged(setting: Setting, repeats: Sequence[Repeat]) -> Exchanged:
+    """Raises `GridtrainError` if each repeat had aborted attempts."""
+    clean = [repeat for repeat in repeats if not repeat.aborts]
+    left_out, repeats = len(repeats) - len(clean), clean
+    if not repeats:
+        raise GridtrainError(
+            f"{setting.exchange} among {setting.workers} workers: attempts were aborted in each of "
+            f"{left_out} repeats, so there is no figure of one exchange",
+            remedy="the machine may be too busy: end other programs, or use fewer --workers",
+        )
     return Exchanged(
+        repeats=len(repeats),
+        left_out=left_out,
         exchange=setting.exchange,
         workers=setting.workers,
         seconds=statistics.median(repeat.seconds for repeat in repeats),
@@ -165,7 +212,7 @@ def sentences(found: Found) -> list[str]:
         said.append(f"On the GPU it takes {gpu_ms:.1f} ms.")
     if found.exchanges:
         most = max(row.workers for row in found.exchanges)
-        dense, sparse = (row for row in found.exchanges if row.workers == most)
+        dense, sparse = (row for row in found.exchanges if row.workers == most)  # in the order of `measure`
         line_Bps = parse_rate(plan.line)
         said.append(
             f"On a line of {plan.line} a step among {most} workers takes at least "
@@ -176,6 +223,12 @@ def sentences(found: Found) -> list[str]:
         if crowd > found.cores:
             said.append(
                 f"{crowd} processes share {found.cores} cores here: on machines of their own they are faster."
+            )
+    for row in found.exchanges:
+        if row.left_out:
+            said.append(
+                f"{row.exchange.partition(':')[0]} among {row.workers} workers: {row.left_out} of "
+                f"{row.repeats + row.left_out} repeats had aborted attempts and are left out."
             )
     return said
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from bench import quick
 from bench.bounds import bound_s
 from bench.cells import parse
 from bench.goals import Goal, judge, judged
 from bench.quick import EXCHANGES, KEPT, LOCAL, compare, exchange_ratios, local_ratios
 from bench.report import markdown, picture
 from bench.results import CellResult, Results, ResultsError, Sample, machine, percentile
+from bench.rivals_side import RivalBlock
+from rivals.contract import Result
 
 DENSE = "dense P=4 n=25.6M rate=100Mbit"
 GLOO = "gloo/all_reduce P=4 n=25.6M rate=100Mbit"
@@ -60,6 +66,16 @@ def test_numbers_that_stand_for_a_cell() -> None:
     assert percentile([1.0, 2.0], 0.5) == 1.5
 
 
+def test_repeats_with_aborted_attempts_stand_for_nothing() -> None:
+    one = result(DENSE, 13.0, 99.0, 13.4)
+    one.samples[1] = replace(one.samples[1], aborts=2, cpu_s=9.0)
+    assert (one.median_s, one.cpu_s, one.p90_s) == (13.2, 0.5, pytest.approx(13.36))
+    assert "| dense (1 repeats with aborted attempts, left out) | 13.200 s |" in markdown(recorded(one))
+    one.samples = [one.samples[1]]
+    assert one.median_s == 99.0
+    assert "(1 repeats with aborted attempts, which is all of them)" in markdown(recorded(one))
+
+
 def test_goals_are_met_or_not_by_the_median() -> None:
     goal = Goal("ring", parse(DENSE), "x bound", 1.07)
     assert judge(goal, recorded(result(DENSE, 13.0))).word == "met"
@@ -94,6 +110,28 @@ def test_the_report_from_recorded_figures() -> None:
         widths = {line.count("|") for line in table.splitlines() if line.startswith("|")}
         assert len(widths) <= 1, table
     assert rows
+
+
+def test_the_report_says_how_each_was_measured() -> None:
+    rival = result(GLOO, 13.4, 13.5)
+    rival.samples = [replace(sample, note="torch 2.13.0; its own choice") for sample in rival.samples]
+    rows = [line for line in markdown(recorded(rival, result(DENSE, 13.0))).splitlines() if "0.5000" in line]
+    ours, theirs = sorted(rows)
+    assert ours.startswith("| dense |") and ours.endswith("| with the vote and its decision |")
+    assert theirs.startswith("| gloo/all_reduce |") and theirs.endswith("| torch 2.13.0; its own choice |")
+
+
+def test_a_rival_notes_its_version_and_its_algorithm(tmp_path: Path) -> None:
+    cell = parse("mpi/all_reduce P=2 n=1k rate=1Gbit")
+    ground = SimpleNamespace(address=lambda name: "10.0.0.1", interface="eth0")
+    block = RivalBlock(cell, ground, tmp_path, 0)  # type: ignore[arg-type]
+    for rank in range(2):
+        Result("mpi", "Open MPI 4.1.4", "all_reduce", 1000, 2, rank, [1.0], [0.5], [8], 4000).write(
+            block.out(rank)
+        )
+    assert [sample.note for sample in block._samples()] == [
+        "Open MPI 4.1.4; dense Allreduce of n float32 by ring, which is Open MPI's fastest here"
+    ]
 
 
 def test_every_goal_has_a_verdict() -> None:
@@ -138,6 +176,23 @@ def test_quick_says_what_got_slower() -> None:
         "not measured  a dense exchange takes, of gloo's time,: rivals not installed: gloo",
     ]
     assert [finding.name for finding in found if finding.slower] == ["select_ns"]
+    assert not [finding for finding in found if finding.better]
+
+
+def test_quick_warns_of_kept_figures_that_guard_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "quick.json"
+    figures = {name: {"ratio": 10.0, "tolerance": 0.25} for name in ("select_ns", "encode_ns", "merge_ns")}
+    kept.write_text(json.dumps({"figures": figures}))
+    monkeypatch.setattr(quick, "KEPT", kept)
+    now = {"select_ns": 7.9, "encode_ns": 8.1, "merge_ns": 10.0}
+    monkeypatch.setattr(quick, "measured", lambda say: (now, {}))
+    assert quick.main(keep=False, command="python -m bench quick", date="") == 0
+    said = capsys.readouterr().out
+    assert "BETTER        selection with the residual 7.9 copies (kept 10, -21%, at most +25%)" in said
+    assert "fine          encode 8.1 copies" in said
+    assert "1 of 3 figures are far better than the kept ones, which guard nothing there: keep" in said
 
 
 def test_ratios_to_a_copy() -> None:

@@ -1,5 +1,6 @@
 """The star, sparse and dense: transcripts, and promises 1 and 2 on a network that reorders."""
 
+from hashlib import blake2b, sha256
 from random import Random
 
 import numpy as np
@@ -17,6 +18,7 @@ from gridtrain.protocol.collective import (
     StoreOf,
     StoreSlice,
 )
+from gridtrain.protocol.loads import Kind, Load, slices_of
 from gridtrain.protocol.messages import Phase, Place
 from gridtrain.protocol.star import DenseStar, SparseStar, neighbours
 from gridtrain.runtime.stars import DenseStarWorkspace, StarWorkspace
@@ -237,6 +239,28 @@ def test_the_dense_sum_has_the_same_bits_on_all_ranks(seeds):
         assert (np.abs(workspaces[0].update_N - exact) <= bound).all(), f"seed {seed}"
         assert len({w.update_N.tobytes() for w in workspaces}) == 1, f"seed {seed}"
         assert len({w.seal() for w in workspaces}) == 1
+
+
+@pytest.mark.parametrize("n", [1, 17_000, 100_001, 1_000_000, 5_000_000])
+def test_slices_and_digest_are_those_of_the_protocol(n):
+    """PROTOCOL.md, 5.1, written down again: one segment of b = 4 n bytes."""
+    workspace = DenseStarWorkspace(np.arange(n, dtype=np.float32), 4)
+    longest = min(2**20, max(2**16, -(-4 * n // 8)))
+    slices = max(1, -(-4 * n // longest))
+    digest = blake2b(digest_size=32)
+    for i in range(slices):
+        part = workspace.update_N[i * n // slices : (i + 1) * n // slices]
+        assert bytes(workspace.payload(Place(Phase.RAISE, 0, 1, i))) == part.tobytes()
+        digest.update(sha256(part.tobytes()).digest())
+    assert workspace.slices == slices == slices_of(Load(Kind.STAR, n), 4)
+    assert workspace.seal() == digest.digest()
+
+
+def test_a_dense_sum_that_is_not_finite_has_no_seal():
+    values = np.ones(100_000, np.float32)
+    values[-1] = np.nan
+    with pytest.raises(RemoteProtocolError, match="not finite although no member skips"):
+        DenseStarWorkspace(values, 2).seal()
 
 
 def test_a_dense_member_who_skips_is_known_to_all_and_adds_nothing(seeds):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from gridtrain.cli.main import cli
-from gridtrain.speed.main import Exchanged, Found, Plan, sentences, show
+from gridtrain.cli.main import cli, main
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.speed.group import Repeat, Setting
+from gridtrain.speed.main import Exchanged, Found, Plan, check_memory, exchanged, sentences, show
 
 pytest.importorskip("torch")
 
@@ -64,7 +67,46 @@ def test_a_local_group_is_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--workers", "1"), ("--workers", "two"), ("--parameters", "9")]
+    ("option", "value", "said"),
+    [
+        ("--workers", "1", "name numbers from 2 to 32"),
+        ("--workers", "two", "name numbers from 2 to 32"),
+        ("--workers", "2,4,2", "names a size twice"),
+        ("--parameters", "9", "not in the range"),
+        ("--line", "", "is not a rate"),
+        ("--density", "nan", "nan is no number"),
+        ("--parameters", "1000000000000000", "a payload has at most 4,294,967,296 elements"),
+    ],
 )
-def test_options_that_cannot_work(option: str, value: str) -> None:
-    assert CliRunner().invoke(cli, ["bench", option, value]).exit_code == 2
+def test_options_that_cannot_work(
+    option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", option, value])
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_vectors_that_do_not_fit_are_refused_before_anything_is_measured() -> None:
+    check_memory(Plan(1_000_000, workers=(2, 4)), memory_bytes=64_000_000)
+    with pytest.raises(ConfigError, match=r"1,000,001 parameters for 4 local workers need about 0.1 GB"):
+        check_memory(Plan(1_000_001, workers=(2, 4)), memory_bytes=64_000_000)
+    check_memory(Plan(4_000_000, workers=()), memory_bytes=64_000_000)
+
+
+def repeat(seconds: float, aborts: int) -> Repeat:
+    each = [seconds, seconds]
+    return Repeat(seconds, each, [8, 8], each, [1, 1], [8, 8], each, each, each, aborts)
+
+
+def test_repeats_with_aborted_attempts_are_left_out_and_counted() -> None:
+    setting = Setting("dense", 2, 1000)
+    made = exchanged(setting, [repeat(1.0, 0), repeat(90.0, 1), repeat(80.0, 2), repeat(2.0, 0)])
+    assert (made.seconds, made.cpu_s, made.repeats, made.left_out) == (1.5, 1.5, 2, 2)
+    shown = found()
+    shown.exchanges[0] = replace(shown.exchanges[0], repeats=3, left_out=2)
+    assert sentences(shown)[-1] == (
+        "dense among 4 workers: 2 of 5 repeats had aborted attempts and are left out."
+    )
+    with pytest.raises(GridtrainError, match="aborted in each of 1 repeats"):
+        exchanged(setting, [repeat(90.0, 1)])

@@ -1,0 +1,69 @@
+"""The grid of learning rates: every family learns, from the same start, and the best is marked."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from accuracy.tune import RATES, Tried, run, table
+from accuracy.workloads import WORKLOADS, Settings, Workload
+
+
+class Line(Workload):
+    """A linear model of an exact line."""
+
+    name, batch_size, target = "line", 4, 0.05
+    settings: ClassVar = {
+        "dense": Settings("sgd", 9.0, 0.9, clip_norm=10.0),
+        "sparse": Settings("sgd", 9.0, 0.9, clip_norm=10.0),
+        "adamw": Settings("adamw", 9.0),
+    }
+
+    def __init__(self) -> None:
+        self._x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+        self.train = TensorDataset(self._x, self._x.sum(1, keepdim=True))
+
+    def model(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return nn.Linear(5, 1)
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return (model(x) - y).square().mean()
+
+    @torch.no_grad()
+    def held_out(self, model: nn.Module) -> float:
+        return float(self.loss(model, self._x, self._x.sum(1, keepdim=True)))
+
+
+@pytest.mark.parametrize(("family", "rate"), [("dense", 0.05), ("sparse", 0.05), ("adamw", 0.05)])
+def test_every_family_gets_to_the_target_and_a_rate_of_nothing_does_not(family: str, rate: float) -> None:
+    good = run(Line(), family, rate, steps=400)
+    assert good.reached is not None and good.least <= Line.target
+    assert run(Line(), family, rate, steps=400) == good
+    still = run(Line(), family, 1e-9, steps=20)
+    assert still.reached is None and still.least > 1.0
+
+
+def test_the_best_of_each_family_is_marked() -> None:
+    tried = [
+        Tried("gpt", "dense", 0.1, 200, 2.3),
+        Tried("gpt", "dense", 0.2, 150, 2.34),
+        Tried("gpt", "sparse", 0.1, None, 2.5),
+        Tried("gpt", "sparse", 0.4, None, 2.4),
+    ]
+    marked = [line for line in table(tried).splitlines() if line.endswith("| best |")]
+    assert marked == [
+        "| gpt | dense | 0.2 | 150 | 2.340 | best |",
+        "| gpt | sparse | 0.4 | - | 2.400 | best |",
+    ]
+
+
+def test_what_is_set_is_in_the_grid() -> None:
+    for workload in WORKLOADS.values():
+        for family, rates in RATES.items():
+            assert workload.settings[family].learning_rate in rates, (workload, family)
