@@ -27,6 +27,8 @@ PLAIN_WIDTH = 120
 MOST_ORDERED = 32
 """Up to so many workers the best order of an uneven network is looked for; above, sites stay together."""
 
+MOST_WORKERS = 8192
+
 _COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMG]?")
 _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9}
 
@@ -165,18 +167,24 @@ def _workers(text: str) -> list[int]:
         if not dots:
             counts = [int(word) for word in text.split(",")]
         else:
-            counts = [int(first)]
-            while counts[-1] * 2 <= int(last):
-                counts.append(counts[-1] * 2)
-            if counts[-1] < int(last):
-                counts.append(int(last))
+            counts = _doubled(int(first), int(last))
     except ValueError:
         counts = []
-    if not counts or not all(2 <= count <= 8192 for count in counts):
+    if not counts or not all(2 <= count <= MOST_WORKERS for count in counts):
         raise click.BadParameter(
             f'"{text}"; write "2..4096" or "2,3,8", each 2 to 8192', param_hint="--workers"
         )
     return counts
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    """The range is checked before it is walked: nothing below 1 ever doubles its way up to `last`."""
+    if not 2 <= first <= last <= MOST_WORKERS:
+        return []
+    counts = [first]
+    while counts[-1] * 2 <= last:
+        counts.append(counts[-1] * 2)
+    return counts if counts[-1] == last else [*counts, last]
 
 
 def _parameters(text: str) -> int:

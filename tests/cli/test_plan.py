@@ -118,6 +118,10 @@ def test_the_picture_shows_each_exchange(tmp_path: Path) -> None:
     [
         (("--parameters", "many"), "write 25600000, 25.6e6 or 25.6M"),
         (("--parameters", "1M", "--workers", "1..4"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "0..8"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers=-1..4"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "2..1000000"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "8..2"), 'write "2..4096" or "2,3,8"'),
         (("--parameters", "1M", "--workers", "four"), 'write "2..4096" or "2,3,8"'),
         (("--parameters", "1M", "--exchange", "gossip"), "name some of dense, topk"),
         (("--parameters", "1M", "--workers", "4", "--picture", "x.svg"), "at least two numbers"),
