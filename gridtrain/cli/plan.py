@@ -164,10 +164,7 @@ def _look(load: Any, described: Described | Live, count: int, compute_s: float, 
 def _workers(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     try:
-        if not dots:
-            counts = [int(word) for word in text.split(",")]
-        else:
-            counts = _doubled(int(first), int(last))
+        counts = _doubled(int(first), int(last)) if dots else [int(word) for word in text.split(",")]
     except ValueError:
         counts = []
     if not counts or not all(2 <= count <= MOST_WORKERS for count in counts):

@@ -6,6 +6,7 @@ Decides the size of payloads and the seconds of work.  Never times an exchange (
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -140,6 +141,34 @@ def moves_of(load: Load, world_size: int, most_moves: int = MOST_MOVES) -> list[
             return moves.star(world_size, min(slices_of(load, world_size), most), Work.ADD, Work.STORE)
         case Kind.STAR_GTOPK:
             return moves.star(world_size, 1, Work.POOL, Work.ADOPT)
+
+
+def count_moves(load: Load, world_size: int, most_moves: int = MOST_MOVES) -> int:
+    """How many `moves_of` would make, without making them: a ring of 1000 has two million."""
+    others = world_size - 1
+    match load.kind:
+        case Kind.DENSE:
+            rounds = 2 * others * world_size
+            return rounds * min(slices_of(load, world_size), max(1, most_moves // max(1, rounds)))
+        case Kind.TOPK:
+            bundled = world_size > moves.BUNDLED
+            return world_size * (others.bit_length() if bundled else others)
+        case Kind.GTOPK:
+            log2 = world_size.bit_length() - 1
+            return (log2 << log2) + 2 * (world_size - (1 << log2))
+        case Kind.STAR:
+            rounds = 2 * others
+            return rounds * min(slices_of(load, world_size), max(1, most_moves // max(1, rounds)))
+        case Kind.TREE | Kind.STAR_GTOPK:
+            return 2 * others
+
+
+def crossed_by(load: Load, world_size: int) -> Counter[tuple[int, int]]:
+    """Directed pairs of ranks between which anything goes, with the number of messages of one slice."""
+    if load.kind is Kind.DENSE:
+        hops = 2 * (world_size - 1)
+        return Counter({(rank, (rank + 1) % world_size): hops for rank in range(world_size) if hops})
+    return Counter((move.src, move.dst) for move in moves_of(load, world_size, 1))
 
 
 def work_s(work: Work, load: Load, part: float, cpu: Cpu) -> float:

@@ -846,9 +846,12 @@ class Membership:
         due = self._links_told and now_s >= self._made_s + self._deadlines.reshare_s
         if due and training and not self._change:
             self._links_told = False
-            self._links.rtt_s = latencies(list(self._workers.values()))
+            self._links.rtt_s = latencies(list(self._workers.values()), self._breaks.avoided(now_s))
             load = topology.load_of(self._reference)
-            self._change = topology.worth(load, self._links, [member.peer for member in self._roster])
+            roster = [member.peer for member in self._roster]
+            joined = sorted((p for p in roster if p in self._workers), key=self._seniority)
+            if len(joined) == len(roster):
+                self._change = topology.worth(load, self._links, roster, joined)
 
     def _seniority(self, peer: m.PeerId) -> tuple[float, m.PeerId]:
         worker = self._workers[peer]
@@ -865,8 +868,9 @@ class Membership:
         avoided = self._breaks.avoid(now_s)
         self._links.rtt_s = latencies([self._workers[peer] for peer in peers], avoided)
         self._links_told = False
-        first = min(holding, key=self._seniority)
-        plan = topology.plan(topology.load_of(self._reference), self._links, peers, first)
+        firsts = [peer for peer in peers if peer in holding]
+        stood = [member.peer for member in self._roster]
+        plan = topology.plan(topology.load_of(self._reference), self._links, peers, firsts, stood)
         self._plan_reason = plan.reason
         if avoided:
             self._plan_reason += (

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import costs
 from gridtrain.protocol.lines import Link, Network, even
-from gridtrain.protocol.loads import FREE, HEADER_BYTES, VALUE_BYTES, Cpu, Kind, Load, slices_of, sparse_bytes
+from gridtrain.protocol.loads import (
+    FREE,
+    HEADER_BYTES,
+    VALUE_BYTES,
+    Cpu,
+    Kind,
+    Load,
+    count_moves,
+    crossed_by,
+    moves_of,
+    slices_of,
+    sparse_bytes,
+)
 from gridtrain.wire.sparse import ValueKind, encode
 
 RATE_Bps = 12.5e6
@@ -175,3 +188,13 @@ def test_a_load_that_cannot_be_is_refused() -> None:
         Load(Kind.TOPK, 10, density=1.5)
     with pytest.raises(ConfigError, match="slowest line 0 bytes"):
         even(2, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 31, 32, 33, 40, 64, 100])
+def test_moves_are_counted_as_they_are_made(kind: Kind, size: int) -> None:
+    load = Load(kind, 10_000_000)
+    for most in (1, 400, 30_000):
+        assert count_moves(load, size, most) == len(moves_of(load, size, most)), most
+    crossed = Counter((move.src, move.dst) for move in moves_of(load, size, 1))
+    assert crossed_by(load, size) == crossed
