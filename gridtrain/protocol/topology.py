@@ -7,8 +7,9 @@ Decides which measurements count and when a better order is worth a new generati
     Setup (exchange, n) ---+
 
 A worker can say what it likes, so of a link's rate the smaller of what its two ends say counts, and of a
-round trip the larger.  Nobody can make a link look better than the other end has seen it; who makes its own
-look worse only gets the place that such a link would get.
+round trip the larger; what one end alone says of a rate counts as no more than the median of what the others
+say.  Nobody can make a link look better than the other end has seen it; who makes its own look worse only
+gets the place that such a link would get, and no new order while all others' words speak against it.
 """
 
 from __future__ import annotations
@@ -90,15 +91,27 @@ class Measured:
     sent_Bps: dict[Pair, float] = field(default_factory=dict)
     came_Bps: dict[Pair, float] = field(default_factory=dict)
 
-    def told(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> None:
-        """`rates`: to whom, bytes per second there, bytes per second from there; 0: not measured."""
+    def told(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> bool:
+        """`rates`: to whom, bytes per second there, bytes per second from there; 0: not measured.
+
+        Returns whether anything is new.
+        """
+        new = False
         for other, there_Bps, back_Bps in rates:
-            if other == peer:
-                continue
-            if there_Bps > 0:
-                self.sent_Bps[peer, other] = min(max(there_Bps, LEAST_Bps), MOST_Bps)
-            if back_Bps > 0:
-                self.came_Bps[other, peer] = min(max(back_Bps, LEAST_Bps), MOST_Bps)
+            words = ((self.sent_Bps, (peer, other), there_Bps), (self.came_Bps, (other, peer), back_Bps))
+            for known, pair, rate_Bps in words if other != peer else ():
+                bounded_Bps = min(max(rate_Bps, LEAST_Bps), MOST_Bps)
+                if rate_Bps > 0 and known.get(pair) != bounded_Bps:
+                    known[pair], new = bounded_Bps, True
+        return new
+
+    def without(self, peer: PeerId) -> Measured:
+        """The same without what this worker has told, of whichever links."""
+        return Measured(
+            {pair: rtt_s for pair, rtt_s in self.rtt_s.items() if pair[0] != peer},
+            {pair: rate_Bps for pair, rate_Bps in self.sent_Bps.items() if pair[0] != peer},
+            {pair: rate_Bps for pair, rate_Bps in self.came_Bps.items() if pair[1] != peer},
+        )
 
     def forget(self, peer: PeerId) -> None:
         for known in (self.sent_Bps, self.came_Bps):
@@ -110,15 +123,15 @@ class Measured:
         words = [known[a, b] for known in (self.sent_Bps, self.came_Bps) if (a, b) in known]
         return min(words, default=None)
 
-    def network(self, peers: Sequence[PeerId]) -> Network | None:
+    def network(self, peers: Sequence[PeerId], *, bounded: bool = True) -> Network | None:
         """Of these members, in their order; None: nothing is measured between them.
 
         A link that is not measured counts as the median of the others.  A line is as fast as the fastest that
-        went over it.
+        went over it.  `bounded`: what one end alone has told counts as no more than the others' median.
         """
         at = {peer: index for index, peer in enumerate(peers)}
         trips = self._trips(at)
-        rates = self._rates(at)
+        rates = self._rates(at, bounded)
         if not trips and not rates:
             return None
         usual_s = median(trips.values()) if trips else 0.0
@@ -142,15 +155,23 @@ class Measured:
                 trips[pair] = max(seconds, trips.get(pair, 0.0))
         return trips
 
-    def _rates(self, at: Mapping[PeerId, int]) -> dict[tuple[int, int], float]:
+    def _rates(self, at: Mapping[PeerId, int], bounded: bool) -> dict[tuple[int, int], float]:
         """By directed pair of members' indices."""
-        rates: dict[tuple[int, int], float] = {}
-        for known in (self.sent_Bps, self.came_Bps):
+        words: dict[tuple[int, int], dict[int, float]] = {}  # by who said so
+        for known, end in ((self.sent_Bps, 0), (self.came_Bps, 1)):
             for (a, b), rate_Bps in known.items():
                 if a in at and b in at:
-                    pair = (at[a], at[b])
-                    rates[pair] = min(rate_Bps, rates.get(pair, math.inf))
-        return rates
+                    pair = at[a], at[b]
+                    words.setdefault(pair, {})[pair[end]] = rate_Bps
+        rates = {pair: min(said.values()) for pair, said in words.items()}
+        if not bounded:
+            return rates
+        lone = {pair: next(iter(said)) for pair, said in words.items() if len(said) == 1}
+        bounds = {
+            who: median([r for pair, r in rates.items() if lone.get(pair) != who] or [math.inf])
+            for who in set(lone.values())
+        }
+        return {pair: min(r, bounds[lone[pair]]) if pair in lone else r for pair, r in rates.items()}
 
     def listed(self, roster: Sequence[PeerId]) -> list[list[float | int | None]]:
         """[rank, other rank, round trip in s, bytes per second] of the first members; JSON-able."""
@@ -210,12 +231,25 @@ def worth(
     stand = [peers.index(peer) for peer in roster]
     now_s = walked_s(load, network, Cpu(), stand)
     found = _best(load, network, peers, peers, roster)  # as `plan` will look for it
-    if now_s < WORTH * found.exchange_s:
+    if now_s < WORTH * found.exchange_s or not _holds(load, measured, peers, stand, found.order):
         return ""
     return (
         f"links have changed: another order makes an exchange {now_s / found.exchange_s:.2f} times as fast "
         f"({_ms(found.exchange_s)} instead of {_ms(now_s)}, predicted)"
     )
+
+
+def _holds(
+    load: Load, measured: Measured, peers: Sequence[PeerId], now: Sequence[int], then: Sequence[int]
+) -> bool:
+    """Whether it is worth it without the words of any one member as well, so that none can bring it about."""
+    for peer in peers:
+        network = measured.without(peer).network(peers, bounded=False)
+        if network is None:
+            return False
+        if walked_s(load, network, Cpu(), now) < WORTH * walked_s(load, network, Cpu(), then):
+            return False
+    return True
 
 
 def _best(
