@@ -96,9 +96,7 @@ class Bursts:
         if self._under_way is not None and now_s >= self._under_way.until_s:
             self._under_way = None  # its answer would come too late for the others
         while self._left and self._under_way is None:
-            until_s = now_s + (self._until_s - now_s) / len(
-                self._left
-            )  # the next ones have as long
+            until_s = now_s + (self._until_s - now_s) / len(self._left)  # the next ones have as long
             peer = self._left.pop()
             answer = Landed(self._rng.getrandbits(63), self._rng.randbytes(PROOF_BYTES))
             try:
