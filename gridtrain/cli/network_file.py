@@ -180,13 +180,13 @@ def _pair(
 ) -> tuple[frozenset[str], tuple[float, float | None]]:
     sites = entry.get("sites")
     where = f"{path}: [[between]] of {sites}"
-    named = isinstance(sites, list) and all(isinstance(site, str) for site in sites)
-    if not named or len(sites) != 2 or sites[0] == sites[1] or not set(sites) <= set(names):
+    named = sites if isinstance(sites, list) and all(isinstance(site, str) for site in sites) else []
+    if len(named) != 2 or named[0] == named[1] or not set(named) <= set(names):
         raise ConfigError(where, remedy=f"sites must be two of {', '.join(names)}")
     if unknown := set(entry) - {"sites", "link", "latency"}:
         raise ConfigError(f"{where} has {sorted(unknown)}", remedy="it has sites, link and latency")
     rate_Bps = _rates(str(entry["link"]))[0] if "link" in entry else None
-    return frozenset(sites), (parse_seconds(str(entry.get("latency", "0s"))), rate_Bps)
+    return frozenset(named), (parse_seconds(str(entry.get("latency", "0s"))), rate_Bps)
 
 
 def _rates(text: str) -> tuple[float, float]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
+from gridtrain.protocol import topology
+from gridtrain.protocol.breaks import MOST_BREAKS
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.membership_io import CalledBack, Effect, Heard, RunPhase, Send
+from gridtrain.protocol.roll import AVOIDED_S
 from gridtrain.protocol.tellers import Tellers
 
 PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
@@ -92,6 +97,18 @@ def test_a_small_change_is_not_worth_a_generation() -> None:
     run.rates(set())
     assert run.beat_until_frozen(100.0) == ""
     assert run.core.generation == 1
+
+
+def test_links_are_compared_with_the_pairs_that_the_ring_avoids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what was planned round a broken pair looks slow, and a generation undoes it."""
+    run, seen = Run(), []
+    for _ in range(MOST_BREAKS):
+        run.core._breaks.note(A, B, run.now_s)
+    assert run.core._breaks.avoid(run.now_s) == {(A, B)}
+    monkeypatch.setattr(topology, "worth", lambda load, links, *rest: seen.append(links.rtt_s[A, B]) or "")
+    run.rates(set())
+    run.beat_until_frozen(60.0)
+    assert seen == [AVOIDED_S]
 
 
 def test_a_word_counts_once_for_each_introduction() -> None:
