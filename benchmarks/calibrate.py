@@ -4,7 +4,7 @@ Decides what is timed, and takes the least of several repeats.  Never uses a net
 
     codec + merge    25,600 of 25.6 M entries, as a gTop-k hop at density 0.001 has them
     selection        the product's own, with its residual, over 25.6 M parameters (less with --quick)
-    dense            add, store and hash of 256 KiB slices
+    dense            add, store and hash of 1 MiB slices, the largest that a ring has
     socket           ZeroMQ on loopback, both ends in one process: CPU time, half for each end
 
 Run:  python benchmarks/calibrate.py [--quick]         prints JSON that predictions.py and paper_table.py take
@@ -26,6 +26,7 @@ import zmq
 
 from gridtrain.protocol.loads import Cpu
 from gridtrain.protocol.messages import Channel, Data, Phase, Place, RoundId
+from gridtrain.protocol.ring import LARGEST_SLICE_BYTES
 from gridtrain.sparsify.feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge, sum_in_rank_order
 from gridtrain.transport.base import Received, open_gate
@@ -35,7 +36,7 @@ from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain.wire.sparse import ValueKind, decode, encode
 
 PARAMETERS, ENTRIES = 25_600_000, 25_600
-SLICE_BYTES = 256 * 1024
+SLICE_BYTES = LARGEST_SLICE_BYTES
 REPEATS = 7
 KIND = ValueKind.FP16
 
@@ -89,7 +90,7 @@ def selection(parameters: int) -> dict[str, float]:
 
 
 def dense_work() -> dict[str, float]:
-    from hashlib import blake2b
+    from hashlib import sha256
 
     here = np.ones(64 * SLICE_BYTES // 4, np.float32).reshape(64, -1)
     there = np.ones_like(here)
@@ -102,17 +103,21 @@ def dense_work() -> dict[str, float]:
         for row, other in zip(here, there, strict=True):
             row[:] = other
 
+    def digest() -> None:
+        for row in here:
+            sha256(row.data).digest()
+
     return {
         "add_byte_s": least_s(add) / here.nbytes,
         "store_byte_s": least_s(store) / here.nbytes,
-        "hash_byte_s": least_s(lambda: blake2b(here.data, digest_size=32).digest()) / here.nbytes,
+        "hash_byte_s": least_s(digest) / here.nbytes,
     }
 
 
 def socket_work() -> dict[str, float]:
     small_s, _ = _through(64, 4000, None)
-    big_s, nbytes = _through(SLICE_BYTES, 800, None)
-    sealed_s, _ = _through(SLICE_BYTES, 800, zmq.curve_keypair())
+    big_s, nbytes = _through(SLICE_BYTES, 200, None)
+    sealed_s, _ = _through(SLICE_BYTES, 200, zmq.curve_keypair())
     byte_s = max(0.0, big_s - small_s) / nbytes / 2
     return {
         "message_s": min(_message_s() for _ in range(3)),

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from gridtrain.protocol.lines import Network
     from gridtrain.protocol.loads import Load
 
+MOST_MEMBERS = 1000  # that a coordinator admits
+
 
 @dataclass(frozen=True, slots=True)
 class Live:
@@ -23,7 +25,7 @@ class Live:
 
     Attributes:
         load: what the run exchanges; None: its facts do not say.
-        compute_s: of a step, the mean of its members; None: not known yet.
+        compute_s: of a step, of its slowest member; None: not known yet.
         text: for people.
     """
 
@@ -56,7 +58,7 @@ def from_status(picture: Mapping[str, Any]) -> Live:
     links = picture.get("links", [])
     network = None
     if isinstance(size, int) and size >= 2 and isinstance(links, list):
-        ranks = [bytes([rank]) * 32 for rank in range(min(size, 255))]
+        ranks = [rank.to_bytes(2, "big") * 16 for rank in range(min(size, MOST_MEMBERS))]
         trips: dict[tuple[bytes, bytes], float] = {}
         measured = Measured(trips)
         for entry in links:
@@ -65,7 +67,7 @@ def from_status(picture: Mapping[str, Any]) -> Live:
                 trips[ranks[a], ranks[b]] = rtt_s
             if rate_Bps is not None:
                 measured.told(ranks[a], [(ranks[b], rate_Bps, 0.0)])
-        network = measured.network(ranks)
+        network = measured.network(ranks, bounded=False)  # the coordinator has compared both ends' words
     if network is None:
         raise ConfigError(
             f'nothing is measured between members of "{run}" ({size} train)',
@@ -74,7 +76,9 @@ def from_status(picture: Mapping[str, Any]) -> Live:
     facts = picture.get("facts", {})
     texts = tuple((str(name), str(text)) for name, text in facts.items()) if isinstance(facts, dict) else ()
     setup = Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None)
-    return Live(network, load_of(setup), _compute_s(picture), f'{size} members of "{run}", as measured')
+    return Live(
+        network, load_of(setup), _compute_s(picture), f'{network.size} members of "{run}", as measured'
+    )
 
 
 def _entry(entry: Any, size: int) -> tuple[int, int, float | None, float | None]:

@@ -126,6 +126,10 @@ def read(path: Path) -> Described:
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ConfigError(
+            f"{path}: lists in lists, too deep", remedy="write it as docs/planning.md shows"
+        ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}", remedy="write it as docs/planning.md shows") from None
     sites = tuple(_site(path, entry) for entry in _tables(path, document, "site"))
@@ -163,7 +167,9 @@ def _site(path: Path, entry: dict[str, Any]) -> Site:
     if not isinstance(name, str) or not name or type(workers) is not int or not 1 <= workers <= MOST_WORKERS:
         raise ConfigError(f"{where} has {workers!r} workers", remedy="give it a name, and workers >= 1")
     both = entry.get("link")
-    if (both is None) == ("up" not in entry or "down" not in entry):
+    if both is not None and ("up" in entry or "down" in entry):
+        raise ConfigError(f"{where} has a link, and up or down", remedy="give it a link, or up and down")
+    if both is None and ("up" not in entry or "down" not in entry):
         raise ConfigError(f"{where} has no line", remedy="give it a link, or up and down")
     down_Bps, up_Bps = _rates(str(both)) if both is not None else _rates(f"{entry['down']}/{entry['up']}")
     return Site(name, workers, up_Bps, down_Bps, parse_seconds(str(entry.get("latency", "0s"))))
@@ -174,18 +180,19 @@ def _pair(
 ) -> tuple[frozenset[str], tuple[float, float | None]]:
     sites = entry.get("sites")
     where = f"{path}: [[between]] of {sites}"
-    if not isinstance(sites, list) or len(sites) != 2 or sites[0] == sites[1] or not set(sites) <= set(names):
+    named = sites if isinstance(sites, list) and all(isinstance(site, str) for site in sites) else []
+    if len(named) != 2 or named[0] == named[1] or not set(named) <= set(names):
         raise ConfigError(where, remedy=f"sites must be two of {', '.join(names)}")
     if unknown := set(entry) - {"sites", "link", "latency"}:
         raise ConfigError(f"{where} has {sorted(unknown)}", remedy="it has sites, link and latency")
     rate_Bps = _rates(str(entry["link"]))[0] if "link" in entry else None
-    return frozenset(sites), (parse_seconds(str(entry.get("latency", "0s"))), rate_Bps)
+    return frozenset(named), (parse_seconds(str(entry.get("latency", "0s"))), rate_Bps)
 
 
 def _rates(text: str) -> tuple[float, float]:
     """(down, up) in bytes per second."""
     from gridtrain.transport.limits import parse_rate
 
-    down, _, up = text.partition("/") if not text.endswith("/s") else (text, "", "")
+    down, slash, up = text.partition("/") if not text.endswith("/s") else (text, "", "")
     down_Bps = parse_rate(down)
-    return down_Bps, parse_rate(up) if up else down_Bps
+    return down_Bps, parse_rate(up) if slash else down_Bps

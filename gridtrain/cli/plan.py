@@ -6,6 +6,7 @@ Decides what is compared and how it is shown.  The figures are `protocol.choosin
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,11 @@ EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "star", "star-gtopk")
 PLAIN_WIDTH = 120
 MOST_ORDERED = 32
 """Up to so many workers the best order of an uneven network is looked for; above, sites stay together."""
+
+MOST_WORKERS = 8192
+MOST_PARAMETERS = 1e15
+MOST_COMPUTE_s = 1e6
+"""Above, and below a nanosecond, figures are no numbers any more."""
 
 _COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMG]?")
 _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9}
@@ -109,6 +115,14 @@ def plan(
     def given(name: str) -> bool:
         return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
+    if network and (given("link") or given("latency")):
+        raise click.UsageError(
+            "--network says of each site's link and latency: leave out --link and --latency"
+        )
+    if picture and not (picture.absolute().parent.is_dir() and os.access(picture.absolute().parent, os.W_OK)):
+        raise click.BadParameter(
+            f"{picture.absolute().parent} is no folder to write to", param_hint="--picture"
+        )
     live = _live(coordinator, state) if coordinator or state else None
     described: Described | Live
     if live is not None:
@@ -117,6 +131,13 @@ def plan(
         described = network_file.read(network) if network else network_file.one_site(link, latency)
         from_run = None
     counts = _workers(workers) if given("workers") or not (network or live) else [described.workers]
+    if not 2 <= counts[-1] <= MOST_WORKERS:
+        raise click.UsageError(
+            f"the network has {counts[-1]} worker{'s' if counts[-1] > 1 else ''}: an exchange is predicted "
+            f"for 2 to {MOST_WORKERS}; give --workers another number"
+        )
+    if picture and len(counts) < 2:
+        raise click.UsageError("--picture shows how exchanges scale; give --workers at least two numbers")
     count = _parameters(parameters) if parameters else from_run.parameters if from_run else 0
     if count < 1:
         raise click.UsageError("--parameters is missing: how many has the model?")
@@ -125,6 +146,10 @@ def plan(
         values = values if given("values") else from_run.values
     loads = [Load(Kind(name), count, density, values, not plain) for name in _names(exchanges)]
     compute_s = network_file.parse_seconds(compute)
+    if not 1e-9 <= compute_s <= MOST_COMPUTE_s:
+        raise click.BadParameter(
+            f'"{compute}" must be 1e-9 s to {MOST_COMPUTE_s:g} s', param_hint="--compute"
+        )
     if live is not None and live.compute_s and not given("compute"):
         compute_s = live.compute_s
     rows = [[_look(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
@@ -162,28 +187,33 @@ def _look(load: Any, described: Described | Live, count: int, compute_s: float, 
 def _workers(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     try:
-        if not dots:
-            counts = [int(word) for word in text.split(",")]
-        else:
-            counts = [int(first)]
-            while counts[-1] * 2 <= int(last):
-                counts.append(counts[-1] * 2)
-            if counts[-1] < int(last):
-                counts.append(int(last))
+        counts = _doubled(int(first), int(last)) if dots else [int(word) for word in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or not all(2 <= count <= 8192 for count in counts):
+    if not counts or not all(2 <= count <= MOST_WORKERS for count in counts):
         raise click.BadParameter(
             f'"{text}"; write "2..4096" or "2,3,8", each 2 to 8192', param_hint="--workers"
         )
     return counts
 
 
+def _doubled(first: int, last: int) -> list[int]:
+    """The range is checked before it is walked: nothing below 1 ever doubles its way up to `last`."""
+    if not 2 <= first <= last <= MOST_WORKERS:
+        return []
+    counts = [first]
+    while counts[-1] * 2 <= last:
+        counts.append(counts[-1] * 2)
+    return counts if counts[-1] == last else [*counts, last]
+
+
 def _parameters(text: str) -> int:
     if not _COUNT.fullmatch(text):
         raise click.BadParameter(f'"{text}"; write 25600000, 25.6e6 or 25.6M', param_hint="--parameters")
-    multiple = _MULTIPLES.get(text[-1], 1.0)
-    return round(float(text.rstrip("kMG")) * multiple)
+    count = float(text.rstrip("kMG")) * _MULTIPLES.get(text[-1], 1.0)
+    if not 1 <= count <= MOST_PARAMETERS:
+        raise click.BadParameter(f'"{text}" must be 1 to {MOST_PARAMETERS:g}', param_hint="--parameters")
+    return round(count)
 
 
 def _names(text: str) -> list[str]:
@@ -259,8 +289,6 @@ def _subtitle(parameters: int, described: Described | Live, link: str, latency: 
 def _drawn(rows: Sequence[Sequence[Outlook]], subtitle: str) -> str:
     from gridtrain.demo.picture import COLOURS, Line, Panel, draw
 
-    if len(rows) < 2:
-        raise click.UsageError("--picture shows how exchanges scale; give --workers at least two numbers")
     lines: list[tuple[Line, Line]] = []
     for index, first in enumerate(rows[0]):
         name, colour = str(first.load.kind), COLOURS[index % len(COLOURS)]

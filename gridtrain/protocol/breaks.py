@@ -75,6 +75,11 @@ class Breaks:
         self._avoided = set(self._broken_s)
         return frozenset(self._avoided)
 
+    def avoided(self, now_s: float) -> frozenset[Pair]:
+        """Pairs that the ring was planned round, as far as they are still remembered."""
+        self._others(now_s, REMEMBERED_S)
+        return frozenset(self._avoided)
+
     def forget(self, peer: PeerId) -> None:
         """It is no member any more."""
         self._times_s = {pair: times for pair, times in self._times_s.items() if peer not in pair}

@@ -23,6 +23,7 @@ from gridtrain.protocol.loads import (
     Cpu,
     Kind,
     Load,
+    ahead_work_s,
     byte_s_of,
     end_work_s,
     moves_of,
@@ -144,7 +145,8 @@ def _long_ring(load: Load, network: Network, cpu: Cpu, vote: bool) -> Cost:
         exchange_s = _vote_s([exchange_s] * size, network, cpu)
     sent = rounds * slices * slice_bytes
     handling_s = 2 * rounds * slices * (cpu.message_s + slice_bytes * byte_s_of(load, cpu))
-    return Cost(exchange_s, 0.0, sent, sent, sent * size, handling_s + work + end_work_s(load, size, cpu))
+    hashing_s = end_work_s(load, size, cpu) + ahead_work_s(load, size, cpu)
+    return Cost(exchange_s, 0.0, sent, sent, sent * size, handling_s + work + hashing_s)
 
 
 def _long_star(load: Load, network: Network, cpu: Cpu, vote: bool) -> Cost:

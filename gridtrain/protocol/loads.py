@@ -6,6 +6,7 @@ Decides the size of payloads and the seconds of work.  Never times an exchange (
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,6 +18,7 @@ HEADER_BYTES = 110
 """Of a Data message: the msgpack header, the framing of ZMTP, and what a transport adds."""
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+INT8_BLOCK = 256  # entries that share a scale of 2 bytes
 MOST_MOVES = 30_000
 """A ring of more is walked with fewer slices, and one of more than that even so is not walked any more."""
 
@@ -38,31 +40,33 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """Seconds of one core.  The defaults were measured on two cores of a cloud machine (2026), plain numpy
-    and ZeroMQ on loopback; `benchmarks/calibrate.py` measures the machine at hand.
+    """Seconds of one core.  The defaults are what `benchmarks/calibrate.py` found on two busy cores of a
+    cloud machine (2026-11-21), each rounded up by 10 to 60 %, as other machines are slower; it measures the
+    machine at hand.  Found: message 79 us; in ns a byte 0.09, sealed 0.57, add 0.07, store 0.09, hash 0.55;
+    in ns an entry encode 9.3, decode 7.2, merge 47, sum 63; in ns a parameter select 1.4.
 
     Attributes:
         message_s: one message at one end, sent or received.
         byte_s: one byte through one end's socket.
         crypt_byte_s: one byte sealed or opened (CURVE), beside `byte_s`.
         add_byte_s, store_byte_s: one byte of a dense slice added, or copied, to its place.
-        hash_byte_s: one byte of the update's digest.
+        hash_byte_s: one byte of the update's digest (SHA-256 of each dense slice).
         encode_entry_s, decode_entry_s: one entry of a sparse payload made, or read and checked.
         merge_entry_s: one of k entries of a gTop-k hop: their payload read, summed, cut to k, encoded.
         sum_entry_s: one entry of all payloads in the sum that ends TopK.
         select_parameter_s: one parameter looked at while the k largest are selected.
     """
 
-    message_s: float = 80e-6
-    byte_s: float = 0.33e-9
-    crypt_byte_s: float = 0.9e-9
-    add_byte_s: float = 0.25e-9
-    store_byte_s: float = 0.15e-9
-    hash_byte_s: float = 1.0e-9
-    encode_entry_s: float = 40e-9
-    decode_entry_s: float = 40e-9
-    merge_entry_s: float = 207e-9
-    sum_entry_s: float = 60e-9
+    message_s: float = 90e-6
+    byte_s: float = 0.15e-9
+    crypt_byte_s: float = 0.7e-9
+    add_byte_s: float = 0.1e-9
+    store_byte_s: float = 0.12e-9
+    hash_byte_s: float = 0.7e-9
+    encode_entry_s: float = 12e-9
+    decode_entry_s: float = 10e-9
+    merge_entry_s: float = 55e-9
+    sum_entry_s: float = 70e-9
     select_parameter_s: float = 1.8e-9
 
 
@@ -112,7 +116,8 @@ def sparse_bytes(parameters: int, entries: int, values: str) -> int:
         return 8
     low = int(math.log2(parameters // entries)) if parameters >= entries else 0
     high = entries + ((parameters - 1) >> low)
-    return 8 + -(-entries * low // 8) + -(-high // 8) + VALUE_BYTES[values] * entries
+    scales = 2 * -(-entries // INT8_BLOCK) if values == "int8" else 0
+    return 8 + -(-entries * low // 8) + -(-high // 8) + scales + VALUE_BYTES[values] * entries
 
 
 def slices_of(load: Load, world_size: int) -> int:
@@ -141,6 +146,34 @@ def moves_of(load: Load, world_size: int, most_moves: int = MOST_MOVES) -> list[
             return moves.star(world_size, 1, Work.POOL, Work.ADOPT)
 
 
+def count_moves(load: Load, world_size: int, most_moves: int = MOST_MOVES) -> int:
+    """How many `moves_of` would make, without making them: a ring of 1000 has two million."""
+    others = world_size - 1
+    match load.kind:
+        case Kind.DENSE:
+            rounds = 2 * others * world_size
+            return rounds * min(slices_of(load, world_size), max(1, most_moves // max(1, rounds)))
+        case Kind.TOPK:
+            bundled = world_size > moves.BUNDLED
+            return world_size * (others.bit_length() if bundled else others)
+        case Kind.GTOPK:
+            log2 = world_size.bit_length() - 1
+            return (log2 << log2) + 2 * (world_size - (1 << log2))
+        case Kind.STAR:
+            rounds = 2 * others
+            return rounds * min(slices_of(load, world_size), max(1, most_moves // max(1, rounds)))
+        case Kind.TREE | Kind.STAR_GTOPK:
+            return 2 * others
+
+
+def crossed_by(load: Load, world_size: int) -> Counter[tuple[int, int]]:
+    """Directed pairs of ranks between which anything goes, with the number of messages of one slice."""
+    if load.kind is Kind.DENSE:
+        hops = 2 * (world_size - 1)
+        return Counter({(rank, (rank + 1) % world_size): hops for rank in range(world_size) if hops})
+    return Counter((move.src, move.dst) for move in moves_of(load, world_size, 1))
+
+
 def work_s(work: Work, load: Load, part: float, cpu: Cpu) -> float:
     """What a receiver does with one payload."""
     match work:
@@ -164,12 +197,21 @@ def start_work_s(load: Load, cpu: Cpu) -> float:
 
 
 def end_work_s(load: Load, world_size: int, cpu: Cpu) -> float:
-    """When everything is there: TopK's sum, and the digest that is voted on."""
-    if not load.kind.sparse:
+    """When everything is there: TopK's sum, and the digest that is voted on (of a ring its last slice's)."""
+    if load.kind is Kind.DENSE:
+        return load.unit_bytes / (world_size * slices_of(load, world_size)) * cpu.hash_byte_s
+    if load.kind is Kind.STAR:
         return load.unit_bytes * cpu.hash_byte_s
     entries = load.entries * (world_size if load.kind is Kind.TOPK else 1)
     summing_s = entries * cpu.sum_entry_s if load.kind is Kind.TOPK else 0.0
     return summing_s + 12 * min(entries, load.parameters) * cpu.hash_byte_s
+
+
+def ahead_work_s(load: Load, world_size: int, cpu: Cpu) -> float:
+    """While the lines are busy, if the core has nothing else to do: a ring's slices that are final."""
+    if load.kind is not Kind.DENSE:
+        return 0.0
+    return load.unit_bytes * cpu.hash_byte_s - end_work_s(load, world_size, cpu)
 
 
 def byte_s_of(load: Load, cpu: Cpu) -> float:

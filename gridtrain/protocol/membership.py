@@ -50,6 +50,7 @@ from gridtrain.protocol.recovery import Recovered, generation_entry
 from gridtrain.protocol.roll import AVOIDED_S, Worker, differences, latencies, limits, numbered, shares
 from gridtrain.protocol.round import HISTORY_START
 from gridtrain.protocol.sharing import Sharing
+from gridtrain.protocol.tellers import Tellers
 from gridtrain.protocol.verdict import Outcome, judge
 from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 from gridtrain.protocol.whereabouts import Whereabouts
@@ -124,7 +125,7 @@ class Membership:
         self._followers = Followers(self._whereabouts.address)
         self._sharing = Sharing()
         self._links = topology.Measured()
-        self._links_told = False  # since an order was last looked for
+        self._tellers = Tellers(deadlines.reshare_s)
         self._reference: m.Setup | None = None  # what all workers must agree with
         self._roster: tuple[m.Member, ...] = ()
         self._making = _Making.NONE
@@ -303,8 +304,9 @@ class Membership:
                 worker.rtt_s = dict(rtt_s)
                 worker.admitted = worker.setup is not None
             case m.Rates(rates_Bps):
-                self._links.told(peer, [told for told in rates_Bps if told[0] in self._workers])
-                self._links_told = True
+                known = [told for told in rates_Bps if told[0] in self._workers]
+                if self._links.told(peer, self._tellers.heeded(peer, known)):
+                    self._tellers.changed(peer)
             case m.Beat(sequence, step, progress, figures):
                 if progress > worker.progress:
                     worker.progress, worker.moved_s = progress, now_s
@@ -397,6 +399,7 @@ class Membership:
         return told + (self._introduce(worker, now_s) if worker.setup is not None else [])
 
     def _introduce(self, worker: Worker, now_s: float) -> list[Effect]:
+        self._tellers.introduced(worker.peer)
         worker.probe_until_s = now_s + self._deadlines.probe_s
         others = [w.peer for w in self._workers.values() if w.admitted and w is not worker]
         return self._whereabouts.introduce(worker.peer, others[:MAX_PROBES])
@@ -655,6 +658,7 @@ class Membership:
         self._breaks.forget(peer)
         self._sharing.forget(peer)
         self._links.forget(peer)
+        self._tellers.forget(peer)
         if peer in {member.peer for member in self._roster}:
             self._change = why
             if for_good:
@@ -844,12 +848,16 @@ class Membership:
     def _mind_links(self, now_s: float) -> None:
         """Want a generation in another order where links have changed so much that it gains noticeably."""
         training = self._making is _Making.NONE and self.phase is RunPhase.TRAINING
-        due = self._links_told and now_s >= self._made_s + self._deadlines.reshare_s
-        if due and training and not self._change:
-            self._links_told = False
-            self._links.rtt_s = latencies(list(self._workers.values()))
+        if not training or self._change or now_s < self._made_s + self._deadlines.reshare_s:
+            return
+        if tellers := self._tellers.due(now_s):
+            self._links.rtt_s = latencies(list(self._workers.values()), self._breaks.avoided(now_s))
             load = topology.load_of(self._reference)
-            self._change = topology.worth(load, self._links, [member.peer for member in self._roster])
+            roster = [member.peer for member in self._roster]
+            joined = sorted((p for p in roster if p in self._workers), key=self._seniority)
+            if len(joined) == len(roster):
+                self._change = topology.worth(load, self._links, roster, joined)
+            self._tellers.looked(tellers, now_s, found=bool(self._change))
 
     def _seniority(self, peer: m.PeerId) -> tuple[float, m.PeerId]:
         worker = self._workers[peer]
@@ -865,9 +873,10 @@ class Membership:
         peers = sorted(taking_part, key=self._seniority)
         avoided = self._breaks.avoid(now_s)
         self._links.rtt_s = latencies([self._workers[peer] for peer in peers], avoided)
-        self._links_told = False
-        first = min(holding, key=self._seniority)
-        plan = topology.plan(topology.load_of(self._reference), self._links, peers, first)
+        self._tellers.planned()
+        firsts = [peer for peer in peers if peer in holding]
+        stood = [member.peer for member in self._roster]
+        plan = topology.plan(topology.load_of(self._reference), self._links, peers, firsts, stood)
         self._plan_reason = plan.reason
         if avoided:
             self._plan_reason += (

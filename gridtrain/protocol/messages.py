@@ -621,7 +621,7 @@ BURSTS, BURST_BYTES = 16, 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Message `index` of a burst that measures a link; what is in it does not matter."""
+    """Message `index` of a burst that measures a link; only the last 8 bytes of the last one matter."""
 
     nonce: int
     index: int
@@ -630,9 +630,10 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """The last message of this burst is here."""
+    """The last message of this burst is here: `proof` is how it ends."""
 
     nonce: int
+    proof: bytes
 
 
 @dataclass(frozen=True, slots=True)

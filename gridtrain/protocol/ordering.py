@@ -8,25 +8,24 @@ Decides orders by predicted seconds (`costs`), not by rules of thumb; never meas
     star        rank 0, where all meet, has the best line of those that may be it
 
 Up to 7 members every order is looked at; above, a good start is improved by swapping two members, for as
-many trials as are allowed.  An order is looked at with `quick_s`, which adds up hops without queues; the
-best few of them are then walked (`costs.cost`), message by message.
+many trials as are allowed; above 128 only a star's root is chosen.  An order is looked at with `quick_s`,
+which adds up hops without queues; the best few of them are then walked (`costs.cost`), message by message.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, permutations
 
 from gridtrain.protocol import costs, gtopk
 from gridtrain.protocol.lines import Network
-from gridtrain.protocol.loads import Cpu, Kind, Load, moves_of, slices_of
+from gridtrain.protocol.loads import Cpu, Kind, Load, count_moves, crossed_by, slices_of
 
 EXACT_MAX_PEERS = 7  # 720 orders, as rank 0 is given
 MAX_EDGES = 150_000  # looked at in one search, about 0.2 s: the coordinator has other things to do
-MOST_PAIRED = 256  # members for whom near pairs are looked for; above the order of joining is the start
+MOST_SEARCHED = 128  # members; above, they stay as they joined: a search would hold up the coordinator
 FINALISTS, WALKS = 24, 20_000  # so many orders are walked at least; more while they have fewer moves in all
 WALKED_MOVES = 400  # a ring is compared with few slices
 
@@ -43,27 +42,41 @@ class Ordered:
     joined_s: float
 
 
-def best_order(load: Load, network: Network, cpu: Cpu, firsts: Sequence[int]) -> Ordered:
+CENTRED = (Kind.STAR, Kind.STAR_GTOPK)
+
+
+def best_order(
+    load: Load, network: Network, cpu: Cpu, firsts: Sequence[int], now: Sequence[int] = ()
+) -> Ordered:
     """The order of `network`'s members with which `load` is exchanged soonest.
 
     Args:
         network: members in the order of joining.
         firsts: who may be rank 0; the first of them is, except in a star.
+        now: the order in which they stand, if they do: where the search begins as well.
     """
     members = range(network.size)
-    centre = load.kind in (Kind.STAR, Kind.STAR_GTOPK)
-    starts = [(first, *(m for m in members if m != first)) for first in (firsts if centre else firsts[:1])]
+    walks = WALKS // max(1, count_moves(load, network.size, WALKED_MOVES))
+    roots = _best_lines(network, firsts, max(1, walks)) if load.kind in CENTRED else firsts[:1]
+    starts = [(first, *(m for m in members if m != first)) for first in roots]
     quick: Quick | None = None
     finalists = starts
-    if network.size > 2 and not centre:
+    if 2 < network.size <= MOST_SEARCHED and load.kind not in CENTRED:
         quick = quick_s(load, network, cpu)
+        stand = [tuple(now)] if sorted(now) == list(members) and now[0] == firsts[0] else []
         search = _all_orders if network.size <= EXACT_MAX_PEERS else _improved_orders
-        most = max(FINALISTS, WALKS // len(moves_of(load, network.size, WALKED_MOVES)))
-        finalists = [starts[0], *search(starts[0], quick, network, load, most)]
+        found = search([starts[0], *stand], quick, network, load, max(FINALISTS, walks))
+        finalists = [starts[0], *stand, *found]
     timed = {order: walked_s(load, network, cpu, order) for order in dict.fromkeys(finalists)}
     # Of equal ones that with the faster links in all; if these are equal too the first, that of joining.
     best = min(timed, key=lambda order: timed[order] + (1e-3 * quick(order) if quick else 0.0))
     return Ordered(best, timed[best], timed[starts[0]])
+
+
+def _best_lines(network: Network, firsts: Sequence[int], most: int) -> list[int]:
+    """The first of them, and of the others those whose own lines are the fastest."""
+    fast = sorted(firsts[1:], key=lambda member: -min(network.up_Bps[member], network.down_Bps[member]))
+    return [firsts[0], *fast[: most - 1]]
 
 
 def walked_s(load: Load, network: Network, cpu: Cpu, order: Sequence[int]) -> float:
@@ -81,8 +94,8 @@ def quick_s(load: Load, network: Network, cpu: Cpu) -> Quick:
     alone_s = make(load, alpha_s, byte_s)
     if not network.shared_Bps:
         return alone_s
-    crossed = Counter((move.src, move.dst) for move in moves_of(load, size, 1))
-    part = moves_of(load, size, 1)[0].part * load.unit_bytes
+    crossed = crossed_by(load, size)
+    part = load.unit_bytes / (size if load.kind is Kind.DENSE else 1)  # of one message of one slice
     shared = [[network.link(a, b).shared if a != b else () for b in members] for a in members]
 
     def together_s(order: Sequence[int]) -> float:
@@ -153,18 +166,22 @@ def _quick_hops(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
     return seconds
 
 
-def _all_orders(joined: Order, quick: Quick, network: Network, load: Load, most: int) -> list[Order]:
+def _all_orders(
+    starts: Sequence[Order], quick: Quick, network: Network, load: Load, most: int
+) -> list[Order]:
+    joined = starts[0]
     orders = ((joined[0], *others) for others in permutations(joined[1:]))
     return heapq.nsmallest(most, orders, key=quick)
 
 
-def _improved_orders(joined: Order, quick: Quick, network: Network, load: Load, most: int) -> list[Order]:
+def _improved_orders(
+    given: Sequence[Order], quick: Quick, network: Network, load: Load, most: int
+) -> list[Order]:
     """Good orders: from each start, two members swap places, or a stretch turns round, while that helps."""
     edges_each = network.size * max(1, (network.size - 1).bit_length())
     trials = max(1, MAX_EDGES // edges_each)
-    starts = [joined]
-    if network.size <= MOST_PAIRED:
-        starts += [_near_pairs(joined, network, load), _nearest_next(joined, network, load)]
+    joined = given[0]
+    starts = [*given, _near_pairs(joined, network, load), _nearest_next(joined, network, load)]
     found: list[Order] = []
     for start in starts:
         share = trials // len(starts)

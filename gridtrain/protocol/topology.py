@@ -7,8 +7,9 @@ Decides which measurements count and when a better order is worth a new generati
     Setup (exchange, n) ---+
 
 A worker can say what it likes, so of a link's rate the smaller of what its two ends say counts, and of a
-round trip the larger.  Nobody can make a link look better than the other end has seen it; who makes its own
-look worse only gets the place that such a link would get.
+round trip the larger; what one end alone says of a rate counts as no more than the median of what the others
+say.  Nobody can make a link look better than the other end has seen it; who makes its own look worse only
+gets the place that such a link would get, and no new order while all others' words speak against it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from gridtrain.protocol.lines import Link, Network
-from gridtrain.protocol.loads import VALUE_BYTES, Cpu, Kind, Load, moves_of
+from gridtrain.protocol.loads import VALUE_BYTES, Cpu, Kind, Load, crossed_by
 from gridtrain.protocol.messages import PeerId, Setup
-from gridtrain.protocol.ordering import best_order, walked_s
+from gridtrain.protocol.ordering import CENTRED, MOST_SEARCHED, Ordered, best_order, walked_s
 from gridtrain.protocol.planner import Plan, order_ring
 
 WORTH = 1.2
@@ -96,15 +97,27 @@ class Measured:
     sent_Bps: dict[Pair, float] = field(default_factory=dict)
     came_Bps: dict[Pair, float] = field(default_factory=dict)
 
-    def told(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> None:
-        """`rates`: to whom, bytes per second there, bytes per second from there; 0: not measured."""
+    def told(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> bool:
+        """`rates`: to whom, bytes per second there, bytes per second from there; 0: not measured.
+
+        Returns whether anything is new.
+        """
+        new = False
         for other, there_Bps, back_Bps in rates:
-            if other == peer:
-                continue
-            if there_Bps > 0:
-                self.sent_Bps[peer, other] = min(max(there_Bps, LEAST_Bps), MOST_Bps)
-            if back_Bps > 0:
-                self.came_Bps[other, peer] = min(max(back_Bps, LEAST_Bps), MOST_Bps)
+            words = ((self.sent_Bps, (peer, other), there_Bps), (self.came_Bps, (other, peer), back_Bps))
+            for known, pair, rate_Bps in words if other != peer else ():
+                bounded_Bps = min(max(rate_Bps, LEAST_Bps), MOST_Bps)
+                if rate_Bps > 0 and known.get(pair) != bounded_Bps:
+                    known[pair], new = bounded_Bps, True
+        return new
+
+    def without(self, peer: PeerId) -> Measured:
+        """The same without what this worker has told, of whichever links."""
+        return Measured(
+            {pair: rtt_s for pair, rtt_s in self.rtt_s.items() if pair[0] != peer},
+            {pair: rate_Bps for pair, rate_Bps in self.sent_Bps.items() if pair[0] != peer},
+            {pair: rate_Bps for pair, rate_Bps in self.came_Bps.items() if pair[1] != peer},
+        )
 
     def forget(self, peer: PeerId) -> None:
         for known in (self.sent_Bps, self.came_Bps):
@@ -116,27 +129,55 @@ class Measured:
         words = [known[a, b] for known in (self.sent_Bps, self.came_Bps) if (a, b) in known]
         return min(words, default=None)
 
-    def network(self, peers: Sequence[PeerId]) -> Network | None:
+    def network(self, peers: Sequence[PeerId], *, bounded: bool = True) -> Network | None:
         """Of these members, in their order; None: nothing is measured between them.
 
         A link that is not measured counts as the median of the others.  A line is as fast as the fastest that
-        went over it.
+        went over it.  `bounded`: what one end alone has told counts as no more than the others' median.
         """
-        size = len(peers)
-        pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
-        trips = {(a, b): s for a, b in pairs if (s := self._trip_s(peers[a], peers[b])) is not None}
-        rates = {(a, b): r for a, b in pairs if (r := self.rate_Bps(peers[a], peers[b])) is not None}
+        at = {peer: index for index, peer in enumerate(peers)}
+        trips = self._trips(at)
+        rates = self._rates(at, bounded)
         if not trips and not rates:
             return None
         usual_s = median(trips.values()) if trips else 0.0
         usual_Bps = median(rates.values()) if rates else USUAL_Bps
-        links = {
-            pair: Link(trips.get(pair, usual_s) / 2, rates.get(pair, usual_Bps if rates else math.inf))
-            for pair in pairs
+        up_Bps, down_Bps = [0.0] * len(at), [0.0] * len(at)
+        for (a, b), rate_Bps in rates.items():
+            up_Bps[a], down_Bps[b] = max(up_Bps[a], rate_Bps), max(down_Bps[b], rate_Bps)
+
+        def link(a: int, b: int) -> Link:  # made when asked for: 1000 members have a million
+            trip_s = trips.get((min(a, b), max(a, b)), usual_s)
+            return Link(trip_s / 2, rates.get((a, b), usual_Bps if rates else math.inf))
+
+        return Network(link, [rate or usual_Bps for rate in up_Bps], [rate or usual_Bps for rate in down_Bps])
+
+    def _trips(self, at: Mapping[PeerId, int]) -> dict[tuple[int, int], float]:
+        """By (smaller index, larger index) of members: the larger of what both say."""
+        trips: dict[tuple[int, int], float] = {}
+        for (a, b), seconds in self.rtt_s.items():
+            if a in at and b in at and a != b and math.isfinite(seconds) and seconds >= 0:
+                pair = (min(at[a], at[b]), max(at[a], at[b]))
+                trips[pair] = max(seconds, trips.get(pair, 0.0))
+        return trips
+
+    def _rates(self, at: Mapping[PeerId, int], bounded: bool) -> dict[tuple[int, int], float]:
+        """By directed pair of members' indices."""
+        words: dict[tuple[int, int], dict[int, float]] = {}  # by who said so
+        for known, end in ((self.sent_Bps, 0), (self.came_Bps, 1)):
+            for (a, b), rate_Bps in known.items():
+                if a in at and b in at:
+                    pair = at[a], at[b]
+                    words.setdefault(pair, {})[pair[end]] = rate_Bps
+        rates = {pair: min(said.values()) for pair, said in words.items()}
+        if not bounded:
+            return rates
+        lone = {pair: next(iter(said)) for pair, said in words.items() if len(said) == 1}
+        bounds = {
+            who: median([r for pair, r in rates.items() if lone.get(pair) != who] or [math.inf])
+            for who in set(lone.values())
         }
-        up_Bps = [max((r for (a, _), r in rates.items() if a == i), default=usual_Bps) for i in range(size)]
-        down_Bps = [max((r for (_, b), r in rates.items() if b == i), default=usual_Bps) for i in range(size)]
-        return Network(lambda a, b: links[a, b], up_Bps, down_Bps)
+        return {pair: min(r, bounds[lone[pair]]) if pair in lone else r for pair, r in rates.items()}
 
     def listed(self, roster: Sequence[PeerId]) -> list[list[float | int | None]]:
         """[rank, other rank, round trip in s, bytes per second] of the first members; JSON-able."""
@@ -152,38 +193,83 @@ class Measured:
         return max((s for s in words if math.isfinite(s) and s >= 0), default=None)
 
 
-def plan(load: Load | None, measured: Measured, peers: Sequence[PeerId], first: PeerId) -> Plan:
+def plan(
+    load: Load | None,
+    measured: Measured,
+    peers: Sequence[PeerId],
+    firsts: Sequence[PeerId],
+    roster: Sequence[PeerId] = (),
+) -> Plan:
     """The order of ranks for what the run exchanges.
 
     Args:
         load: None: not known; then, and where only a ring's round trips are known, the ring goes by these.
         peers: the members in the order of joining, all different.
-        first: is to be rank 0.
+        firsts: who may be rank 0, the one that is if it makes no difference first.  Only in a star it does.
+        roster: the order in which members stand; those who are new come last in it.
     """
     rates = bool(measured.sent_Bps or measured.came_Bps)
     network = measured.network(peers) if len(peers) > 2 else None
     if load is None or network is None or (load.kind is Kind.DENSE and not rates):
-        return order_ring(measured.rtt_s, peers, first)
-    found = best_order(load, network, Cpu(), [peers.index(first)])
+        return order_ring(measured.rtt_s, peers, firsts[0])
+    found = _best(load, network, peers, firsts, roster)
     order = tuple(peers[member] for member in found.order)
     return Plan(order, _reason(load, network, found.order, found.exchange_s, found.joined_s, rates))
 
 
-def worth(load: Load | None, measured: Measured, roster: Sequence[PeerId]) -> str:
-    """Why another order than `roster`'s is wanted; empty: it is not, or it cannot be known."""
+def worth(
+    load: Load | None,
+    measured: Measured,
+    roster: Sequence[PeerId],
+    peers: Sequence[PeerId] = (),
+) -> str:
+    """Why another order than `roster`'s is wanted; empty: it is not, or it cannot be known.
+
+    Args:
+        peers: the same members in the order of joining, by default as they stand; all hold the state.
+    """
     if load is None or not 2 < len(roster) <= MOST_REPLANNED or not (measured.sent_Bps or measured.came_Bps):
         return ""
-    network = measured.network(roster)
+    peers = peers or roster
+    network = measured.network(peers)
     if network is None:
         return ""
-    now_s = walked_s(load, network, Cpu(), range(len(roster)))
-    found = best_order(load, network, Cpu(), [0])
-    if now_s < WORTH * found.exchange_s:
+    stand = [peers.index(peer) for peer in roster]
+    now_s = walked_s(load, network, Cpu(), stand)
+    found = _best(load, network, peers, peers, roster)  # as `plan` will look for it
+    if now_s < WORTH * found.exchange_s or not _holds(load, measured, peers, stand, found.order):
         return ""
     return (
         f"links have changed: another order makes an exchange {now_s / found.exchange_s:.2f} times as fast "
         f"({_ms(found.exchange_s)} instead of {_ms(now_s)}, predicted)"
     )
+
+
+def _holds(
+    load: Load, measured: Measured, peers: Sequence[PeerId], now: Sequence[int], then: Sequence[int]
+) -> bool:
+    """Whether it is worth it without the words of any one member as well, so that none can bring it about."""
+    for peer in peers:
+        network = measured.without(peer).network(peers, bounded=False)
+        if network is None:
+            return False
+        if walked_s(load, network, Cpu(), now) < WORTH * walked_s(load, network, Cpu(), then):
+            return False
+    return True
+
+
+def _best(
+    load: Load,
+    network: Network,
+    peers: Sequence[PeerId],
+    firsts: Sequence[PeerId],
+    roster: Sequence[PeerId],
+) -> Ordered:
+    """For `plan` and `worth` the same search, so that the one finds what the other has promised."""
+    at = {peer: index for index, peer in enumerate(peers)}
+    stand = [at[peer] for peer in roster if peer in at]
+    stand += sorted(set(range(len(peers))) - set(stand)) if stand else []
+    return best_order(load, network, Cpu(), [at[peer] for peer in firsts], stand)
 
 
 def _reason(
@@ -192,17 +278,16 @@ def _reason(
     shape = f"{_SHAPES.get(load.kind, 'star')} of {len(order)}"
     gain = f" instead of {_ms(joined_s)} in join order" if exchange_s < joined_s else ", as in join order"
     text = f"{shape} ordered by predicted time: {_ms(exchange_s)} an exchange{gain}"
+    if len(order) > MOST_SEARCHED and load.kind not in CENTRED:
+        text = (
+            f"{shape} in join order, as above {MOST_SEARCHED} members no better one is looked for: "
+            f"{_ms(exchange_s)} an exchange"
+        )
     if not rates:
         return f"{text} (no rate is measured; lines count as {USUAL_Bps * 8 / 1e6:.0f} Mbit/s)"
     ordered = network.ordered(order)
-    crossed = _crossed(load.kind, len(order))
-    thin_Bps, src, dst = min((ordered.path_Bps(a, b), a, b) for a, b in crossed)
+    thin_Bps, src, dst = min((ordered.path_Bps(a, b), a, b) for a, b in crossed_by(load, len(order)))
     return f"{text}; its thinnest link is {_rate(thin_Bps)}, rank {src} to {dst}"
-
-
-def _crossed(kind: Kind, size: int) -> set[tuple[int, int]]:
-    """Directed pairs of ranks between which anything goes."""
-    return {(move.src, move.dst) for move in moves_of(Load(kind, size), size, most_moves=1)}
 
 
 def _ms(seconds: float) -> str:

@@ -15,7 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gridtrain.protocol.lines import Network, Traffic
-from gridtrain.protocol.loads import HEADER_BYTES, Cpu, Load, byte_s_of, end_work_s, start_work_s, work_s
+from gridtrain.protocol.loads import (
+    HEADER_BYTES,
+    Cpu,
+    Load,
+    ahead_work_s,
+    byte_s_of,
+    end_work_s,
+    start_work_s,
+    work_s,
+)
 from gridtrain.protocol.moves import Move
 
 
@@ -100,7 +109,10 @@ class Walk:
             else:
                 self._arrive(index, now_s)
         end_s = end_work_s(self.load, size, self.cpu)
-        self.cpu_s = [spent_s + end_s for spent_s in self.cpu_s]
+        ahead_s = ahead_work_s(self.load, size, self.cpu)
+        self.cpu_s = [spent_s + end_s + ahead_s for spent_s in self.cpu_s]
+        if self.host_cores is not None:
+            end_s += ahead_s  # on cores that all members share there is no idle moment for it
         return [self._workers.work(rank, ready_s, end_s) for rank, ready_s in enumerate(self._ends_s)]
 
     def _ready(self, index: int, now_s: float) -> None:

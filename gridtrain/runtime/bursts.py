@@ -7,6 +7,9 @@ peer, to one after the other, so that two bursts of a worker do not share its li
                                      <------ Landed                    came_Bps = 15 bursts / that time
               sent_Bps = all / (time until Landed - round trip)
 
+The last 8 bytes of the last message are drawn, and Landed repeats them: nobody can answer before it is there.
+All messages have to come, in their order.  A peer that does not answer costs its part of the time only.
+
 A new connection speeds up as it goes, so a fast long line is told slower than it is: as slow as an exchange
 of so few bytes would find it.  Of both ends' words the coordinator believes the smaller one.
 """
@@ -16,12 +19,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from random import Random
 
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import BURST_BYTES, BURSTS, Burst, Landed, PeerId
 from gridtrain.transport.base import Transport
 
+PROOF_BYTES = 8
 MOST_TARGETS = 8  # 2 MiB in all
 MOST_TRAINS, TRAINS_S = 64, 60.0
 """So many bursts of one peer in such a time are let pass.  An honest one measures when it is admitted, as a
@@ -33,25 +38,44 @@ FRESH_S = 300.0
 LEAST_S = 1e-5
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """What was sent, and until when its answer is awaited."""
+
+    peer: PeerId
+    answer: Landed
+    left_s: float
+    until_s: float
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A burst of which some messages are here."""
+
+    nonce: int
+    began_s: float
+    awaited: int = 1  # the index that has to come next
+
+
 class Bursts:
     """One burst under way at a time; and what bursts of others have shown.
 
     Args:
         rng: draws the peers where there are more than `MOST_TARGETS`, and their order: workers that join
-            together do not all begin with the same one.
+            together do not all begin with the same one.  And what Landed has to prove, so peers must not be
+            able to foretell it.
     """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._left: list[PeerId] = []
         self._rtt_s: dict[PeerId, float] = {}
-        self._under_way: tuple[PeerId, int, float] | None = None  # peer, nonce, when it left
+        self._under_way: _UnderWay | None = None
         self._until_s = math.inf
-        self._nonce = 0
         self._known: dict[PeerId, tuple[float, float]] = {}  # rate to it, and when that was measured
         self._sent_Bps: dict[PeerId, float] = {}
         self._came_Bps: dict[PeerId, float] = {}
-        self._began: dict[PeerId, tuple[int, float]] = {}  # nonce and arrival of a burst's first message
+        self._coming: dict[PeerId, _Coming] = {}
         self._arrivals: dict[PeerId, deque[float]] = {}
         self._untold = False
 
@@ -69,22 +93,27 @@ class Bursts:
         """Send the next burst if none is under way; returns whether there is still something to wait for."""
         if now_s >= self._until_s:
             self._left, self._under_way = [], None
+        if self._under_way is not None and now_s >= self._under_way.until_s:
+            self._under_way = None  # its answer would come too late for the others
         while self._left and self._under_way is None:
+            until_s = now_s + (self._until_s - now_s) / len(self._left)  # the next ones have as long
             peer = self._left.pop()
-            self._nonce += 1
+            answer = Landed(self._rng.getrandbits(63), self._rng.randbytes(PROOF_BYTES))
             try:
                 for index in range(BURSTS):
-                    transport.send(peer, Burst(self._nonce, index, bytes(BURST_BYTES)))
+                    end = answer.proof if index == BURSTS - 1 else bytes(PROOF_BYTES)
+                    transport.send(peer, Burst(answer.nonce, index, bytes(BURST_BYTES - PROOF_BYTES) + end))
             except TransportError:
                 continue  # its connection broke: not measured
-            self._under_way = (peer, self._nonce, now_s)
+            self._under_way = _UnderWay(peer, answer, now_s, until_s)
         return self._under_way is not None
 
-    def landed(self, peer: PeerId, nonce: int, now_s: float) -> None:
+    def landed(self, peer: PeerId, answer: Landed, now_s: float) -> None:
         """A peer says that the whole burst is there."""
-        if self._under_way is None or self._under_way[:2] != (peer, nonce):
+        sent = self._under_way
+        if sent is None or (sent.peer, sent.answer) != (peer, answer):
             return
-        took_s = now_s - self._under_way[2] - self._rtt_s[peer]
+        took_s = now_s - sent.left_s - self._rtt_s[peer]
         self._sent_Bps[peer] = BURSTS * BURST_BYTES / max(LEAST_S, took_s)
         self._known[peer] = self._sent_Bps[peer], now_s
         self._under_way, self._untold = None, True
@@ -98,19 +127,24 @@ class Bursts:
         if len(burst.payload) != BURST_BYTES:  # it would look faster, or slower, than it is
             return f"sent a Burst of {len(burst.payload)} bytes, must be {BURST_BYTES}"
         if burst.index == 0:
-            self._began[peer] = (burst.nonce, now_s)
-        nonce, began_s = self._began.get(peer, (-1, 0.0))
-        if burst.index < BURSTS - 1 or nonce != burst.nonce:
+            self._coming[peer] = _Coming(burst.nonce, now_s)
             return None
-        del self._began[peer]
-        self._came_Bps[peer] = (BURSTS - 1) * BURST_BYTES / max(LEAST_S, now_s - began_s)
+        coming = self._coming.get(peer)
+        if coming is None or (coming.nonce, coming.awaited) != (burst.nonce, burst.index):
+            self._coming.pop(peer, None)  # one is left out: this burst tells nothing any more
+            return None
+        coming.awaited += 1
+        if burst.index < BURSTS - 1:
+            return None
+        del self._coming[peer]
+        self._came_Bps[peer] = (BURSTS - 1) * BURST_BYTES / max(LEAST_S, now_s - coming.began_s)
         self._untold = True
-        return Landed(burst.nonce)
+        return Landed(burst.nonce, bytes(memoryview(burst.payload)[-PROOF_BYTES:]))
 
     def forget(self, peer: PeerId) -> None:
         """Its connection broke."""
-        self._began.pop(peer, None)
-        if self._under_way is not None and self._under_way[0] == peer:
+        self._coming.pop(peer, None)
+        if self._under_way is not None and self._under_way.peer == peer:
             self._under_way = None
 
     def news(self) -> tuple[tuple[PeerId, float, float], ...] | None:

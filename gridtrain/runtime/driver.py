@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from random import Random
+from random import SystemRandom
 from typing import Any
 
 from gridtrain.config import JoinConfig
@@ -161,7 +160,7 @@ class Driver:
         self._ended: list[tuple[_OpenRound, RoundOutcome]] = []
         self._mean: list[float | None] = []  # the answer that the trainer waits for
         self._prober = Prober()
-        self._bursts = Bursts(Random(secrets.token_bytes(8)))
+        self._bursts = Bursts(SystemRandom())
         self._relayed: set[m.PeerId] = set()  # whom a burst would reach over a third one's line
         self._measured: io.Probed | None = None  # round trips, while bursts are under way
         self._intake = StateIntake()
@@ -584,8 +583,8 @@ class Driver:
                 self._prober.pong(nonce, self._transport, time.monotonic())
             case Received(peer, m.Burst() as burst, nbytes):
                 self._burst(peer, burst, nbytes)
-            case Received(peer, m.Landed(nonce)):
-                self._bursts.landed(peer, nonce, time.monotonic())
+            case Received(peer, m.Landed() as answer):
+                self._bursts.landed(peer, answer, time.monotonic())
             case Received(peer, message, nbytes):
                 if needs_credit(message):
                     self._owed[peer] = self._owed.get(peer, 0) + nbytes

@@ -48,6 +48,7 @@ RATE = Real("rate", 0.0, 1e12, "a 64-bit float 0 .. 10^12, bytes per second")
 SECONDS = Real("seconds", 0.0, 1e6, "a 64-bit float 0 .. 10^6")
 LIFETIME = Real("lifetime", 0.0, 1e10, "a 64-bit float 0 .. 10^10, seconds")
 PEER = Binary("peer", 32, 32, "exactly 32 bytes, a public key")
+PROOF = Binary("proof", 8, 8, "exactly 8 bytes")
 DIGEST = Binary("digest", 0, 64, "0 .. 64 bytes")
 NAME = Text("name", 64, "at most 64 bytes of UTF-8 without control characters")
 ADDRESS = Text("address", 128, "at most 128 bytes of UTF-8 without control characters")
@@ -243,7 +244,7 @@ MESSAGES: dict[int, Record] = {
     ),
     64: Record(m.TakenOver, term=UINT, generation=UINT, taken=FLAG, reason=REASON),
     65: Record(m.Burst, _burst_is_one_of, nonce=UINT, index=COUNT, payload=FRAME),
-    66: Record(m.Landed, nonce=UINT),
+    66: Record(m.Landed, nonce=UINT, proof=PROOF),
     # to and from a relay
     60: Record(m.Relay, to=PEER, payload=FRAME),
     61: Record(m.Relayed, origin=PEER, payload=FRAME),

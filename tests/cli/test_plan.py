@@ -118,6 +118,16 @@ def test_the_picture_shows_each_exchange(tmp_path: Path) -> None:
     [
         (("--parameters", "many"), "write 25600000, 25.6e6 or 25.6M"),
         (("--parameters", "1M", "--workers", "1..4"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "0..8"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers=-1..4"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "2..1000000"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "8..2"), 'write "2..4096" or "2,3,8"'),
+        (("--parameters", "1e400"), "must be 1 to 1e+15"),
+        (("--parameters", "0"), "must be 1 to 1e+15"),
+        (("--parameters", "1M", "--compute", "9" * 400 + "s"), "must be 1e-9 s to 1e+06 s"),
+        (("--parameters", "1M", "--compute", "0s"), "must be 1e-9 s to 1e+06 s"),
+        (("--parameters", "1M", "--picture", "/nonexistent/x.svg"), "/nonexistent is no folder to write to"),
+        (("--parameters", "1M", "--network", __file__, "--link", "1Gbit"), "leave out --link and --latency"),
         (("--parameters", "1M", "--workers", "four"), 'write "2..4096" or "2,3,8"'),
         (("--parameters", "1M", "--exchange", "gossip"), "name some of dense, topk"),
         (("--parameters", "1M", "--workers", "4", "--picture", "x.svg"), "at least two numbers"),
@@ -127,6 +137,22 @@ def test_what_cannot_be_is_said(arguments: tuple[str, ...], says: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert says in done.output
+
+
+@pytest.mark.parametrize(("workers", "says"), [(1, "has 1 worker:"), (1_000_000, "has 1000000 workers:")])
+def test_a_network_that_is_too_small_or_too_large_is_refused(workers: int, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "n.toml"
+    path.write_text(f"[[site]]\nname='a'\nlink='1Gbit'\nworkers={workers}")
+    done = run("--parameters", "1M", "--network", str(path))
+    assert done.exit_code == 2 and says in done.output
+    assert run("--parameters", "1M", "--network", str(path), "--workers", "4").exit_code == 0
+
+
+def test_of_many_members_all_count() -> None:
+    links = [[a, a + 1, 0.004, 1e6] for a in range(31)]
+    live = from_status({"run": "demo", "world_size": 300, "links": links})
+    assert live.workers == 300
+    assert live.text.startswith("300 members of")
 
 
 def test_configuration_errors_leave_by_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +172,13 @@ def test_configuration_errors_leave_by_exit_code_2(capsys: pytest.CaptureFixture
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[site]]\nname='b'\nlink='1Gbit'", 'between "a" and "b"'),
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=['a','a']", "[[between]] of ['a', 'a']"),
         ("[[host]]\nname='a'", "unknown host"),
+        ("[[site]]\nname='a'\nlink='1Gbit'\nup='1Mbit'", "has a link, and up or down"),
+        ("[[site]]\nname='a'\nlink='100Mbit/'", "'' is not a rate"),
+        (
+            "[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=[['a'],['b']]",
+            "[[between]] of [['a'], ['b']]",
+        ),
+        ("site = " + "[" * 5000 + "]" * 5000, "lists in lists, too deep"),
         ("][", "Expected"),
     ],
 )

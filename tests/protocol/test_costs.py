@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import costs
 from gridtrain.protocol.lines import Link, Network, even
-from gridtrain.protocol.loads import FREE, HEADER_BYTES, VALUE_BYTES, Cpu, Kind, Load, slices_of, sparse_bytes
-from gridtrain.wire.sparse import ValueKind, encode
+from gridtrain.protocol.loads import (
+    FREE,
+    HEADER_BYTES,
+    VALUE_BYTES,
+    Cpu,
+    Kind,
+    Load,
+    count_moves,
+    crossed_by,
+    moves_of,
+    slices_of,
+    sparse_bytes,
+)
+from gridtrain.wire.sparse import ValueKind, encode, encoded_bytes
 
 RATE_Bps = 12.5e6
 SEEDS = range(20)
@@ -175,3 +189,29 @@ def test_a_load_that_cannot_be_is_refused() -> None:
         Load(Kind.TOPK, 10, density=1.5)
     with pytest.raises(ConfigError, match="slowest line 0 bytes"):
         even(2, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 31, 32, 33, 40, 64, 100])
+def test_moves_are_counted_as_they_are_made(kind: Kind, size: int) -> None:
+    load = Load(kind, 10_000_000)
+    for most in (1, 400, 30_000):
+        assert count_moves(load, size, most) == len(moves_of(load, size, most)), most
+    crossed = Counter((move.src, move.dst) for move in moves_of(load, size, 1))
+    assert crossed_by(load, size) == crossed
+
+
+@pytest.mark.parametrize("values", [kind.name.lower() for kind in ValueKind])
+@pytest.mark.parametrize("k", [0, 1, 255, 256, 257, 6029, 25_600])
+def test_all_kinds_of_values_have_the_bytes_that_the_codec_makes(values: str, k: int) -> None:
+    assert sparse_bytes(25_600_000, k, values) == encoded_bytes(k, 25_600_000, ValueKind[values.upper()])
+
+
+def test_a_ring_hashes_while_it_waits_and_a_star_at_its_end() -> None:
+    """What is left at the end: a slice of 1 MiB at most of the ring, all 4 MB of the star."""
+    hashing, network = replace(FREE, hash_byte_s=1e-9), even(4, 0.001, 1e8)
+    ring, star = Load(Kind.DENSE, 1_000_000), Load(Kind.STAR, 1_000_000)
+    slice_s = 1e-9 * 1e6 / slices_of(ring, 4)
+    assert exchange_s(ring, network, hashing) - exchange_s(ring, network) == pytest.approx(slice_s)
+    assert exchange_s(star, network, hashing) - exchange_s(star, network) == pytest.approx(4e-3)
+    assert costs.cost(ring, network, hashing).cpu_s == pytest.approx(4e-3)

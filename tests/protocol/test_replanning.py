@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
+from gridtrain.protocol import topology
+from gridtrain.protocol.breaks import MOST_BREAKS
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.membership_io import CalledBack, Effect, Heard, RunPhase, Send
+from gridtrain.protocol.roll import AVOIDED_S
+from gridtrain.protocol.tellers import Tellers
 
 PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
 FACTS = (("model", "25600000 parameters in 1 tensors"), ("exchange", "GTopK(density=0.001, values=fp16)"))
@@ -43,8 +49,8 @@ class Run:
     def rates(self, slow: set[frozenset[m.PeerId]]) -> list[Effect]:
         effects: list[Effect] = []
         for a in PEERS:
-            told = [(b, SLOW_Bps if frozenset((a, b)) in slow else FAST_Bps, 0.0) for b in PEERS if b != a]
-            effects += self.say(a, m.Rates(tuple(told)))
+            rates = [(b, SLOW_Bps if frozenset((a, b)) in slow else FAST_Bps) for b in PEERS if b != a]
+            effects += self.say(a, m.Rates(tuple((b, rate, rate) for b, rate in rates)))
         return effects
 
     def beat_until_frozen(self, limit_s: float) -> str:
@@ -91,6 +97,55 @@ def test_a_small_change_is_not_worth_a_generation() -> None:
     run.rates(set())
     assert run.beat_until_frozen(100.0) == ""
     assert run.core.generation == 1
+
+
+def test_links_are_compared_with_the_pairs_that_the_ring_avoids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what was planned round a broken pair looks slow, and a generation undoes it."""
+    run, seen = Run(), []
+    for _ in range(MOST_BREAKS):
+        run.core._breaks.note(A, B, run.now_s)
+    assert run.core._breaks.avoid(run.now_s) == {(A, B)}
+    monkeypatch.setattr(topology, "worth", lambda load, links, *rest: seen.append(links.rtt_s[A, B]) or "")
+    run.rates(set())
+    run.beat_until_frozen(60.0)
+    assert seen == [AVOIDED_S]
+
+
+def test_a_word_counts_once_for_each_introduction() -> None:
+    run = Run()
+    run.rates(set())
+    run.say(B, m.Rates(((A, SLOW_Bps, SLOW_Bps), (D, SLOW_Bps, SLOW_Bps))))
+    assert run.core._links.rate_Bps(B, A) == FAST_Bps, "it has had its word"
+    assert run.beat_until_frozen(100.0) == ""
+    run.say(B, SETUP)  # as a worker does that measures its links again
+    run.say(B, m.Rates(((A, SLOW_Bps, SLOW_Bps),)))
+    assert run.core._links.rate_Bps(B, A) == SLOW_Bps
+    assert run.beat_until_frozen(100.0) == "", "nobody else says so"
+
+
+def test_who_brings_orders_about_has_to_wait_ever_longer() -> None:
+    """What is told at once leads to an order at 0, 30, 90, 210 s."""
+    tellers, found_s = Tellers(pause_s=30.0), []
+    for now_s in range(400):
+        tellers.changed(A)
+        if now_s % 60 == 0:
+            tellers.forget(A)  # it leaves and comes anew
+            tellers.changed(A)
+        if due := tellers.due(float(now_s)):
+            tellers.looked(due, float(now_s), found=True)
+            found_s.append(now_s)
+    assert found_s == [0, 30, 90, 210]
+
+
+def test_a_look_that_finds_nothing_costs_no_waiting() -> None:
+    tellers = Tellers(pause_s=30.0)
+    tellers.changed(A)
+    tellers.looked(tellers.due(0.0), 0.0, found=False)
+    assert tellers.due(1.0) == frozenset()
+    tellers.changed(A)
+    assert tellers.due(1.0) == {A}
+    tellers.planned()
+    assert tellers.due(1.0) == frozenset(), "the plan has taken it up"
 
 
 def test_rates_of_strangers_are_not_kept() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from gridtrain.protocol import moves
 from gridtrain.protocol.loads import Kind, Load
 from gridtrain.protocol.messages import LedgerSpec, PeerId, Setup
 from gridtrain.protocol.topology import Measured, load_of, plan, worth
@@ -100,13 +103,14 @@ def two_sites() -> Measured:
     measured = Measured({(a, b): 0.001 for a in PEERS for b in PEERS if a != b})
     for a in PEERS:
         across = {b: (a in (A, C)) != (b in (A, C)) for b in PEERS}
-        measured.told(a, [(b, 2e6 if across[b] else FAST, 0.0) for b in PEERS if b != a])
+        rates = [(b, 2e6 if across[b] else FAST) for b in PEERS if b != a]
+        measured.told(a, [(b, rate, rate) for b, rate in rates])
     return measured
 
 
 def test_two_sites_meet_in_one_hop() -> None:
     measured = two_sites()
-    made = plan(LOAD, measured, PEERS, A)
+    made = plan(LOAD, measured, PEERS, [A])
     assert made.order[0] == A
     site = [peer in (A, C) for peer in made.order]
     assert [site[0] == site[1], site[0] == site[2]].count(False) == 1
@@ -116,13 +120,13 @@ def test_two_sites_meet_in_one_hop() -> None:
 
 def test_without_rates_a_ring_goes_by_round_trips_and_a_butterfly_says_what_it_assumes() -> None:
     measured = Measured({(A, B): 0.001, (C, D): 0.001, (A, C): 0.009, (B, D): 0.002})
-    assert plan(Load(Kind.DENSE, 1000), measured, PEERS, A).reason.startswith(
+    assert plan(Load(Kind.DENSE, 1000), measured, PEERS, [A]).reason.startswith(
         "ring of 4 ordered by round trip"
     )
-    assert plan(None, measured, PEERS, A).reason.startswith("ring of 4 ordered by round trip")
-    reason = plan(LOAD, measured, PEERS, A).reason
+    assert plan(None, measured, PEERS, [A]).reason.startswith("ring of 4 ordered by round trip")
+    reason = plan(LOAD, measured, PEERS, [A]).reason
     assert reason.endswith("(no rate is measured; lines count as 100 Mbit/s)")
-    assert "no round trip is measured" in plan(LOAD, Measured(), PEERS, A).reason
+    assert "no round trip is measured" in plan(LOAD, Measured(), PEERS, [A]).reason
 
 
 def test_an_order_is_given_up_for_one_that_is_noticeably_faster() -> None:
@@ -130,11 +134,98 @@ def test_an_order_is_given_up_for_one_that_is_noticeably_faster() -> None:
     measured = everybody()
     assert worth(LOAD, measured, PEERS) == "", "all alike"
     for a, b in ((A, B), (B, A), (B, D), (D, B)):
-        measured.told(a, [(b, SLOW / 4, 0.0)])
+        measured.told(a, [(b, SLOW / 4, SLOW / 4)])
     text = worth(LOAD, measured, PEERS)
     assert text.startswith("links have changed: another order makes an exchange ")
-    better = plan(LOAD, measured, PEERS, A).order
+    better = plan(LOAD, measured, PEERS, [A]).order
     assert worth(LOAD, measured, better) == "", "that order is kept"
+
+
+SIX = [bytes([i]) * 32 for i in range(1, 7)]
+
+
+def honest_six(but: PeerId) -> Measured:
+    measured = Measured({(a, b): 0.002 for a in SIX for b in SIX if a != b})
+    for a in SIX:
+        measured.told(a, [(b, 12.5e6, 12.5e6) for b in SIX if a not in (b, but)])
+    return measured
+
+
+def test_one_liar_brings_no_other_order_about() -> None:
+    """It says each time that the links to its present neighbours are thin, of which nobody else knows."""
+    load, liar = Load(Kind.DENSE, 2_000_000), SIX[5]
+    measured = honest_six(but=liar)
+    order = plan(load, measured, SIX, SIX).order
+    at = order.index(liar)
+    near = {order[at - 1], order[(at + 1) % 6]}
+    lies = [(peer, 1e5 if peer in near else 12.5e6) for peer in SIX[:5]]
+    measured.told(liar, [(peer, rate, rate) for peer, rate in lies])
+    assert plan(load, measured, SIX, SIX).order != order, "at another occasion it gets its way"
+    assert worth(load, measured, order, SIX) == ""
+
+
+def test_what_one_end_alone_tells_is_no_more_than_the_others_median() -> None:
+    measured = honest_six(but=SIX[5])
+    measured.forget(SIX[5])
+    measured.told(SIX[5], [(other, 1e11, 1e11) for other in SIX[:5]])
+    network = measured.network(SIX)
+    assert network is not None
+    assert network.path_Bps(5, 0) == network.path_Bps(0, 5) == 12.5e6
+    assert list(network.up_Bps) == list(network.down_Bps) == [12.5e6] * 6
+
+
+def test_a_rate_that_is_told_again_is_no_news() -> None:
+    measured = Measured()
+    assert measured.told(A, [(B, 1e6, 0.0)]) is True
+    assert measured.told(A, [(B, 1e6, 0.0), (A, 5.0, 5.0)]) is False
+    assert measured.told(A, [(B, 1e6, 2e6)]) is True
+
+
+def test_the_order_that_was_worth_it_is_found_again() -> None:
+    """Above 7 members the search depends on where it begins: both begin with the order as it stands."""
+    tried = 0
+    for seed in range(6):
+        rng, peers = random.Random(seed), [bytes([i]) * 32 for i in range(10)]
+        measured, roster = Measured({(a, b): 0.01 for a in peers for b in peers if a < b}), list(peers)
+        for a in peers:
+            rates = [(b, rng.choice([1e5, 2.5e6, 12.5e6, 125e6])) for b in peers if b != a]
+            measured.told(a, [(b, rate, rate) for b, rate in rates])
+        for _generation in range(3):
+            if not worth(LOAD, measured, roster, peers):
+                break
+            tried += 1
+            roster = list(plan(LOAD, measured, peers, peers, roster).order)
+        assert worth(LOAD, measured, roster, peers) == "", f"seed {seed}"
+    assert tried > 3
+
+
+def test_a_star_meets_at_the_best_line_of_those_who_hold_the_state() -> None:
+    measured, load = everybody(slow=(A,)), Load(Kind.STAR, 1_000_000)
+    assert plan(load, measured, PEERS, [A, C]).order[0] == C
+    assert plan(load, measured, PEERS, [A]).order[0] == A
+    assert worth(load, measured, PEERS, PEERS).startswith("links have changed")
+    assert worth(load, measured, plan(load, measured, PEERS, PEERS).order, PEERS) == ""
+
+
+@pytest.mark.parametrize("kind", [Kind.DENSE, Kind.TOPK, Kind.GTOPK])
+def test_a_thousand_members_stay_as_they_joined(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a list of two million moves, and without a table of a million links."""
+    made: list[int] = []
+    for name in ("ring", "all_gather", "butterfly"):
+        make = getattr(moves, name)
+        monkeypatch.setattr(moves, name, lambda *args, make=make: counted(made, make(*args)))
+    peers = [i.to_bytes(2, "big") * 16 for i in range(1000)]
+    measured = Measured({(peers[i], peers[i - 1]): 0.01 for i in range(1000)})
+    measured.told(peers[0], [(peers[1], 1e6, 0.0)])
+    made_plan = plan(Load(kind, 25_600_000), measured, peers, peers)
+    assert made_plan.order == tuple(peers)
+    assert "in join order, as above 128 members no better one is looked for" in made_plan.reason
+    assert sum(made) <= 30_000
+
+
+def counted(made: list[int], every: list[moves.Move]) -> list[moves.Move]:
+    made.append(len(every))
+    return every
 
 
 def test_too_little_is_known_or_to_be_gained() -> None:

@@ -28,6 +28,12 @@ class Sent:
         self.messages.append((peer, message))
 
 
+def answer_to(wire: Sent) -> Landed:
+    """To the last burst that was sent."""
+    _, last = wire.messages[-1]
+    return Landed(last.nonce, last.payload[-8:])
+
+
 def test_both_ends_find_the_rate_of_the_line() -> None:
     """A line of 1 MB/s and 10 ms each way: 256 KiB land after 10 + 262 ms, and the answer takes 10 more."""
     line_Bps, one_way_s = 1e6, 0.010
@@ -39,9 +45,12 @@ def test_both_ends_find_the_rate_of_the_line() -> None:
     for index, (_, burst) in enumerate(wire.messages):
         there_s = one_way_s + (index + 1) * BURST_BYTES / line_Bps
         answers.append(receiver.came(ANNA, burst, there_s))
-    assert answers == [None] * (BURSTS - 1) + [Landed(1)]
+    assert answers[:-1] == [None] * (BURSTS - 1)
+    answer = answers[-1]
+    assert isinstance(answer, Landed)
+    assert answer == answer_to(wire)
     assert sender.news() is None
-    sender.landed(BERT, 1, there_s + one_way_s)
+    sender.landed(BERT, answer, there_s + one_way_s)
     assert not sender.turn(wire, 1.0)  # type: ignore[arg-type]
     assert sender.news() == ((BERT, pytest.approx(line_Bps), 0.0),)
     assert receiver.news() == ((ANNA, 0.0, pytest.approx(line_Bps)),)
@@ -55,9 +64,9 @@ def test_one_burst_at_a_time_and_no_more_than_a_sample() -> None:
     asked = []
     while bursts.turn(wire, 0.0):  # type: ignore[arg-type]
         assert len(wire.messages) == BURSTS
-        peer, burst = wire.messages[-1]
+        peer, _ = wire.messages[-1]
         asked.append(peer)
-        bursts.landed(peer, burst.nonce, 0.5)
+        bursts.landed(peer, answer_to(wire), 0.5)
         wire.messages.clear()
     assert len(asked) == len(set(asked)) == MOST_TARGETS
     other = Bursts(Random(4))
@@ -84,13 +93,13 @@ def test_who_is_admitted_anew_tells_again_and_measures_what_is_new() -> None:
     bursts, wire = Bursts(Random(5)), Sent()
     bursts.begin({ANNA: 0.0}, until_s=9.0, now_s=0.0)
     bursts.turn(wire, 0.0)  # type: ignore[arg-type]
-    bursts.landed(ANNA, 1, 0.5)
+    bursts.landed(ANNA, answer_to(wire), 0.5)
     (told,) = bursts.news() or ()
     wire.messages.clear()
     bursts.begin({ANNA: 0.0, BERT: 0.0}, until_s=9.0, now_s=3.0)
     assert bursts.turn(wire, 3.0)  # type: ignore[arg-type]
     assert {peer for peer, _ in wire.messages} == {BERT}
-    bursts.landed(BERT, 2, 4.0)
+    bursts.landed(BERT, answer_to(wire), 4.0)
     assert [peer for peer, *_ in bursts.news() or ()] == [ANNA, BERT]
     bursts.begin({ANNA: 0.0, BERT: 0.0}, until_s=9.0, now_s=5.0)
     assert not bursts.turn(wire, 5.0)  # type: ignore[arg-type]
@@ -101,11 +110,71 @@ def test_who_is_admitted_anew_tells_again_and_measures_what_is_new() -> None:
 
 def test_what_is_not_awaited_tells_nothing() -> None:
     bursts = Bursts(Random(6))
-    bursts.landed(ANNA, 1, 0.1)
+    bursts.landed(ANNA, Landed(1, bytes(8)), 0.1)
     assert bursts.came(ANNA, Burst(7, BURSTS - 1, FULL), 0.0) is None  # it never began
     bursts.came(ANNA, Burst(8, 0, FULL), 0.0)
     assert bursts.came(ANNA, Burst(9, BURSTS - 1, FULL), 0.1) is None  # another one began
     assert bursts.news() is None
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        [0, 15],  # 14 left out
+        [*range(14), 15],
+        [1, *range(1, 16)],  # the first left out
+        [*range(8), *range(7, 16)],  # one twice
+        [*range(7), 8, 7, *range(9, 16)],
+    ],
+)
+def test_a_burst_with_gaps_is_not_answered(indices: list[int]) -> None:
+    bursts = Bursts(Random(6))
+    assert [bursts.came(ANNA, Burst(5, index, FULL), 0.001) for index in indices] == [None] * len(indices)
+    assert bursts.news() is None
+
+
+def test_an_answer_before_the_last_message_is_there_tells_nothing() -> None:
+    """Whoever sees the first message knows the nonce, but not how the last one ends."""
+    bursts, wire = Bursts(Random(7)), Sent()
+    bursts.begin({ANNA: 0.05}, until_s=100.0, now_s=0.0)
+    bursts.turn(wire, 0.0)  # type: ignore[arg-type]
+    _, first = wire.messages[0]
+    bursts.landed(ANNA, Landed(first.nonce, first.payload[-8:]), 0.05)
+    bursts.landed(BERT, answer_to(wire), 0.05)
+    assert bursts.news() is None and bursts.turn(wire, 0.06)  # type: ignore[arg-type]
+    bursts.landed(ANNA, answer_to(wire), 0.1)
+    assert bursts.news() is not None
+
+
+def test_nonces_cannot_be_foretold() -> None:
+    nonces = set()
+    for seed in range(20):
+        bursts, wire = Bursts(Random(seed)), Sent()
+        bursts.begin({ANNA: 0.0, BERT: 0.0}, until_s=100.0, now_s=0.0)
+        bursts.turn(wire, 0.0)  # type: ignore[arg-type]
+        bursts.forget(wire.messages[-1][0])
+        bursts.turn(wire, 0.0)  # type: ignore[arg-type]
+        nonces |= {burst.nonce for _, burst in wire.messages}
+    assert len(nonces) == 40
+
+
+def test_who_never_answers_leaves_the_others_their_time() -> None:
+    """8 peers and 40 s: the silent first one has 5 s of them, and all others are measured."""
+    bursts, wire = Bursts(Random(9)), Sent()
+    bursts.begin({bytes([i]) * 32: 0.0 for i in range(8)}, until_s=40.0, now_s=0.0)
+    bursts.turn(wire, 0.0)  # type: ignore[arg-type]
+    silent, late = wire.messages[-1][0], answer_to(wire)
+    bursts.turn(wire, 4.9)  # type: ignore[arg-type]
+    assert {peer for peer, _ in wire.messages} == {silent}
+    now_s, heard = 5.0, set()
+    while bursts.turn(wire, now_s):  # type: ignore[arg-type]
+        bursts.landed(silent, late, now_s)  # too late: another one is under way
+        peer, _ = wire.messages[-1]
+        now_s += 0.5
+        bursts.landed(peer, answer_to(wire), now_s)
+        heard.add(peer)
+    assert len(heard) == 7 and silent not in heard
+    assert {peer for peer, *_ in bursts.news() or ()} == heard
 
 
 def test_a_peer_that_floods_is_named() -> None:

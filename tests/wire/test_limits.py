@@ -139,6 +139,7 @@ FIELDS = [
         [*header(65, 1, 0), memoryview(bytes(2**14 + 1))],
         "burst over 16 KiB",
     ),
+    refused("exactly 8 bytes", header(66, 1, bytes(7)), "a proof that is too short"),
     refused("StateBlock is block 0 of 65537", [*header(57, 1, 1, 0, 65537), b""], "more than 64 GiB"),
     refused(
         "StateBlock is 1048577 bytes, must be at most 1048576",
