@@ -168,19 +168,20 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """worker-1 --b--> its heir, which goes at once --b + its own--> the last one"""
-    books, heir_known = Books(), threading.Event()
+    books, heir_known, heir = Books(), threading.Event(), []
     take = handover.Inheritance.take
 
     def taking(self: handover.Inheritance, *args: Any) -> bool:
         whole = take(self, *args)
         if whole:
+            heir.append(self)
             heir_known.set()
         return whole
 
     monkeypatch.setattr(handover.Inheritance, "take", taking)
 
     def heir_goes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-        return heir_known.wait(10.0) and grid._session._driver._inheritance.open
+        return heir_known.wait(10.0) and grid._session._driver._inheritance is heir[0]
 
     stops = {0: heir_goes, 1: before_the_step, 2: heir_goes}
     with new_group(workers=3, deadlines=replace(QUICK, settle_s=0.3)) as group:
@@ -189,8 +190,9 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
         ended = [group.result(number) for number in range(3)]
     assert sorted(ended) == [LEAVES, LEAVES, STEPS] and ended[1] == LEAVES
     assert np.abs(books.open_sum()).max() < 2.0**-18, "but for the rounding of thirds: shares may be 3 and 1"
-    assert sum("goes on with this worker's" in record.message for record in caplog.records) == 1
-    assert sum("added to this worker's" in record.message for record in caplog.records) == 1
+    passed_on = sum("goes on with this worker's" in record.message for record in caplog.records)
+    added = sum("added to this worker's" in record.message for record in caplog.records)
+    assert (passed_on, added) in ((1, 1), (0, 2)), "0, 2: the View was there first, and it counted already"
 
 
 def test_an_heir_that_leaves_and_hears_no_view_says_what_is_lost(
