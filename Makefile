@@ -37,8 +37,17 @@ bench: $(READY) ## exchanges over shaped links beside rivals, SUITE=goals (minut
 bench-quick: $(READY) ## what got slower: ratios to gloo and to a memory copy (under 3 minutes)
 	@cd benchmarks && ../$(BIN)/python -m bench quick $(BENCH)
 
-test: $(READY) ## the whole test suite; TESTS=tests/wire for a part of it
+test: $(READY) ## the whole test suite, in two halves side by side; TESTS=tests/wire for a part of it
+ifeq ($(strip $(TESTS)),tests)
+	@$(BIN)/python scripts/test-halves $(TESTS)
+else
 	$(BIN)/pytest $(TESTS)
+endif
+
+.PHONY: test-adapters
+test-adapters: $(READY) ## DDP's hook, sites, Hugging Face, Lightning, Accelerate, loggers: installs these and tests all
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[adapters]"
+	$(BIN)/pytest tests/adapters
 
 sweep: $(READY) ## the randomised tests over SEEDS=10000 seeds; GRIDTRAIN_SEED=123 make sweep replays one
 	GRIDTRAIN_SEEDS=$(SEEDS) $(BIN)/pytest -m sweep --timeout=0 -rP $(TESTS)
@@ -57,6 +66,24 @@ chaos: $(READY) ## real processes under a fault each EVERY=30 s for MINUTES=5, a
 
 hostile: $(READY) ## a hostile member among real processes, and strangers at the door (minutes, all cores)
 	GRIDTRAIN_HOSTILE=1 $(BIN)/pytest tests/integration/test_hostile.py tests/integration/test_load.py
+
+.PHONY: compose-test docker-lint
+compose-test: ## docker/: images, four workers in containers, one killed (minutes; needs an engine); WHEELHOUSE=folder
+	@python3 docker/test/compose_test.py $(if $(WHEELHOUSE),--wheelhouse $(WHEELHOUSE)) \
+		$(if $(filter-out undefined,$(origin TORCH_INDEX)),--torch-index "$(TORCH_INDEX)") $(COMPOSE_TEST)
+
+docker-lint: ## docker/: hadolint, compose files, systemd units; what is not installed is named and skipped
+	@scripts/lint-docker
+
+DOCS := .venv/.docs-ready
+.PHONY: docs
+docs: $(DOCS) ## the documentation as HTML in build/docs; a warning is an error
+	@$(BIN)/python -m sphinx -b html -q -W --keep-going -d build/doctrees docs build/docs
+	@echo "documentation: build/docs/index.html"
+
+$(DOCS): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@touch $@
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check

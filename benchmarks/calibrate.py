@@ -6,33 +6,43 @@ Decides what is timed, and takes the least of several repeats.  Never uses a net
     selection        the product's own, with its residual, over 25.6 M parameters (less with --quick)
     dense            add, store and hash of 1 MiB slices, the largest that a ring has
     socket           ZeroMQ on loopback, both ends in one process: CPU time, half for each end
+    message, wake,   real members, four tiny exchanges of which the messages differ: see `messages_work`
+    begin
 
-Run:  python benchmarks/calibrate.py [--quick]         prints JSON that predictions.py and paper_table.py take
+Prints JSON that predictions.py and paper_table.py take.
+
+Run:  python benchmarks/calibrate.py [--quick] [--members 2] [--messages]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import statistics
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 import zmq
 
-from gridtrain.protocol.loads import Cpu
-from gridtrain.protocol.messages import Channel, Data, Phase, Place, RoundId
+from bench.cells import Link
+from bench.ground import ground_of, why_no_link
+from gridtrain.protocol.costs import cost
+from gridtrain.protocol.lines import even
+from gridtrain.protocol.loads import FREE, PACKET_BYTES, Cpu, Load, count_moves
 from gridtrain.protocol.ring import LARGEST_SLICE_BYTES
+from gridtrain.protocol.topology import named
 from gridtrain.sparsify.feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge, sum_in_rank_order
-from gridtrain.transport.base import Received, open_gate
-from gridtrain.transport.curve import Identity
-from gridtrain.transport.stack import over
-from gridtrain.transport.zeromq import ZeroMQTransport
+from gridtrain.speed.group import Setting, started
 from gridtrain.wire.sparse import ValueKind, decode, encode
 
 PARAMETERS, ENTRIES = 25_600_000, 25_600
@@ -120,45 +130,141 @@ def socket_work() -> dict[str, float]:
     sealed_s, _ = _through(SLICE_BYTES, 200, zmq.curve_keypair())
     byte_s = max(0.0, big_s - small_s) / nbytes / 2
     return {
-        "message_s": min(_message_s() for _ in range(3)),
         "byte_s": byte_s,
         "crypt_byte_s": max(0.0, (sealed_s - big_s) / nbytes / 2),
     }
 
 
-def _message_s(messages: int = 400) -> float:
-    """One small message at one end, through the whole of our transport, polled for as in a worker."""
-    ends = [
-        over(ZeroMQTransport(identity, "calibrate", gate=open_gate, encrypted=False), identity)
-        for identity in (Identity.generate(), Identity.generate())
-    ]
-    (left, right), arrived = ends, 0
-    try:
-        left.dial(right.me, right.listen("tcp://127.0.0.1:0"))
-        until_s = time.monotonic() + 10
-        while not (left.connected(right.me) and right.connected(left.me)):
-            if time.monotonic() > until_s:
-                raise SystemExit("calibrate: two ends on loopback did not connect within 10 s")
-            for end in ends:
-                end.poll(0.01)
-        began_s = time.process_time()
-        for index in range(messages):
-            source, target = ends[index % 2], ends[1 - index % 2]
-            source.send(target.me, _data(index))
-            while arrived <= index:
-                source.poll(0.0)
-                for event in target.poll(0.1):
-                    if isinstance(event, Received) and isinstance(event.message, Data):
-                        arrived += 1
-                        target.done(event.peer, event.nbytes)
-        return (time.process_time() - began_s) / messages / 2
-    finally:
-        for end in ends:
-            end.close()
+TINY = ("gtopk", "topk", "gtopk:topology=tree", "dense")
+TINY_PARAMETERS = 2000
 
 
-def _data(step: int) -> Data:
-    return Data(RoundId(1, 1, step, 0), Channel(0, 0, 0), Place(Phase.REDUCE, 1, 1, 1), False, b"\0" * 64)
+def messages_work(members: int = 2, repeats: int = 30) -> dict[str, float]:
+    """What the messages of real members take, from exchanges of a few bytes (`TINY`) among so many of them.
+
+    In the lab's namespaces where they can be had (what the kernel does for a cable counts to the sender),
+    else on loopback; nothing limits the lines.  Of the tiny exchanges
+        CPU seconds of a member = begin + ends * message
+    and wake is what then lacks until the walk of these exchanges takes as long as they took.
+    """
+    tiny_ones = {what: Setting(what, members, TINY_PARAMETERS) for what in TINY}
+    large_ones = {name: Setting(what, members, n) for name, (what, n) in LARGE.items()}
+    medians = in_turns(Link(members), tiny_ones | large_ones, repeats)
+    found = solved(
+        members,
+        os.cpu_count() or 1,
+        {what: medians[what].seconds for what in TINY},
+        {what: medians[what].cpu_s for what in TINY},
+    )
+    return found | works(members, medians)
+
+
+LARGE = {
+    "merge": ("gtopk:density=0.01", 2_560_000),
+    "sum": ("topk:density=0.01", 2_560_000),
+    "ring": ("dense", 500_000),
+}
+"""For what payloads take where they were just received, which is longer than in a loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Median:
+    """Of the repeats of one exchange; `cpu_s` and `work_s` of a member in the mean."""
+
+    seconds: float
+    cpu_s: float
+    work_s: float
+
+
+def in_turns(link: Link, settings: Mapping[str, Setting], repeats: int) -> dict[str, Median]:
+    """The exchanges one after the other, again and again; the first turns find their memory and their way."""
+    samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in settings}
+    with (
+        tempfile.TemporaryDirectory(prefix="calibrate-") as folder,
+        ground_of(link, loopback=bool(why_no_link(link))) as ground,
+        contextlib.ExitStack() as stack,
+    ):
+        groups = {
+            name: stack.enter_context(started(setting, ground, Path(folder) / str(index)))
+            for index, (name, setting) in enumerate(settings.items())
+        }
+        for turn in range(-3, repeats):
+            for name, group in groups.items():
+                repeat = group.repeat()
+                means = statistics.fmean(repeat.cpu_s), statistics.fmean(repeat.workspace_s)
+                if turn >= 0:
+                    samples[name].append((repeat.seconds, *means))
+    return {
+        name: Median(*(statistics.median(column) for column in zip(*rows, strict=True)))
+        for name, rows in samples.items()
+    }
+
+
+def works(members: int, medians: Mapping[str, Median]) -> dict[str, float]:
+    """Seconds of an entry merged or summed, and of a dense byte, beyond what a tiny exchange takes.
+
+    Of CPU time: where members share cores, the time in which a payload is worked on has others' turns in it.
+    """
+    hops = count_moves(tiny("gtopk"), members) / members
+    entries = 25_600
+    merging_s = medians["merge"].cpu_s - medians["gtopk"].cpu_s
+    summing_s = medians["sum"].cpu_s - medians["topk"].cpu_s
+    ring_s = max(0.0, medians["ring"].cpu_s - medians["dense"].cpu_s)
+    moved = 4 * LARGE["ring"][1]
+    # Of a byte of the vector (P - 1) / P is added and as much stored, and all of it hashed.
+    share = (members - 1) / members
+    return {
+        "merge_entry_s": max(0.0, merging_s / (hops * entries)),
+        "sum_entry_s": max(0.0, summing_s / (members * entries)),
+        "add_byte_s": ring_s / moved * 0.1 / share,
+        "store_byte_s": ring_s / moved * 0.1 / share,
+        "hash_byte_s": ring_s / moved * 0.8,
+    }
+
+
+def packets_work(repeats: int = 8) -> dict[str, float]:
+    """What a packet takes where a line is slower than the processor: two members, a ring, 50 Mbit/s."""
+    link = Link(2, "50Mbit")
+    if why_no_link(link):
+        return {"packet_s": Cpu().packet_s}
+    n = 500_000
+    slow = in_turns(link, {"ring": Setting("dense", 2, n), "dense": Setting("dense", 2, 2000)}, repeats)
+    spent_s = (slow["ring"].cpu_s - slow["ring"].work_s) - (slow["dense"].cpu_s - slow["dense"].work_s)
+    return {"packet_s": max(0.0, spent_s / (2 * 4 * n / PACKET_BYTES))}
+
+
+def tiny(what: str) -> Load:
+    name, _, options = what.partition(":")
+    load = named(name, f"{options},density=0.001", TINY_PARAMETERS, encrypted=False)
+    assert load is not None
+    return load
+
+
+def ends_of(what: str, members: int) -> float:
+    """Messages that a member sends or receives, in the mean; with vote and decision."""
+    return 2 * (count_moves(tiny(what), members) + 2 * (members - 1)) / members
+
+
+def solved(
+    members: int, cores: int, seconds: Mapping[str, float], cpu_s: Mapping[str, float]
+) -> dict[str, float]:
+    """`begin_s`, `message_s`, `wake_s` from medians of the exchanges in `TINY`, none below 0."""
+    ends = np.array([[1.0, ends_of(what, members)] for what in cpu_s])
+    begin_s, message_s = np.linalg.lstsq(ends, np.array(list(cpu_s.values())), rcond=None)[0]
+    if message_s <= 0 or begin_s < 0:  # too close to tell apart: all of it is messages
+        begin_s = 0.0
+        message_s = statistics.fmean(spent_s / ends_of(what, members) for what, spent_s in cpu_s.items())
+    found = replace(FREE, message_s=float(message_s), begin_s=float(begin_s))
+
+    def walked_s(wake_s: float) -> float:
+        cpu, network = replace(found, wake_s=wake_s), even(members, 0.0, 1e12)
+        return sum(cost(tiny(what), network, cpu, host_cores=cores).exchange_s for what in seconds)
+
+    low, high, wanted_s = 0.0, max(seconds.values()), sum(seconds.values())
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if walked_s(middle) < wanted_s else (low, middle)
+    return {"message_s": found.message_s, "wake_s": low, "begin_s": found.begin_s}
 
 
 def _through(nbytes: int, messages: int, keys: tuple[bytes, bytes] | None) -> tuple[float, int]:
@@ -199,14 +305,16 @@ def _send_all(sender: zmq.Socket[bytes], payload: bytes, messages: int) -> None:
         sender.send(payload, copy=False)
 
 
-def measure(*, quick: bool = False) -> Cpu:
-    """Takes about 10 seconds, 2 with `quick`."""
+def measure(*, quick: bool = False, members: int = 2) -> Cpu:
+    """Takes half a minute.  `members`: that exchange messages; more than there are cores share these."""
     rng = np.random.default_rng(0)
     parts = (
         sparse_work(rng),
         selection(PARAMETERS // 10 if quick else PARAMETERS),
         dense_work(),
         socket_work(),
+        messages_work(members),
+        packets_work(),
     )
     return Cpu(**{name: value for part in parts for name, value in part.items()})
 
@@ -214,7 +322,14 @@ def measure(*, quick: bool = False) -> Cpu:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer parameters")
-    found = measure(quick=parser.parse_args().quick)
+    parser.add_argument("--members", type=int, default=2, help="real ones for the cost of messages")
+    parser.add_argument("--messages", action="store_true", help="print the cost of messages alone")
+    options = parser.parse_args()
+    if options.messages:
+        json.dump(messages_work(options.members) | packets_work(), sys.stdout, indent=1)
+        print()
+        return
+    found = measure(quick=options.quick, members=options.members)
     json.dump(asdict(found), sys.stdout, indent=1)
     print()
 

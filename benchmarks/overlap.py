@@ -5,7 +5,8 @@
 
 `lab`: P workers on hosts of their own, a model of LAYERS equal layers whose backward takes COMPUTE seconds
 (waited, so that workers on few cores do not share it: a volunteer's GPU is its own).  With and without
-overlap in turn; the share that is hidden is (step without - step with) / (communication without).
+overlap in turn; the share that is hidden is (step without - step with) / (communication without).  Steps with
+overlap count from the one on in which the group has decided whether it pays; --always overlaps in any case.
 
 `loss`: the demo's model, four workers in one process, no network, the product's own selection and merges:
 k entries of the whole vector against k entries shared out over buckets by their lengths.
@@ -30,12 +31,17 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
+from gridtrain.optim.overlap_trial import TRIAL_STEPS
+from gridtrain.optim.overlap_trial import WARM_UP_STEPS as BEFORE_TRIAL_STEPS
 from gridtrain.runtime.buckets import cut
 from lab.group import Plan, start
 from lab.net import Net
 
 LAYERS = 16
 WARM_UP_STEPS = 3
+DECIDED_STEPS = BEFORE_TRIAL_STEPS + TRIAL_STEPS + 2  # the table's step, and one for the way that is new
+WAITED = ("waiting_s", "communicating_s")
+PARTS = ("computing_s", "waiting_s", "selecting_s", "communicating_s", "applying_s")
 EXCHANGES = {
     "dense": gridtrain.Dense(),
     "topk": gridtrain.TopK(density=0.001),
@@ -80,66 +86,92 @@ def work(options: argparse.Namespace) -> None:
     grid = gridtrain.join()
     model = Layered(options.n, options.compute)
     sgd = torch.optim.SGD(model.parameters(), lr=1e-9)
-    overlap = gridtrain.Overlap(buckets=options.buckets, adaptive=False) if options.overlap else None
+    overlap = None
+    if options.overlap:
+        overlap = gridtrain.Overlap(options.buckets, options.least, adaptive=not options.always)
     exchange = EXCHANGES[options.exchange]
     optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=overlap, compare_every=0)
     data = [torch.tensor(float(i)) for i in range(64)]
-    ends_s, waited_s = [], []
+    ends_s, parts = [], []
     for batch in grid.batches(data, batch_size=1, steps=options.steps):
         model(batch.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
         ends_s.append(time.perf_counter())
-        waited_s.append(optimizer.timings["communicating_s"] + optimizer.timings["waiting_s"])
+        parts.append([optimizer.timings.get(name, 0.0) for name in PARTS])
     if grid.is_first:
-        took_s = [b - a for a, b in pairwise(ends_s)][WARM_UP_STEPS:]
-        options.result.write_text(json.dumps({"step_s": took_s, "waited_s": waited_s[WARM_UP_STEPS + 1 :]}))
+        adaptive = overlap is not None and not options.always
+        before = DECIDED_STEPS if adaptive else WARM_UP_STEPS
+        took_s = [b - a for a, b in pairwise(ends_s)]
+        figures = {
+            "step_s": took_s[before:],
+            "parts_s": parts[before + 1 :],
+            "overlaps": optimizer.overlaps,
+            "all_s": took_s,
+        }
+        options.result.write_text(json.dumps(figures))
 
 
 # -- the lab -------------------------------------------------------------------------------------------
 
 
-def measure(options: argparse.Namespace, exchange: str, rate: str, overlap: bool) -> dict[str, list[float]]:
+def measure(options: argparse.Namespace, exchange: str, rate: str, overlap: bool) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="overlap-"))
     result = folder / "result.json"
     script = [sys.executable, str(Path(__file__).resolve()), "work", "--result", str(result)]
     script += ["--exchange", exchange, "--n", str(options.n), "--compute", str(options.compute)]
-    script += ["--steps", str(options.steps), "--buckets", str(options.buckets)]
-    script += ["--overlap"] if overlap else []
+    steps = options.steps if overlap else options.without_steps
+    script += ["--steps", str(steps), "--buckets", str(options.buckets)]
+    script += ["--least", str(options.least)] if options.least is not None else []
+    script += ["--overlap"] * overlap + ["--always"] * options.always
     plan = Plan(workers=options.workers, encrypted=options.encrypted, line=rate)
     with Net() as net:
         start(net, plan, folder, lambda name: script).wait(options.timeout)
-    figures: dict[str, list[float]] = json.loads(result.read_text())
+    figures: dict[str, Any] = json.loads(result.read_text())
     return figures
+
+
+def middle(runs: list[dict[str, Any]]) -> tuple[float, float, list[float]]:
+    """Of all steps of these runs: the median, half the range of the middle half, the median of each part."""
+    step_s = [each for run in runs for each in run["step_s"]]
+    low_s, _, high_s = statistics.quantiles(step_s, n=4)
+    parts_s = zip(*(each for run in runs for each in run["parts_s"]), strict=True)
+    return statistics.median(step_s), (high_s - low_s) / 2, [statistics.median(part) for part in parts_s]
 
 
 def lab(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for rate in options.rates:
         for exchange in options.exchanges:
-            late: dict[str, list[float]] = {"step_s": [], "waited_s": []}
-            early: dict[str, list[float]] = {"step_s": [], "waited_s": []}
+            late, early = [], []
             for _ in range(options.repeats):
-                for into, overlap in ((late, False), (early, True)):
-                    for name, values in measure(options, exchange, rate, overlap).items():
-                        into[name] += values
-            late_s, early_s = statistics.median(late["step_s"]), statistics.median(early["step_s"])
-            waited_s = statistics.median(late["waited_s"])
+                late.append(measure(options, exchange, rate, False))
+                early.append(measure(options, exchange, rate, True))
+            late_s, late_spread_s, late_parts_s = middle(late)
+            early_s, early_spread_s, early_parts_s = middle(early)
+            waited_s = sum(s for name, s in zip(PARTS, late_parts_s, strict=True) if name in WAITED)
             rows.append(
                 {
                     "rate": rate,
                     "exchange": exchange,
                     "without_s": late_s,
                     "with_s": early_s,
+                    "spread_s": max(late_spread_s, early_spread_s),
                     "communication_s": waited_s,
                     "hidden": (late_s - early_s) / waited_s,
                     "hideable": min(1.0, options.compute / waited_s),
+                    "overlaps": [run["overlaps"] for run in early],
+                    "without_parts_s": dict(zip(PARTS, late_parts_s, strict=True)),
+                    "with_parts_s": dict(zip(PARTS, early_parts_s, strict=True)),
+                    "with_all_s": [run["all_s"] for run in early],
                 }
             )
             print(
-                "{rate:9} {exchange:6} step {without_s:.3f} s without, {with_s:.3f} s with overlap; "
-                "communication {communication_s:.3f} s, hidden {hidden:.0%}, "
-                "at most {hideable:.0%}".format(**rows[-1]),
+                "{rate:9} {exchange:6} step {without_s:.3f} s without, {with_s:.3f} s with overlap "
+                "(+- {spread_s:.3f}; at the end it is on: {overlaps}); "
+                "communication {communication_s:.3f} s, hidden {hidden:.0%}, at most {hideable:.0%}".format(
+                    **rows[-1]
+                ),
                 flush=True,
             )
     return {"workers": options.workers, "n": options.n, "compute_s": options.compute, "rows": rows}
@@ -186,12 +218,15 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         one = modes.add_parser(name)
         one.add_argument("--n", type=int, default=2_560_000)
         one.add_argument("--compute", type=float, default=0.5, help="seconds of one backward")
-        one.add_argument("--steps", type=int, default=12)
+        one.add_argument("--steps", type=int, default=24)
         one.add_argument("--buckets", type=int, default=8)
+        one.add_argument("--least", type=int, help="elements of a bucket; by the exchange if left out")
+        one.add_argument("--always", action="store_true", help="overlap even if it does not pay")
     modes.choices["lab"].add_argument("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
     modes.choices["lab"].add_argument(
         "--exchange", dest="exchanges", nargs="+", default=["dense", "gtopk"], choices=EXCHANGES
     )
+    modes.choices["lab"].add_argument("--without-steps", type=int, default=12)
     modes.choices["lab"].add_argument("--workers", type=int, default=4)
     modes.choices["lab"].add_argument("--repeats", type=int, default=1)
     modes.choices["lab"].add_argument("--timeout", type=float, default=300.0)

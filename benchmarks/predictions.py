@@ -11,8 +11,11 @@ use is 80 % of the cores or more are shown, and left out of the count: there the
 Input: a file of the bench ({"cells": [{"cell": "gtopk P=4 n=25.6M rate=100Mbit", "samples": [...]}]}), or a
 list of {"exchange", "world", "rate_Bps", "delay_s", "n", "density", "values", "encrypted", "seconds"}.
 
-Run:  python benchmarks/predictions.py results.json [--cpu FILE] [--cores 2]
-FILE is what calibrate.py printed; without it the machine is measured first.
+Run:  python benchmarks/predictions.py results.json [--cpu FILE] [--crowds FILE] [--cores 2]
+FILE is what calibrate.py printed; without it the machine is measured first.  Members that share a core put
+each other's memory out of its caches, so the lab is calibrated for each number of members: --crowds has
+{"2": {"message_s": ...}, "4": ...} out of `calibrate.py --messages --members 4`, which take the place of the
+numbers in --cpu.  Nothing is fitted to the cells: calibration exchanges go over lines that nothing limits.
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from calibrate import measure
 from gridtrain.errors import ConfigError
 from gridtrain.protocol.costs import cost
-from gridtrain.protocol.lines import even
-from gridtrain.protocol.loads import Cpu, Load
+from gridtrain.protocol.lines import Network, even
+from gridtrain.protocol.loads import Cpu, Kind, Load
+from gridtrain.protocol.roads import road_of
 from gridtrain.protocol.topology import named
 from gridtrain.transport.limits import parse_rate
 from paper_table import read_cpu
@@ -53,6 +58,7 @@ class Measured:
         rate_Bps: of each worker's line, both ways, frames included; infinite: nothing limits it.
         delay_s: one way.
         cpu_s: of each process.
+        machine_use: of all cores, by whatever ran; None: not known.
     """
 
     exchange: str
@@ -65,10 +71,11 @@ class Measured:
     encrypted: bool = False
     seconds: float | None = None
     cpu_s: float | None = None
+    machine_use: float | None = None
 
 
 def load_of(cell: Measured) -> Load:
-    """Raises `ConfigError` for an exchange that is not ours."""
+    """Dense: on the road that the coordinator would take.  Raises `ConfigError` for no exchange of ours."""
     name, _, options = cell.exchange.partition(":")
     for word, value in (("density", cell.density), ("values", cell.values)):
         if f"{word}=" not in options:
@@ -76,7 +83,15 @@ def load_of(cell: Measured) -> Load:
     load = named(name, options, cell.n, cell.encrypted)
     if load is None:
         raise ConfigError(f'"{cell.exchange}" is no exchange of gridtrain')
+    is_open = load.kind is Kind.DENSE and "topology=" not in options
+    if is_open and road_of(load, cell.world, network_of(cell), edges=True).direct:
+        return replace(load, kind=Kind.DIRECT)
     return load
+
+
+def network_of(cell: Measured) -> Network:
+    rate_Bps = cell.rate_Bps * FRAME_SHARE if math.isfinite(cell.rate_Bps) else 1e12
+    return even(cell.world, cell.delay_s, rate_Bps)
 
 
 def predict(cell: Measured, cpu: Cpu, cores: int | None = None) -> float:
@@ -85,8 +100,7 @@ def predict(cell: Measured, cpu: Cpu, cores: int | None = None) -> float:
     Args:
         cores: all workers share so many; None: each has its own machine.
     """
-    rate_Bps = cell.rate_Bps * FRAME_SHARE if math.isfinite(cell.rate_Bps) else 1e12
-    found = cost(load_of(cell), even(cell.world, cell.delay_s, rate_Bps), cpu, host_cores=cores)
+    found = cost(load_of(cell), network_of(cell), cpu, host_cores=cores)
     return found.exchange_s - _begun_s(found.select_s, cell.world, cores)
 
 
@@ -106,7 +120,9 @@ def read(document: Any) -> Iterator[Measured]:
         if samples and cell is not None:
             seconds = statistics.median(sample["seconds"] for sample in samples)
             cpu_s = statistics.median(sample["cpu_s"] for sample in samples)
-            yield Measured(**cell, seconds=seconds, cpu_s=cpu_s)
+            uses = [use for sample in samples if (use := sample.get("machine_use")) is not None]
+            use = statistics.fmean(uses) if uses else None
+            yield Measured(**cell, seconds=seconds, cpu_s=cpu_s, machine_use=use)
 
 
 def parse(text: str) -> dict[str, Any] | None:
@@ -129,20 +145,33 @@ def parse(text: str) -> dict[str, Any] | None:
     }
 
 
-def table(cells: list[Measured], cpu: Cpu, cores: int | None) -> tuple[str, int, int]:
+def crowded(cpu: Cpu, crowds: Mapping[int, Mapping[str, float]], members: int) -> Cpu:
+    """`cpu` with what was calibrated for so many members, or for the nearest smaller number."""
+    known = [number for number in crowds if number <= members]
+    return replace(cpu, **crowds[max(known)]) if known else cpu
+
+
+def table(
+    cells: list[Measured],
+    cpu: Cpu,
+    cores: int | None,
+    crowds: Mapping[int, Mapping[str, float]] = MappingProxyType({}),
+) -> tuple[str, int, int]:
     """Markdown, how many count, and how many of these are within `WITHIN`."""
     lines = ["| cell | measured | predicted | off | CPU use |", "|---|---|---|---|---|"]
     counted = good = 0
     for cell in cells:
-        predicted_s = predict(cell, cpu, cores)
+        predicted_s = predict(cell, crowded(cpu, crowds, cell.world), cores)
         rate = f"{cell.rate_Bps * 8 / 1e6:g} Mbit" if math.isfinite(cell.rate_Bps) else "no limit"
-        name = f"{cell.exchange} P={cell.world} n={cell.n / 1e6:g}M {rate} {cell.delay_s * 1e3:g} ms"
+        sparse = f" density={cell.density:g}" if load_of(cell).kind.sparse else ""
+        name = f"{cell.exchange} P={cell.world} n={cell.n / 1e6:g}M{sparse} {rate} {cell.delay_s * 1e3:g} ms"
         name += " curve" if cell.encrypted else ""
         if cell.seconds is None:
             lines.append(f"| {name} | - | {predicted_s:.4f} s | | |")
             continue
         off = predicted_s / cell.seconds - 1
         use = cell.cpu_s * cell.world / cell.seconds / cores if cores and cell.cpu_s is not None else None
+        use = max(use, cell.machine_use) if use is not None and cell.machine_use is not None else use
         counts = use is None or use < BUSY
         counted, good = counted + counts, good + (counts and abs(off) <= WITHIN)
         shown = "" if use is None else f"{use:.0%}"
@@ -157,10 +186,13 @@ def main() -> None:
     parser.add_argument(
         "--cores", type=int, default=os.cpu_count(), help="of the lab; 0: each worker its own"
     )
+    parser.add_argument("--crowds", type=Path, help="what calibrate.py --messages printed, by members")
     options = parser.parse_args()
+    crowds = json.loads(options.crowds.read_text(encoding="utf-8")) if options.crowds else {}
     cells = [cell for path in options.results for cell in read(json.loads(path.read_text(encoding="utf-8")))]
     cpu = read_cpu(options.cpu) if options.cpu else measure()
-    text, counted, good = table(cells, cpu, options.cores or None)
+    by_members = {int(members): found for members, found in crowds.items()}
+    text, counted, good = table(cells, cpu, options.cores or None, by_members)
     print(text)
     print(
         f"\n{good} of {counted} cells with a CPU use below {BUSY:.0%} are within {WITHIN:.0%} of the measured"

@@ -3,6 +3,7 @@
 Decides what is run and counted.  Touches no model: a round is a synthetic vector through the whole stack that
 a training script uses (session, loop, workspace, credits, sockets), and is voted on like any other.
 
+    python benchmarks/ring.py --elements 200000 --topologies ring direct --with-gloo --line 1Gbit
     python benchmarks/ring.py --workers 4 --line 1Gbit --elements 25600000 --rounds 5 --with-gloo
 
                coordinator + P workers, each on a host of its own          P processes of torch.distributed
@@ -43,6 +44,7 @@ class Asked:
     elements: int
     rounds: int
     workers: int
+    topology: str = "ring"
 
 
 def cpu_s() -> float:
@@ -61,12 +63,12 @@ def contribution(elements: int, rank: int) -> npt.NDArray[np.float32]:
 def run_ours(asked: Asked) -> None:
     """A worker of a run, as `gridtrain.join` makes one, but without a model."""
     from gridtrain.config import JoinConfig
-    from gridtrain.protocol import ring
+    from gridtrain.protocol import direct, ring
     from gridtrain.protocol.messages import LedgerSpec, Setup
     from gridtrain.runtime.acquaintances import Acquaintances
     from gridtrain.runtime.api import GroupSession
-    from gridtrain.runtime.buffers import DenseWorkspace
     from gridtrain.runtime.naming import listen_address
+    from gridtrain.runtime.stars import dense_workspace
     from gridtrain.transport.curve import Identity
     from gridtrain.transport.stack import over
     from gridtrain.transport.zeromq import ZeroMQTransport
@@ -81,9 +83,10 @@ def run_ours(asked: Asked) -> None:
     )
     session = GroupSession(over(sockets, identity), config, gate)
     session.start()
-    session.attach(lambda whole: [b"no", b"state"], lambda blobs: None)
+    session.attach(lambda seat, whole: [b"no", b"state"], lambda blobs: None)
+    edges = direct.neighbours if asked.topology == "direct" else ring.neighbours
     spec = LedgerSpec(size=asked.workers, seed=0, steps=asked.rounds)
-    session.enter(Setup((("vector", f"{asked.elements} float32"),), spec, 1, None), ring.neighbours)
+    session.enter(Setup((("vector", f"{asked.elements} float32"),), spec, 1, None), edges)
     mine_N = contribution(asked.elements, int(config.name.rsplit("-", 1)[1]))
     work_N = np.empty_like(mine_N)
     while session.await_turn() is not None:
@@ -92,7 +95,7 @@ def run_ours(asked: Asked) -> None:
             if plan is None:
                 break
             np.copyto(work_N, mine_N)
-            workspace = DenseWorkspace(work_N, plan.world_size)
+            workspace = dense_workspace(asked.topology, work_N, plan.world_size)
             began_s, used_s = time.perf_counter(), cpu_s()
             outcome = session.run(plan, [workspace], False, b"")
             report(plan.step, time.perf_counter() - began_s, cpu_s() - used_s, plan.world_size)
@@ -130,21 +133,22 @@ def report(step: int, wall_s: float, used_s: float, world_size: int) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
     """Of each candidate: (seconds, CPU seconds of all members together) of each counted round."""
-    found: dict[str, list[tuple[float, float]]] = {"ours": [], "gloo": []}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*args.topologies, "gloo")}
     for _ in range(args.turns):
-        found["ours"] += measure_ours(args)
+        for topology in args.topologies:
+            found[topology] += measure_ours(args, topology)
         if args.with_gloo:
             found["gloo"] += measure_gloo(args)
     return found
 
 
-def measure_ours(args: argparse.Namespace) -> list[tuple[float, float]]:
+def measure_ours(args: argparse.Namespace, topology: str) -> list[tuple[float, float]]:
     from lab.group import Plan, start
     from lab.net import Net
 
     with TemporaryDirectory(prefix="ring-") as folder, Net() as net:
         plan = Plan(workers=args.workers, encrypted=args.encrypted, line=args.line, environment=_paths())
-        argv = [sys.executable, str(HERE), "--inside", "ours", *_common(args)]
+        argv = [sys.executable, str(HERE), "--inside", "ours", "--topologies", topology, *_common(args)]
         if args.profile:
             argv = [*args.profile.split(), *argv]
         group = start(net, plan, Path(folder), lambda name: argv)
@@ -203,6 +207,9 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=25_600_000)
     parser.add_argument("--rounds", type=int, default=4, help=f"the first {ROUNDS_LEFT_OUT} is not counted")
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument(
+        "--topologies", nargs="+", choices=("ring", "direct"), default=["ring"], help="of ours"
+    )
     parser.add_argument("--line", default="", help='each cable\'s rate, such as "1Gbit"; default: no limit')
     parser.add_argument("--encrypted", action="store_true")
     parser.add_argument("--with-gloo", action="store_true")
@@ -212,7 +219,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--master", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    asked = Asked(args.elements, args.rounds, args.workers)
+    asked = Asked(args.elements, args.rounds, args.workers, args.topologies[0])
     if args.inside == "ours":
         run_ours(asked)
     elif args.inside == "gloo":
@@ -231,13 +238,14 @@ def show(args: argparse.Namespace, found: dict[str, list[tuple[float, float]]]) 
         if not rounds:
             continue
         walls, used = [wall_s for wall_s, _ in rounds], [cpu for _, cpu in rounds]
-        text = f"{name:5} P={args.workers} n={args.elements} {args.line or 'no limit'} "
-        text += "CURVE" if args.encrypted and name == "ours" else "plain"
-        text += f": {len(rounds)} rounds, seconds min {min(walls):.3f} median {statistics.median(walls):.3f}"
+        text = f"{name:6} P={args.workers} n={args.elements} {args.line or 'no limit'} "
+        text += "CURVE" if args.encrypted and name != "gloo" else "plain"
+        text += f": {len(rounds)} rounds, seconds min {min(walls):.4f} median {statistics.median(walls):.4f}"
         if bound_s is not None:
             text += f" = x bound {min(walls) / bound_s:.3f} {statistics.median(walls) / bound_s:.3f}"
         text += f"; CPU s per GB sent and received: min {min(used) / moved_GB:.2f} "
-        print(text + f"median {statistics.median(used) / moved_GB:.2f}")
+        text += f"median {statistics.median(used) / moved_GB:.2f}; CPU ms a process: median "
+        print(text + f"{statistics.median(used) / args.workers * 1e3:.2f}")
 
 
 if __name__ == "__main__":

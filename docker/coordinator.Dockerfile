@@ -1,18 +1,40 @@
-# The coordinator: core dependencies only, no torch.  Build from the repository's root:
+# The coordinator: admits workers, keeps the journal, never sees a gradient.  No torch, no compiler, no pip.
+# From the repository's root:
 #   docker build -f docker/coordinator.Dockerfile -t gridtrain-coordinator .
-FROM python:3.11-slim
+ARG PYTHON_IMAGE=python:3.11-slim
 
+FROM ${PYTHON_IMAGE} AS build
+LABEL org.gridtrain.stage="build"
 WORKDIR /src
-COPY . .
-RUN pip install --no-cache-dir ".[coordinator]" && rm -rf /src/* \
-    && useradd --create-home --uid 10001 gridtrain \
-    && install -d -o gridtrain -g gridtrain /state
+COPY docker/wheelhouse /wheelhouse
+COPY docker/requirements.py pyproject.toml constraints.txt ./
+RUN python -m venv --without-pip /opt/gridtrain \
+    && python requirements.py coordinator > requirements.txt \
+    && pip --python /opt/gridtrain/bin/python install --no-cache-dir --find-links /wheelhouse \
+        -c constraints.txt -r requirements.txt
+COPY README.md LICENSE ./
+COPY gridtrain ./gridtrain
+COPY coordinator ./coordinator
+COPY worker ./worker
+RUN pip --python /opt/gridtrain/bin/python install --no-cache-dir --find-links /wheelhouse --no-deps .
 
-USER gridtrain
+FROM ${PYTHON_IMAGE}
+LABEL org.opencontainers.image.title="gridtrain coordinator" \
+      org.opencontainers.image.description="Admits a training run's workers and keeps its journal" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# The same user as in the worker's image: local workers read the invitation that is written here.
+RUN useradd --uid 10001 --user-group --home-dir /state --no-create-home --shell /usr/sbin/nologin gridtrain \
+    && install -d -m 0700 -o gridtrain -g gridtrain /state /invitations
+COPY --from=build /opt/gridtrain /opt/gridtrain
+ENV PATH=/opt/gridtrain/bin:${PATH} \
+    PYTHONUNBUFFERED=1 \
+    XDG_STATE_HOME=/state
+USER 10001:10001
 WORKDIR /state
-VOLUME /state
-EXPOSE 7700
-
+EXPOSE 7700 7780
+# Asks the coordinator over its own port, with the operator's key: it answers, or it is not healthy.
+HEALTHCHECK --interval=10s --timeout=8s --start-period=20s --retries=3 \
+    CMD ["/bin/sh", "-c", "gridtrain status --run \"${GRIDTRAIN_RUN:-default}\" --json > /dev/null"]
 # The exec form: SIGTERM reaches the daemon, which closes its journal.
 ENTRYPOINT ["gridtrain"]
-CMD ["coordinator", "--listen", "tcp://0.0.0.0:7700", "--state", "/state"]
+CMD ["coordinator", "--listen", "tcp://0.0.0.0:7700"]

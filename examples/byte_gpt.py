@@ -32,6 +32,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        grid.report(loss=loss.item())  # grid: for the dashboard
 
         if grid.is_first and grid.step % 50 == 0:
             with torch.no_grad(), grid.evaluation():

@@ -15,7 +15,7 @@ import os as _os
 from typing import TYPE_CHECKING, Any
 
 from gridtrain._version import __version__
-from gridtrain.config import Deadlines, Dense, GTopK, LocalSteps, Overlap, TopK
+from gridtrain.config import Auto, Deadlines, Dense, GTopK, LocalSteps, Overlap, TopK
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
@@ -41,6 +41,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "Auto",
     "ConfigError",
     "CoordinatorUnreachable",
     "Deadlines",

@@ -5,6 +5,7 @@ Decides nothing at run time and touches neither torch nor sockets.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -28,20 +29,22 @@ class Dense:
     """Dense all-reduce of float32 gradients: every element, every step.
 
     Attributes:
-        topology: "ring" (Baidu, 2017), or "star": all send to rank 0, as to a parameter server.
+        topology: "auto": the coordinator takes "direct" for small models on even links, else "ring"; "ring"
+            (Baidu, 2017); "direct": each member sums a chunk, two hops, with an edge between any two; or
+            "star": all send to rank 0, as to a parameter server.
     """
 
-    topology: str = "ring"
+    topology: str = "auto"
 
     def __post_init__(self) -> None:
-        _check_topology("Dense", self.topology, ("ring", "star"))
+        _check_topology("Dense", self.topology, ("auto", "ring", "direct", "star"))
 
     @property
     def sparse(self) -> bool:
         return False
 
     def describe(self) -> str:
-        return "Dense()" if self.topology == "ring" else f"Dense(topology={self.topology})"
+        return "Dense()" if self.topology == "auto" else f"Dense(topology={self.topology})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,86 @@ class GTopK(_Sparse):
 
 Exchange = Dense | TopK | GTopK
 
+_AUTO = re.compile(r"auto\(([^()]*)\)")
+_LEARNS = ((120_576, 0.05), (25_600_000, 0.001))
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """The coordinator chooses, from measured links and computing: `Dense()`, `GTopK` or `TopK`.
+
+    It may choose anew while the run goes on.  A dense step then takes along what sparse ones have kept back.
+
+    Attributes:
+        density: of the sparse ones; None: by the model's size, see `density_of`.
+        values: of the sparse ones, how values travel.
+        sparse: whether these may be chosen at all; not behind an optimizer that does not learn from them.
+    """
+
+    density: float | None = None
+    values: str = "fp16"
+    sparse: bool = True
+
+    def __post_init__(self) -> None:
+        self.exchanges(1)  # which checks density and values
+
+    @property
+    def topology(self) -> str:
+        """As long as nothing is chosen."""
+        return "ring"
+
+    @staticmethod
+    def density_of(parameters: int) -> float:
+        """From two sizes that learn: 0.05 with 120,576 parameters (the demo's GPT, which fails with 0.001),
+        0.001 with 25.6 million (ResNet-50 in arXiv 1901.04359); between them along a straight line of the
+        logarithms."""
+        (small, dense), (large, thin) = _LEARNS
+        if parameters <= small:
+            return dense
+        if parameters >= large:
+            return thin
+        part = math.log(parameters / small) / math.log(large / small)
+        return float(f"{dense * (thin / dense) ** part:.2g}")
+
+    def exchanges(self, parameters: int) -> tuple[Exchange, ...]:
+        """What may be chosen for so many."""
+        if not self.sparse:
+            return (Dense(),)
+        density = self.density if self.density is not None else self.density_of(parameters)
+        return Dense(), GTopK(density, values=self.values), TopK(density, values=self.values)
+
+    def describe(self) -> str:
+        """`parse` reads it back."""
+        if not self.sparse:
+            return "auto(dense alone)"
+        density = f"density={self.density}, " if self.density is not None else ""
+        return f"auto({density}values={self.values})"
+
+    @classmethod
+    def parse(cls, text: str) -> Auto | None:
+        """None: it is nothing that `describe` has said."""
+        found = _AUTO.fullmatch(text)
+        if found is None:
+            return None
+        if found[1] == "dense alone":
+            return cls(sparse=False)
+        said = dict(option.strip().partition("=")[::2] for option in found[1].split(",") if "=" in option)
+        try:
+            return cls(float(said["density"]) if "density" in said else None, said.get("values", "fp16"))
+        except (ConfigError, ValueError):
+            return None
+
+
+def exchange_of(given: Exchange | LocalSteps | Auto | str | None) -> Exchange | LocalSteps | Auto:
+    """What `exchange=` says.  Raises `ConfigError` for words that mean nothing."""
+    if given is None:
+        return GTopK()
+    if given == "auto":
+        return Auto()
+    if isinstance(given, str):
+        raise ConfigError(f'exchange is "{given}"', remedy='the one word is exchange="auto"')
+    return given
+
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
@@ -144,23 +227,31 @@ class Overlap:
 
     Attributes:
         buckets: at most so many.
-        least: elements of a bucket, at least.
-        adaptive: each worker tries both ways now and then, and sends early only where steps get shorter.
+        least: elements of a bucket, at least; None: 65,536 of a dense exchange, as many as hold 6,000
+            entries of a sparse one.  What is no longer than two of them travels whole.
+        adaptive: the group tries both ways now and then, and overlaps only where that saves time.
     """
 
     buckets: int = 4
-    least: int = 1 << 16
+    least: int | None = None
     adaptive: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.buckets <= 256:
             raise ConfigError(f"buckets is {self.buckets}; it must be 1 .. 256", remedy="try buckets=4")
-        if self.least < 1:
+        if self.least is not None and self.least < 1:
             raise ConfigError(f"least is {self.least}; it must be >= 1", remedy="try least=1_000_000")
 
     def describe(self) -> str:
         """What has to be equal on all workers."""
-        return f" in at most {self.buckets} buckets of at least {self.least} elements"
+        least = "" if self.least is None else f" of at least {self.least} elements"
+        return f"{'' if self.adaptive else ' always'} in at most {self.buckets} buckets{least}"
+
+    def least_of(self, exchange: Exchange) -> int:
+        """Elements of a bucket, at least."""
+        if self.least is not None:
+            return self.least
+        return 1 << 16 if isinstance(exchange, Dense) else max(1 << 16, round(6000 / exchange.density))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +310,7 @@ class LocalSteps:
         return f"LocalSteps(every={self.every}, exchange={self.exchange.describe()}, {outer})"
 
 
-def round_exchange(exchange: Exchange | LocalSteps) -> Exchange:
+def round_exchange(exchange: Exchange | LocalSteps | Auto) -> Exchange | Auto:
     """What a round of it is on the wire."""
     return exchange.exchange if isinstance(exchange, LocalSteps) else exchange
 
@@ -240,7 +331,7 @@ class Deadlines:
     """Every wait in the system, in seconds.  Progress extends those marked (+)."""
 
     beat_s: float = 0.5  # worker -> coordinator sign of life
-    silence_s: float = 5.0  # without a beat a worker is held for lost
+    silence_s: float = 5.0  # without a beat a worker is held for lost; one that loads a state: ready_s
     regreet_s: float = 1.0  # a broken connection may come back within this
     ended_s: float = 0.1  # the same, where another member's connection to that worker broke as well
     report_s: float = 2.0  # answers to a FREEZE
@@ -251,6 +342,7 @@ class Deadlines:
     route_s: float = 8.0  # an edge of a coming generation that is not up by then wants another way
     probe_s: float = 2.0  # round trips to the other workers
     generation_gap_s: float = 1.0  # at most one generation in this time
+    recut_s: float = 15.0  # fewer workers than stages wait so long for another, before the model is cut anew
     reshare_s: float = 30.0  # at most one in this time for better shares alone
     first_step_s: float = 300.0  # (+) patience with a first step (compilation)
     patience_floor_s: float = 5.0  # (+) least patience with a silent member in a round
@@ -278,6 +370,7 @@ class JoinConfig:
         donate_limit: at most so much of the line goes into states for newcomers while this worker trains.
         relay: "no": do not pass on what other members send one another.
         unencrypted: "yes": talk in the clear, as the coordinator was told to as well.
+        contribution: a file for the agent, which is told what this worker has done; "": nobody asks.
         faults: what is to go wrong on purpose, see `gridtrain.testing.Faults`; "": nothing.
     """
 
@@ -299,6 +392,7 @@ class JoinConfig:
     relay: str = "yes"
     unencrypted: str = ""
     faults: str = ""
+    contribution: str = ""
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     @classmethod

@@ -34,6 +34,14 @@ class ConfigError(GridtrainError):
     """The user asked for something impossible or contradictory."""
 
 
+class LineBroken(GridtrainError):
+    """A pipeline cannot go on: a stage failed, left, or sent what cannot be used; `peer`: which, if known."""
+
+    def __init__(self, reason: str, peer: int | None = None, *, remedy: str = "") -> None:
+        self.peer = peer
+        super().__init__(reason, remedy=remedy)
+
+
 class TransportError(GridtrainError):
     """An address cannot be bound or used, or a bounded queue is full."""
 
@@ -50,8 +58,16 @@ class JoinRefused(GridtrainError):
         super().__init__(reason, remedy=remedy)
 
 
+class NotAccepted(GridtrainError):
+    """The person at this machine has not agreed to run the bundle that the run's owner serves."""
+
+
 class RunPaused(GridtrainError):
     """The run cannot go on now (for instance: a member failed and the coordinator is away)."""
+
+
+class BudgetSpent(GridtrainError):
+    """What the volunteer lets this machine send and receive in a day is used up."""
 
 
 class JournalError(GridtrainError):

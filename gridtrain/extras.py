@@ -24,3 +24,9 @@ def require_torch(who: str) -> None:
             f"{who} needs {' and '.join(missing)}, not installed here",
             remedy="pip install 'gridtrain[torch]' (or install the torch build that fits your GPU first)",
         )
+
+
+def require(package: str, who: str) -> None:
+    """Raise `ConfigError` unless `package` can be imported: it is optional, and `who` needs it."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{who} needs {package}, not installed here", remedy=f"pip install {package}")

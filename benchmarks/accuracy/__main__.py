@@ -1,12 +1,15 @@
 """Wall time and bytes to the same held-out loss, ours and rivals on the same lines.
 
     python -m accuracy --workloads gpt --rates 1000Mbit 100Mbit 20Mbit --world 4
-    python -m accuracy --contenders gloo powersgd gtopk local --out results
+    python -m accuracy --contenders gloo powersgd gtopk local --out results.json
+    python -m accuracy --rates none --contenders gloo --steps 600 --out steps.json            how many steps
+    python -m accuracy --rates 20Mbit --contenders gloo --steps 30 --extrapolate steps.json   times how long
 
 Decides who runs when: contenders take turns on each line, each in a lab of its own.  A run ends when the
 held-out loss is at the workload's target, or with --steps, or with --limit seconds, and then says how far it
-came.  A rival that is not installed is left out by name.  Ours talk in the clear unless --encrypted, as the
-rivals do.
+came.  With --extrapolate it ends after --steps, and the steps that the file says are needed are taken to last
+as these on average: what one averages does not depend on the line.  Such figures are marked.  A rival that
+is not installed is left out by name.  Ours talk in the clear unless --encrypted, as the rivals do.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,6 +47,13 @@ THEIRS = {
 """Contender -> (trainer, family of settings)."""
 
 
+SAME_MEAN = {"hivemind": "gloo"}
+"""Who takes the very same steps, as the same mean is taken of the same gradients: without rounding."""
+
+EARLY_STEPS = {"powersgd": 12}
+"""Steps that are not like the later ones, if more than the first two: PowerSGD begins with ten dense ones."""
+
+
 class Arrived(Exception):
     """The target is reached: no need to train on."""
 
@@ -56,6 +66,7 @@ class Run:
         seconds, step, megabytes: when the target was reached; None: it was not.
         last_loss, last_s: the latest held-out loss, and when.
         step_s: median seconds of a step.
+        timed_steps: the seconds are those of `step` such steps as the mean of so many; 0: all were run.
     """
 
     workload: str
@@ -67,6 +78,7 @@ class Run:
     last_loss: float | None
     last_s: float
     step_s: float
+    timed_steps: int = 0
 
 
 def read(path: Path) -> list[dict[str, float]]:
@@ -94,15 +106,42 @@ def summary(records: Sequence[dict[str, float]], workload: Workload, rate: str, 
     )
 
 
+def extrapolated(records: Sequence[dict[str, float]], short: Run, needed: int) -> Run:
+    """From a run that ended early, and the steps that the whole one takes: its first steps as they were, all
+    others with the mean of the rest."""
+    early = EARLY_STEPS.get(short.contender.removesuffix("-adamw"), 2)
+    if len(records) < early + 2:
+        return short
+    first, last = records[early - 1], records[-1]
+    counted = len(records) - early
+
+    def whole(name: str) -> float:
+        return first[name] + (last[name] - first[name]) / counted * (needed - early)
+
+    sent = None if last["sent_bytes"] is None else whole("sent_bytes") / 1e6
+    return replace(short, seconds=whole("seconds"), step=needed, megabytes=sent, timed_steps=counted)
+
+
+def steps_of(path: Path) -> dict[tuple[str, str], int]:
+    """Of a file that `--out` wrote: steps to the target by workload and contender."""
+    runs = json.loads(path.read_text())["runs"]
+    return {(r["workload"], r["contender"]): r["step"] for r in runs if r["step"] is not None}
+
+
 def ours(options: argparse.Namespace, workload: Workload, rate: str, road: str, folder: Path) -> None:
     script = [sys.executable, "-m", "accuracy.train", "--workload", workload.name, "--road", road]
     script += ["--density", str(options.density), "--every", str(options.every)]
     script += ["--steps", str(options.steps), "--folder", str(folder)]
+    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if options.learning_rate is not None:
+        script += ["--learning-rate", repr(options.learning_rate)]
+    if options.gathered is not None:
+        script += ["--gathered", *options.gathered]
     plan = Plan(
         workers=options.world,
         encrypted=options.encrypted,
-        line=rate,
-        environment={"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+        line="" if rate == "none" else rate,
+        environment={"PYTHONPATH": os.pathsep.join(paths)},
     )
 
     def tick() -> None:
@@ -117,9 +156,11 @@ def ours(options: argparse.Namespace, workload: Workload, rate: str, road: str, 
 def theirs(options: argparse.Namespace, workload: Workload, rate: str, name: str, folder: Path) -> None:
     trainer, family = THEIRS[name]
     extra = ["--workload", workload.name, "--settings", family, "--steps", str(options.steps)]
-    extra += ["--until-loss", str(workload.target)]
+    extra += ["--until-loss", str(workload.target), "--powersgd-rank", str(options.powersgd_rank)]
+    if options.learning_rate is not None:
+        extra += ["--learning-rate", repr(options.learning_rate)]
     with Net() as net:
-        hosts = hosts_of(net, options.world, Lines(rate))
+        hosts = hosts_of(net, options.world, Lines("" if rate == "none" else rate))
         train_rival(hosts, trainer, folder, options.limit, extra)
 
 
@@ -131,7 +172,13 @@ def run(options: argparse.Namespace, workload: Workload, rate: str, contender: s
         pass
     except LabError as error:
         print(f"   {contender}: {str(error).splitlines()[0]}", file=sys.stderr)
-    return summary(read(folder / "steps.jsonl"), workload, rate, contender)
+    records = read(folder / "steps.jsonl")
+    found = summary(records, workload, rate, contender)
+    if options.extrapolate is None or found.seconds is not None:
+        return found
+    known = steps_of(options.extrapolate)
+    needed = known.get((workload.name, contender)) or known.get((workload.name, SAME_MEAN.get(contender, "")))
+    return found if needed is None else extrapolated(records, found, needed)
 
 
 def table(runs: Sequence[Run], baseline: str) -> str:
@@ -151,9 +198,10 @@ def table(runs: Sequence[Run], baseline: str) -> str:
             continue
         ratio = "" if other is None or other.seconds is None else f"{other.seconds / r.seconds:.1f}"
         size = "" if r.megabytes is None else f"{r.megabytes:.1f}"
+        about = f" (of {r.timed_steps} steps)" if r.timed_steps else ""
         lines.append(
-            f"| {r.workload} | {r.rate} | {r.contender} | {r.seconds:.1f} | {r.step} | {size} | {ratio} | "
-            f"{1e3 * r.step_s:.0f} |"
+            f"| {r.workload} | {r.rate} | {r.contender} | {r.seconds:.1f}{about} | {r.step} | {size} | "
+            f"{ratio} | {1e3 * r.step_s:.0f} |"
         )
     return "\n".join(lines)
 
@@ -162,7 +210,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     assert __doc__
     parser = argparse.ArgumentParser(prog="python -m accuracy", description=__doc__.splitlines()[0])
     known = (*THEIRS, *ROADS)
-    usual = ("gloo", "gloo-adamw", "powersgd", "hivemind", "dense", "gtopk", "local")
+    usual = ("gloo", "gloo-adamw", "powersgd", "hivemind", "dense", "gtopk", "local", "local-topk")
     parser.add_argument("--workloads", nargs="+", default=["gpt"], choices=sorted(WORKLOADS))
     parser.add_argument("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
     parser.add_argument("--contenders", nargs="+", default=usual, choices=known)
@@ -171,6 +219,10 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=8, help="local steps of one exchange")
     parser.add_argument("--steps", type=int, default=400, help="at most, of each worker")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run, start-up included")
+    parser.add_argument("--extrapolate", type=Path, metavar="FILE", help="see above; FILE: of --out")
+    parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
+    parser.add_argument("--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk")
+    parser.add_argument("--powersgd-rank", type=int, default=2)
     parser.add_argument("--encrypted", action="store_true")
     parser.add_argument("--baseline", default="gloo")
     parser.add_argument("--out", type=Path, help="write JSON here")
@@ -191,17 +243,26 @@ def main(arguments: Sequence[str]) -> int:
                     continue
                 runs.append(run(options, workload, rate, contender))
                 print(table(runs[-1:], "").splitlines()[-1], flush=True)
+                if options.out is not None:
+                    write(options, arguments, runs)
     print(table(runs, options.baseline))
-    if options.out is not None:
-        result = {
-            "command": shlex.join(["python", "-m", "accuracy", *arguments]),
-            "date": datetime.date.today().isoformat(),
-            "cores": os.cpu_count(),
-            "targets": {name: WORKLOADS[name].target for name in options.workloads},
-            "runs": [asdict(run) for run in runs],
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def write(options: argparse.Namespace, arguments: Sequence[str], runs: Sequence[Run]) -> None:
+    """What there is so far: a long run that is stopped leaves what it has."""
+    words = list(arguments)
+    at = words.index("--out")
+    del words[at : at + 2]
+    result = {
+        "command": shlex.join(["python", "-m", "accuracy", *words]),
+        "date": datetime.date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "world": options.world,
+        "targets": {name: WORKLOADS[name].target for name in options.workloads},
+        "runs": [asdict(run) for run in runs],
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

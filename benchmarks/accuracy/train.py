@@ -9,6 +9,7 @@ while all others wait at the same step of the run; with local steps only right a
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,19 @@ from gridtrain.optim.grid import Grid
 from gridtrain.optim.local_steps import LocalStepsOptimizer
 from rivals.contract import INTERFACE
 
-ROADS = ("dense", "dense-adamw", "topk", "gtopk", "local", "local-int8")
-"""Exchanges and the optimizer family that each takes."""
+ROADS = (
+    "dense",
+    "dense-adamw",
+    "topk",
+    "gtopk",
+    "gtopk-int8",
+    "local",
+    "local-int8",
+    "local-topk",
+    "local-topk-sgd",
+)
+"""Exchanges and the optimizer family that each takes.  local-topk gathers few local steps with many entries,
+for a line that is not the thinnest; how many is the workload's (`gathered`)."""
 
 
 def exchange_of(options: argparse.Namespace) -> tuple[str, object]:
@@ -38,8 +50,15 @@ def exchange_of(options: argparse.Namespace) -> tuple[str, object]:
             return "sparse", gridtrain.TopK(density=density, momentum=0.9)
         case "gtopk":
             return "sparse", gridtrain.GTopK(density=density, momentum=0.9)
+        case "gtopk-int8":
+            return "sparse", gridtrain.GTopK(density=density, momentum=0.9, values="int8")
         case "local":
             return "local", gridtrain.LocalSteps(every=every, exchange=gridtrain.GTopK(density=density))
+        case "local-topk" | "local-topk-sgd" as road:
+            family = "local-sgd" if road.endswith("sgd") else "local"
+            short, many = options.gathered or WORKLOADS[options.workload].gathered[family]
+            gathered = gridtrain.TopK(density=float(many), values="int8")
+            return family, gridtrain.LocalSteps(every=int(short), exchange=gathered)
         case _:
             sparse = gridtrain.GTopK(density=density, values="int8")
             return "local", gridtrain.LocalSteps(every=every, exchange=sparse)
@@ -50,27 +69,34 @@ def train(options: argparse.Namespace, grid: Grid) -> None:
     workload = WORKLOADS[options.workload]()
     model = workload.model(options.seed)
     family, exchange = exchange_of(options)
-    settings = workload.settings[family]
+    settings = workload.settings[family].at(options.learning_rate)
     inner = settings.build(model, momentum=family != "sparse")
-    clip = {} if family == "local" else {"clip_norm": settings.clip_norm}
+    local = family.startswith("local")
+    clip = {} if local else {"clip_norm": settings.clip_norm}
+    every = exchange.every if isinstance(exchange, gridtrain.LocalSteps) else 1
     optimizer = grid.optimizer(inner, model, exchange=exchange, compare_every=0, **clip)  # type: ignore[arg-type]
     recorder: Recorder | None = None
     rounds, between = options.steps, options.measure_every
-    if family == "local":
-        rounds, between = -(-options.steps // options.every), max(1, round(between / options.every))
+    if local:
+        rounds, between = -(-options.steps // every), max(1, round(between / every))
     batches = grid.batches(workload.train, batch_size=workload.batch_size, steps=rounds)
     for step, (x, y) in enumerate(batches, 1):
         recorder = recorder or Recorder(options.folder / "steps.jsonl", INTERFACE)
         loss = workload.loss(model, x, y)
         loss.backward()  # type: ignore[no-untyped-call]
+        if local:  # each step is this worker's own, and so is what clips it
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        reading, held_out = recorder.read(), None
+        reading, held_out, arrived = recorder.read(), None, False
         if all_agree(optimizer) and (grid.step % between == 0 or grid.step == rounds):
             with recorder.standing_still():
-                held_out = measured_while_all_wait(grid, partial(workload.held_out, model))
+                measure = partial(workload.held_out, model)
+                held_out, arrived = measured_while_all_wait(grid, measure, options.until_loss)
         if grid.is_first:
             recorder.write(step, reading, loss.item(), held_out)
+        if arrived:
+            break
 
 
 def all_agree(optimizer: torch.optim.Optimizer) -> bool:
@@ -78,15 +104,18 @@ def all_agree(optimizer: torch.optim.Optimizer) -> bool:
     return not (isinstance(optimizer, LocalStepsOptimizer) and optimizer.local_calls)
 
 
-def measured_while_all_wait(grid: Grid, measure: Callable[[], float]) -> float | None:
+def measured_while_all_wait(
+    grid: Grid, measure: Callable[[], float], until: float = -math.inf
+) -> tuple[float | None, bool]:
     """The first worker measures, the others wait until it has: as rivals wait in `Exchange.stop`.
 
-    All must call it after the same step of the run.  None: not on this worker.
+    All must call it after the same step of the run.  Returns (the loss; None: not on this worker; whether it
+    is at most `until`, on all).
     """
     with grid.evaluation():
         found = measure() if grid.is_first else None
-        grid.mean(found or 0.0)
-    return found
+        arrived = grid.mean(float(found is not None and found <= until)) > 0
+    return found, arrived
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -98,6 +127,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument(
         "--measure-every", type=int, default=10, metavar="STEPS", help="local: the nearest exchanges"
+    )
+    parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
+    parser.add_argument("--until-loss", type=float, default=-math.inf, metavar="NATS")
+    parser.add_argument(
+        "--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk; else the workload's"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True)

@@ -7,29 +7,50 @@ all workers' batches here, where each worker has its own in a run.
 
     dense    SGD with momentum 0.9 on the mean gradient, clipped        gloo, hivemind, PowerSGD, Dense()
     sparse   gTop-k with DGC's momentum 0.9, its sum clipped, SGD       GTopK(), TopK()
-    adamw    AdamW on the mean gradient, clipped                        gloo-adamw; of LocalSteps the rate
+    adamw    AdamW on the mean gradient, clipped                        gloo-adamw, Dense()
+    local    LocalSteps(H, TopK(d, values="int8")), AdamW (`gridtrain.local`)
+    local-sgd the same with SGD and momentum 0.9
 
     python -m accuracy.tune                                  (in benchmarks/; one CPU thread)
     python -m accuracy.tune --workloads gpt --families sparse --rates 0.2 0.4 --steps 100
+    python -m accuracy.tune --workloads gpt --families local --gathered 4:0.1 8:0.1 --out FILE
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import math
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+import gridtrain
+from accuracy.train import parse, train
 from accuracy.workloads import WORKLOADS, Settings, Workload
 from tune_demo import WORKERS, Butterfly
 
-SGD_RATES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5)
-RATES = {"dense": SGD_RATES, "sparse": SGD_RATES, "adamw": (0.001, 0.002, 0.003, 0.006, 0.01)}
-"""The same for every workload; those of both SGD families are the same, too."""
+SGD_RATES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0)
+ADAMW_RATES = (0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.02, 0.03)
+RATES = {
+    "dense": SGD_RATES,
+    "sparse": SGD_RATES,
+    "adamw": ADAMW_RATES,
+    "local": ADAMW_RATES,
+    "local-sgd": SGD_RATES,
+}
+"""The same for every workload; those of all SGD families are the same, too."""
+
+ROADS = {"local": "local-topk", "local-sgd": "local-topk-sgd"}
+GATHERED = ("4:0.1", "8:0.1")
+"""Local steps of an exchange, and the density of what is gathered."""
 
 STEPS, MEASURE_EVERY, DENSITY = 250, 10, 0.05
 
@@ -37,13 +58,15 @@ STEPS, MEASURE_EVERY, DENSITY = 250, 10, 0.05
 @dataclass(frozen=True, slots=True)
 class Tried:
     """One setting.  `reached`: the step at which the workload's target was; None: it was not.
-    `least`: the lowest held-out loss, of all that were measured."""
+    `least`: the lowest held-out loss, of all that were measured.  `gathered`: of the local families."""
 
     workload: str
     family: str
     rate: float
     reached: int | None
     least: float
+    gathered: str = ""
+    seed: int = 0
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -95,8 +118,24 @@ def run(
         if step % measure_every == 0 or step == steps:
             least = min(least, workload.held_out(model))
             if least <= workload.target:
-                return Tried(workload.name, family, rate, step, least)
-    return Tried(workload.name, family, rate, None, least)
+                return Tried(workload.name, family, rate, step, least, seed=seed)
+    return Tried(workload.name, family, rate, None, least, seed=seed)
+
+
+def run_local(workload: Workload, family: str, rate: float, steps: int, gathered: str, seed: int) -> Tried:
+    """The loop that a worker runs, four of them in this process with the product's own group."""
+    every, _, density = gathered.partition(":")
+    with tempfile.TemporaryDirectory(prefix="tune-") as folder:
+        words = ["--workload", workload.name, "--road", ROADS[family], "--folder", folder]
+        words += ["--gathered", every, density, "--until-loss", str(workload.target)]
+        words += ["--learning-rate", repr(rate)]
+        options = parse([*words, "--steps", str(steps), "--seed", str(seed)])
+        gridtrain.local(partial(train, options), workers=WORKERS)
+        lines = (Path(folder) / "steps.jsonl").read_text().splitlines()
+    measured = [record for record in map(json.loads, lines) if record["held_out"] is not None]
+    least = min(record["held_out"] for record in measured)
+    there = next((int(record["step"]) for record in measured if record["held_out"] <= workload.target), None)
+    return Tried(workload.name, family, rate, there, least, gathered, seed)
 
 
 def table(tried: Sequence[Tried]) -> str:
@@ -107,12 +146,14 @@ def table(tried: Sequence[Tried]) -> str:
         )
         for t in tried
     }
-    lines = ["| workload | family | rate | steps to the target | least held-out loss | |"]
-    lines += ["|---|---|---:|---:|---:|---|"]
+    lines = ["| workload | family | H:density | rate | steps to the target | least held-out loss | |"]
+    lines += ["|---|---|---|---:|---:|---:|---|"]
     for t in tried:
         reached = "-" if t.reached is None else str(t.reached)
         mark = "best" if best[t.workload, t.family] is t else ""
-        lines.append(f"| {t.workload} | {t.family} | {t.rate:g} | {reached} | {t.least:.3f} | {mark} |")
+        lines.append(
+            f"| {t.workload} | {t.family} | {t.gathered} | {t.rate:g} | {reached} | {t.least:.3f} | {mark} |"
+        )
     return "\n".join(lines)
 
 
@@ -124,6 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rates", nargs="+", type=float, help="instead of the grid")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gathered", nargs="+", default=GATHERED, metavar="H:DENSITY", help="of local ones")
+    parser.add_argument("--out", type=Path, help="add what is tried to this JSON file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     tried: list[Tried] = []
@@ -131,9 +174,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         workload = WORKLOADS[name]()
         for family in options.families:
             for rate in options.rates or RATES[family]:
-                tried.append(run(workload, family, rate, options.steps, seed=options.seed))
-                print(f"{tried[-1]}", file=sys.stderr, flush=True)
+                if family in ROADS:
+                    for gathered in options.gathered:
+                        tried.append(run_local(workload, family, rate, options.steps, gathered, options.seed))
+                        print(f"{tried[-1]}", file=sys.stderr, flush=True)
+                else:
+                    tried.append(run(workload, family, rate, options.steps, seed=options.seed))
+                    print(f"{tried[-1]}", file=sys.stderr, flush=True)
     print(table(tried))
+    if options.out is not None:
+        keep(options.out, tried)
+
+
+def keep(path: Path, tried: Sequence[Tried]) -> None:
+    """Beside what is there already: a grid may be tried in pieces."""
+    before = json.loads(path.read_text())["tried"] if path.exists() else []
+    fresh = [asdict(one) for one in tried]
+    whole = [one for one in before if one not in fresh] + fresh
+    whole.sort(key=lambda one: (one["workload"], one["family"], one["gathered"], one["rate"], one["seed"]))
+    made = {"command": "python -m accuracy.tune", "date": datetime.date.today().isoformat()}
+    path.write_text(json.dumps({**made, "workers": WORKERS, "tried": whole}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

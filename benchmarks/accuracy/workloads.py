@@ -11,7 +11,7 @@ gradients travel: ours and the rivals train the very same thing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -30,14 +30,17 @@ Pair = tuple[Tensor, Tensor]
 class Settings:
     """Of one optimizer family: ours and the rivals' of that family have the same.
 
-    Learning rates of gpt's "dense" and "sparse" are the best of a grid (results/demo_tuning.json, for the
-    demo).  The others were set by hand, not by a kept run; `accuracy.tune` tries one grid for everybody.
+    The best learning rates of one grid for everybody: results/accuracy_tuning.json, by `accuracy.tune`.
     """
 
     optimizer: str  # "sgd" or "adamw"
     learning_rate: float
     momentum: float = 0.0
     clip_norm: float = 1.0
+
+    def at(self, learning_rate: float | None) -> Settings:
+        """The same with another learning rate; None: unchanged."""
+        return self if learning_rate is None else replace(self, learning_rate=learning_rate)
 
     def build(self, model: nn.Module, momentum: bool = True) -> torch.optim.Optimizer:
         """`momentum=False`: the exchange carries it."""
@@ -54,12 +57,14 @@ class Workload(ABC):
         batch_size: samples of one worker's step.
         target: held-out loss at which a run has arrived.
         settings: by family: "dense" (plain gradients, every step), "sparse" (DGC), "local" (LocalSteps).
+        gathered: of the local families: local steps of an exchange, and the density of what is gathered.
     """
 
     name: str
     batch_size: int
     target: float
     settings: dict[str, Settings]
+    gathered: ClassVar[dict[str, tuple[int, float]]] = {"local": (8, 0.1), "local-sgd": (8, 0.1)}
     train: Dataset[Pair]
 
     @abstractmethod
@@ -96,9 +101,11 @@ class Gpt(_Text):
     settings: ClassVar = {
         "dense": Settings("sgd", 0.2, 0.9),
         "sparse": Settings("sgd", 0.4, 0.9),
+        "local-sgd": Settings("sgd", 0.2, 0.9),
         "local": Settings("adamw", 0.003),
         "adamw": Settings("adamw", 0.003),
     }
+    gathered: ClassVar = {"local": (4, 0.1), "local-sgd": (8, 0.1)}
 
     def model(self, seed: int) -> nn.Module:
         return ByteGPT(SIZES["small"], seed=seed)
@@ -122,11 +129,13 @@ class ByteLSTM(nn.Module):
 class Lstm(_Text):
     name, batch_size, target = "lstm", 8, 2.15
     settings: ClassVar = {
-        "dense": Settings("sgd", 1.0, 0.9),
+        "dense": Settings("sgd", 1.5, 0.9),
         "sparse": Settings("sgd", 1.5, 0.9),
-        "local": Settings("adamw", 0.006),
-        "adamw": Settings("adamw", 0.006),
+        "local-sgd": Settings("sgd", 1.5, 0.9),
+        "local": Settings("adamw", 0.02),
+        "adamw": Settings("adamw", 0.01),
     }
+    gathered: ClassVar = {"local": (8, 0.2), "local-sgd": (8, 0.1)}
 
     def model(self, seed: int) -> nn.Module:
         with torch.random.fork_rng():
@@ -172,9 +181,11 @@ class ResNet(Workload):
     settings: ClassVar = {
         "dense": Settings("sgd", 0.1, 0.9, clip_norm=5.0),
         "sparse": Settings("sgd", 0.1, 0.9, clip_norm=5.0),
+        "local-sgd": Settings("sgd", 0.1, 0.9, clip_norm=5.0),
         "local": Settings("adamw", 0.003),
-        "adamw": Settings("adamw", 0.003),
+        "adamw": Settings("adamw", 0.001),
     }
+    gathered: ClassVar = {"local": (8, 0.1), "local-sgd": (4, 0.1)}
     HELD_OUT = 297
 
     def __init__(self) -> None:

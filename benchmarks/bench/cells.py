@@ -5,6 +5,7 @@ Decides how a cell is written down.  Measures nothing.
     "gtopk:values=fp16 P=4 n=25.6M rate=100Mbit density=0.001"           ours
     "gloo/all_reduce P=4 n=25.6M rate=1Gbit delay=20ms"                  a rival's operation
     "dense P=4 n=25.6M rate=1Gbit curve"                                 encrypted
+    "dense P=4 n=25.6M rate=100Mbit cc=cubic"                            another congestion control
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class Link:
         rate: of each cable, in each direction, such as "100Mbit"; "": nothing limits it.
         delay_s: from any worker to any other, one way.
         loss: share of the frames that are lost on the way.
+        congestion: the kernel's congestion control there, such as "cubic"; "": this machine's.
     """
 
     workers: int
     rate: str = ""
     delay_s: float = 0.0
     loss: float = 0.0
+    congestion: str = ""
 
     @property
     def bandwidth_Bps(self) -> float:
@@ -50,7 +53,8 @@ class Link:
     def __str__(self) -> str:
         delay = f", {1e3 * self.delay_s:g} ms" if self.delay_s else ""
         loss = f", {100 * self.loss:g} % lost" if self.loss else ""
-        return f"P = {self.workers}, {self.rate or 'no limit'}{delay}{loss}"
+        control = f", {self.congestion}" if self.congestion else ""
+        return f"P = {self.workers}, {self.rate or 'no limit'}{delay}{loss}{control}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class Cell:
         words += [f"rate={self.link.rate}"] if self.link.rate else []
         words += [f"delay={self.link.delay_s!r}s"] if self.link.delay_s else []
         words += [f"loss={self.link.loss!r}"] if self.link.loss else []
+        words += [f"cc={self.link.congestion}"] if self.link.congestion else []
         return " ".join(words + (["curve"] if self.encrypted else []))
 
 
@@ -126,16 +131,17 @@ def parse(text: str) -> Cell:
             raise CellError(f"{word!r}: {key} is given twice in {text!r}")
         values[key] = value
     encrypted = values.pop("curve", None) is not None
-    unknown = values.keys() - {"P", "n", "rate", "delay", "loss", "density"}
+    unknown = values.keys() - {"P", "n", "rate", "delay", "loss", "density", "cc"}
     if unknown or not {"P", "n"} <= values.keys():
         raise CellError(
-            f"{text!r}: P= and n= are needed; rate=, delay=, loss=, density= and curve are possible"
+            f"{text!r}: P= and n= are needed; rate=, delay=, loss=, cc=, density= and curve are possible"
         )
     link = Link(
         workers=_whole("P", values["P"], 2),
         rate=values.get("rate", ""),
         delay_s=seconds(values["delay"]) if "delay" in values else 0.0,
         loss=_share("loss", values["loss"], least=0.0) if "loss" in values else 0.0,
+        congestion=values.get("cc", ""),
     )
     density = _share("density", values["density"]) if "density" in values else DENSITY
     cell = Cell(what, link, count(values["n"]), density, encrypted)

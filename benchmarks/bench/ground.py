@@ -85,11 +85,11 @@ def ground_of(link: Link, *, loopback: bool = False) -> Iterator[Namespaces | Lo
     Raises `ConfigError`: this machine has no such link.
     """
     if loopback:
-        if link.delay_s or link.loss:
+        if link.delay_s or link.loss or link.congestion:
             raise ConfigError(f"{link}: a loopback neither delays nor loses", remedy="use namespaces (root)")
         yield Loopback(link.rate)
         return
     if reason := why_no_link(link):
         raise ConfigError(f"{link}: {reason}", remedy="measure on Linux as root, or with --loopback")
-    with Net() as net:
+    with Net(congestion=link.congestion) as net:
         yield Namespaces(net, link)

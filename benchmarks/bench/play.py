@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,10 +144,29 @@ class _Stage:
             setting = Setting(cell.exchange_text, cell.link.workers, cell.n, cell.encrypted)
             self._ours[cell] = self._groups.enter_context(started(setting, self._ground, place))
             warmup = effort.warmup
-        return [sample_of(self._ours[cell].repeat()) for _ in range(warmup + repeats)][warmup:]
+        return [_one(self._ours[cell]) for _ in range(warmup + repeats)][warmup:]
 
 
-def sample_of(repeat: Repeat) -> Sample:
+def _one(group: Group) -> Sample:
+    group.wait()
+    began_s, before_s = time.monotonic(), _busy_s()
+    repeat = group.repeat()
+    after_s, cores_s = _busy_s(), (time.monotonic() - began_s) * (os.cpu_count() or 1)
+    use = (after_s - before_s) / cores_s if before_s is not None and after_s is not None else None
+    return sample_of(repeat, use)
+
+
+def _busy_s() -> float | None:
+    """Seconds that all cores have worked, or the machine's host has taken; None: this system says nothing."""
+    try:
+        text = Path("/proc/stat").read_text(encoding="ascii")
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, soft, steal = text.split(maxsplit=9)[1:9]
+    return sum(map(int, (user, nice, system, irq, soft, steal))) / os.sysconf("SC_CLK_TCK")
+
+
+def sample_of(repeat: Repeat, machine_use: float | None) -> Sample:
     return Sample(
         seconds=repeat.seconds,
         cpu_s=fmean(repeat.cpu_s),
@@ -156,4 +176,5 @@ def sample_of(repeat: Repeat) -> Sample:
         prepare_s=fmean(repeat.prepare_s),
         prepare_cpu_s=fmean(repeat.prepare_cpu_s),
         aborts=repeat.aborts,
+        machine_use=machine_use,
     )

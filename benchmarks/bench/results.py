@@ -51,6 +51,8 @@ class Sample:
         aborts: attempts that did not commit; ours alone.
         block: which of the turns this repeat belongs to.
         note: the rival's version, its algorithm with the settings, and remarks.
+        machine_use: of all cores, by whatever ran (the lab's delays, the kernel's share of a line), from the
+            first member's start until all had settled; None: not known.
     """
 
     seconds: float
@@ -63,6 +65,7 @@ class Sample:
     aborts: int = 0
     block: int = 0
     note: str = ""
+    machine_use: float | None = None
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@
     quick      small cells on loopback or namespaces, for `make bench-quick`
     scaling    P = 2 to 32 at 100 Mbit/s: CPU seconds and time, sparse and dense
     rates      1000, 100 and 20 Mbit/s, 0 to 40 ms
+    predictions  what the planner's cost model is held against: see `predictions`
     sparse     every topology and kind of values of ours, P = 4 and 8, beside others' sparse exchanges
 
 An exchange that this gridtrain does not have is left out, and said.
@@ -81,6 +82,26 @@ def rates() -> list[Cell]:
     return cells
 
 
+PREDICTED_LINKS = (
+    "P=2 rate=100Mbit",
+    "P=2 rate=20Mbit delay=20ms",
+    "P=4 rate=1Gbit",
+    "P=4 rate=100Mbit",
+    "P=4 rate=100Mbit delay=5ms",
+    "P=4 rate=20Mbit",
+    "P=4 rate=20Mbit delay=20ms",
+    "P=8 rate=100Mbit delay=5ms",
+    "P=8 rate=20Mbit delay=20ms",
+)
+
+
+def predictions() -> list[Cell]:
+    """Exchanges of few and of many bytes over fast and slow, near and far links."""
+    whats = ("gtopk n=2.56M", "topk n=2.56M", "dense n=100k", "gtopk n=2.56M density=0.01")
+    whats += ("gtopk:topology=tree n=2.56M", "dense n=1M")
+    return [parse(f"{what} {where}") for where in PREDICTED_LINKS for what in whats]
+
+
 SUITES: dict[str, Callable[[], list[Cell]]] = {
     "goals": of_goals,
     "first": first,
@@ -88,4 +109,5 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "scaling": scaling,
     "sparse": sparse,
     "rates": rates,
+    "predictions": predictions,
 }

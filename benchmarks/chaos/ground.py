@@ -10,11 +10,13 @@ Decides nothing about the schedule.  Whatever it has started or mounted is gone 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +28,7 @@ from lab.net import why_not as why_no_lab
 
 BENCHMARKS = Path(__file__).parent.parent
 PORT = 7700
+MOUNT = ("mount", "-t", "tmpfs", "-o")
 HUB_DISK, WORKER_DISK = "24m", "24m"
 GRACE_S = 5.0
 FILLER = "filler"
@@ -70,7 +73,7 @@ class Loopback:
     """See the module's text."""
 
     def __init__(self, rate: str) -> None:
-        self.kinds = frozenset(LASTS_S) - NETWORK - (frozenset() if os.geteuid() == 0 else DISK)
+        self.kinds = frozenset(LASTS_S) - NETWORK - (frozenset() if may_mount() else DISK)
         self.missing = why_no_lab() or "--loopback was given"
         self._rate = rate
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -143,15 +146,26 @@ def prepare(rate: str, names: Sequence[str], *, loopback: bool) -> Ground:
 # -- disks ---------------------------------------------------------------------------------------
 
 
+@functools.cache
+def may_mount() -> bool:
+    """Tried, as root alone may be too little: a container's root often may not."""
+    if os.geteuid() != 0:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        tried = subprocess.run([*MOUNT, "size=1m", "chaos", folder], capture_output=True)
+        if tried.returncode == 0:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+        return tried.returncode == 0
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
     """A file system of its own in `folder`, if we may make one."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if os.geteuid() != 0:
+    if not may_mount():
         yield
         return
-    options = f"size={size},mode=0700"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "chaos", str(folder)], check=True)
+    subprocess.run([*MOUNT, f"size={size},mode=0700", "chaos", str(folder)], check=True)
     try:
         yield
     finally:

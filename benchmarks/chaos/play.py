@@ -44,7 +44,8 @@ class Plan:
     Attributes:
         length_s: of the measured part.
         planned: GRIDTRAIN_FAULTS of all workers.
-        least: so many workers stay untouched; a fault that would leave fewer is left out.
+        waits: a fault that cannot be done yet comes later, and with it all that follows; else it is left out.
+        least: so many workers stay untouched; a fault that would leave fewer cannot be done.
     """
 
     workers: int
@@ -57,6 +58,7 @@ class Plan:
     width: int = 256
     samples: int = 3000
     planned: str = ""
+    waits: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -194,10 +196,15 @@ class Play:
         played = self._played
         played.begin_s = time.monotonic()
         self._tell(f"all {self._plan.workers} workers train; {self._plan.length_s:.0f} s are measured")
+        late_s = 0.0
         for fault in self._plan.faults:
-            self._until_time(played.begin_s + fault.at_s)
+            due_s = played.begin_s + fault.at_s + late_s
+            self._until_time(due_s)
+            if self._plan.waits:  # how soon who was killed is back depends on the machine
+                self._until(f"a worker for {fault.kind}", BACK_S, lambda: self._can(fault))  # noqa: B023
+                late_s += time.monotonic() - due_s
             self._strike(fault)
-        self._until_time(played.begin_s + self._plan.length_s)
+        self._until_time(played.begin_s + self._plan.length_s + late_s)
         played.end_s = time.monotonic()
 
     def _finish(self) -> None:
@@ -278,12 +285,12 @@ class Play:
     # -- faults --------------------------------------------------------------------------------------
 
     def _strike(self, fault: Fault) -> None:
-        target = "hub" if fault.kind in OF_COORDINATOR else self._choose(fault)
+        target = self._choose(fault)
         if target is None:
             left = f"{fault.kind} at {fault.at_s:.0f} s: it would leave fewer than {self._plan.least} workers"
             self._played.left_out.append(left)
             return
-        if any(struck.target == target for struck, _ in self._open):
+        if self._is_struck(target):
             self._played.left_out.append(f"{fault.kind} at {fault.at_s:.0f} s: {target} has a fault already")
             return
         struck = Struck(fault.kind, target, time.monotonic(), time.monotonic(), fault.lasts_s)
@@ -297,8 +304,17 @@ class Play:
             f"{struck.at_s - self._played.begin_s:7.1f} s  step {step:6}  {fault.kind} {target}{lasts}"
         )
 
+    def _can(self, fault: Fault) -> bool:
+        target = self._choose(fault)
+        return target is not None and not self._is_struck(target)
+
+    def _is_struck(self, target: str) -> bool:
+        return any(struck.target == target for struck, _ in self._open)
+
     def _choose(self, fault: Fault) -> str | None:
-        """The planned worker, or the next one that is well; None: too few would be left."""
+        """The coordinator, the planned worker, or the next one that is well; None: too few would be left."""
+        if fault.kind in OF_COORDINATOR:
+            return "hub"
         now_s = time.monotonic()
         ill = {struck.target for struck, _ in self._open}
         well = [

@@ -32,9 +32,10 @@ EARLY_S = 0.00025
 """What is due so soon goes now: waking up costs about that much."""
 
 LONGEST_PAUSE_S = 0.0005
-PAUSES = 40
+PAUSES = 10
 """Between two looks at the queue a pause, of so small a part of the delay: on a busy line packets come in
-groups then, which halves the work."""
+groups then.  Of a line of 5 ms at 100 Mbit/s they are four; with a fortieth they were one, and the holders of
+four busy hosts took half a core, ahead of all that was measured there."""
 
 BUFFER_BYTES = 64 << 20
 BATCH = 256

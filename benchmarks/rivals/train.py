@@ -70,7 +70,10 @@ class Gloo:
 
         join(request_of(options))
         self._dist = dist
-        self._parallel = DistributedDataParallel(Loss(workload, model))
+        # PowerSGD's hook waits inside gloo's callbacks: with more than one bucket under way they wait for
+        # each other for ever.  A stated size is also the first bucket's, which else holds 1 MiB.
+        one_bucket = {"bucket_cap_mb": 25} if options.rival == "powersgd" else {}
+        self._parallel = DistributedDataParallel(Loss(workload, model), **one_bucket)
         if options.rival == "powersgd":
             state = powerSGD_hook.PowerSGDState(
                 process_group=None,
@@ -165,7 +168,7 @@ def train(options: argparse.Namespace) -> None:
     workload = WORKLOADS[options.workload]()
     batches = Batches(workload, options.rank, options.world)
     model = workload.model(options.seed)
-    settings = workload.settings[options.settings]
+    settings = workload.settings[options.settings].at(options.learning_rate)
     exchange: Exchange = EXCHANGES[options.rival](options, workload, model)
     optimizer = settings.build(model)
     exchange.stop(False)  # all are here
@@ -201,6 +204,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--measure-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="gpt")
     parser.add_argument("--settings", choices=("dense", "adamw"), default="dense", help="optimizer's family")
+    parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument("--powersgd-rank", type=int, default=2)
     parser.add_argument("--powersgd-start", type=int, default=10, metavar="STEP", help="dense before it")
     parser.add_argument("--seed", type=int, default=0)

@@ -16,26 +16,28 @@ torch.  What the core wants journalled is on the disk before anything that follo
 
 from __future__ import annotations
 
-import os
-import shlex
-import signal
-import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from gridtrain._version import __version__
-from gridtrain.config import DEFAULT_PORT, Deadlines
-from gridtrain.errors import ConfigError, JournalError, TransportError
+from gridtrain.config import Deadlines
+from gridtrain.errors import JournalError, TransportError
 from gridtrain.protocol import membership_io as io
-from gridtrain.protocol.door import Door, Standing
-from gridtrain.protocol.door import recover as recover_the_door
-from gridtrain.protocol.invitation import RUN_NAME
+from gridtrain.protocol.door import Door
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.messages import PeerId, RunState, StatusReply, StatusRequest
+from gridtrain.protocol.messages import (
+    BundleAsk,
+    Done,
+    Expel,
+    Pardon,
+    PeerId,
+    Refused,
+    RunState,
+    StatusReply,
+    StatusRequest,
+)
 from gridtrain.protocol.recovery import recover
 from gridtrain.transport.base import (
     Denied,
@@ -47,16 +49,14 @@ from gridtrain.transport.base import (
     TransportEvent,
     Violation,
 )
-from gridtrain.transport.contact import ContactFile
-from gridtrain.transport.curve import private_folder
-from gridtrain.transport.stack import over
-from gridtrain_coordinator.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
-from gridtrain_coordinator.keys import operator_identity
-from gridtrain_coordinator.log import Log, log_to, silent
-from gridtrain_coordinator.reception import Reception, gate_of
+from gridtrain_coordinator.backups import Backups
+from gridtrain_coordinator.checkups import Checkups
+from gridtrain_coordinator.log import Log, silent
+from gridtrain_coordinator.reception import Reception
+from gridtrain_coordinator.shelf import Shelf
 from gridtrain_coordinator.standstill import RETRY_S, Standstill
 from gridtrain_coordinator.store import JournalFull, Store
-from gridtrain_coordinator.views import Speedometer, status_payload, withhold_places
+from gridtrain_coordinator.views import Speedometer, payload, status_picture, withhold_places
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_WAIT_S = 0.25
@@ -81,6 +81,14 @@ class Core(Protocol):
     def handle(self, event: io.Event, now_s: float) -> list[io.Effect]: ...
     def tick(self, now_s: float) -> list[io.Effect]: ...
     def snapshot(self, now_s: float) -> dict[str, Any]: ...
+    def lend(self, guest: PeerId, most: int) -> tuple[list[io.Effect], tuple[tuple[PeerId, str], ...]]: ...
+
+
+class Window(Protocol):
+    """Where people look in: the dashboard.  None of it may wait."""
+
+    def show(self, picture: Mapping[str, Any]) -> None: ...
+    def orders(self) -> Iterable[tuple[Expel | Pardon, Future[Done | Refused]]]: ...
 
 
 class Coordinator:
@@ -98,6 +106,8 @@ class Coordinator:
         address: where workers find it, for `gridtrain status`.
         clock: seconds, monotonic.
         backups: None: none are made.
+        window: shown the picture once a second; gives the operator's orders.
+        shelf: the bundle that workers may fetch; None: there is none.
     """
 
     def __init__(
@@ -113,7 +123,10 @@ class Coordinator:
         address: str = "",
         clock: Callable[[], float] = time.monotonic,
         backups: Backups | None = None,
+        window: Window | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
+        self._shelf = shelf or Shelf()
         self._transport = transport
         self._store = store
         self._core = membership
@@ -124,8 +137,10 @@ class Coordinator:
         self._real_clock = clock
         self._behind_s = 0.0  # the core's clock stood still for so long
         self._standstill: Standstill | None = None
+        self._checkups = Checkups(lambda guest, most: membership.lend(guest, most))
         self._present: set[PeerId] = set()  # workers that are connected
         self._backups = backups
+        self._window = window
         self._speed = Speedometer()
         self._address = address
         self._started_s = self._clock()
@@ -146,6 +161,9 @@ class Coordinator:
         exit_when_finished: bool = False,
         address: str = "",
         backups: Backups | None = None,
+        shelf: Shelf | None = None,
+        plans: bool = True,
+        window: Window | None = None,
     ) -> Coordinator:
         """A coordinator with the real core, in the journal's next term; `door` is the transport's gate.
 
@@ -174,6 +192,7 @@ class Coordinator:
             deadlines=deadlines,
             software=SOFTWARE,
             recovered=recovered,
+            plans=plans,
         )
         if recovered.finished:
             raise JournalError(
@@ -190,6 +209,8 @@ class Coordinator:
             exit_when_finished=exit_when_finished,
             address=address,
             backups=backups,
+            window=window,
+            shelf=shelf,
         )
 
     def run(self, stop: Stop) -> None:
@@ -217,6 +238,8 @@ class Coordinator:
         return standing.core_s if standing is not None else self._real_clock() - self._behind_s
 
     def _turn(self) -> None:
+        if self._window is not None:
+            self._take_orders(self._window)
         if self._standstill is not None:
             self._stand_still(self._standstill)
             return
@@ -239,6 +262,11 @@ class Coordinator:
                 return []  # it was put out by an earlier message of this turn
             case Received(peer, StatusRequest()) if not self._reception.is_guest(peer):
                 return [io.Send(peer, StatusReply(self._status(peer, now_s)))]
+            case Received(peer, message) if self._checkups.hears(peer, message):
+                asker: PeerId = peer
+                return self._checkups.hear(asker, message, lambda: self._status(asker, now_s), now_s)
+            case Received(peer, BundleAsk() as ask) if not self._reception.is_guest(peer):
+                return self._shelf.answer(peer, ask, now_s)
             case Received(peer, message):
                 answered = self._reception.hear(peer, message, now_s)
                 return answered if answered is not None else self._core.handle(io.Heard(peer, message), now_s)
@@ -247,6 +275,8 @@ class Coordinator:
             case PeerDown(peer, reason):
                 return [] if self._reception.went(peer) else self._core.handle(io.Lost(peer, reason), now_s)
             case Reached(peer, address):
+                if (told := self._checkups.reached(event)) is not None:
+                    return told
                 return self._core.handle(io.CalledBack(peer, address), now_s)
             case Violation(peer, reason):
                 return self._violation(peer, reason, now_s)
@@ -312,6 +342,10 @@ class Coordinator:
     # -- no room, and backups ------------------------------------------------------------------
 
     def _see(self, event: TransportEvent) -> None:
+        if isinstance(event, PeerUp):
+            self._checkups.came(event)
+        elif isinstance(event, PeerDown):
+            self._checkups.went(event.peer)
         if (
             isinstance(event, PeerUp)
             and event.guest_of is None
@@ -337,6 +371,7 @@ class Coordinator:
         if self._real_clock() < standing.retry_at_s:
             return
         standing.retry_at_s = self._real_clock() + RETRY_S
+        self._show(self._core.snapshot(standing.core_s), standing.core_s)
         try:
             self._make_durable(standing.effects)
         except JournalFull:
@@ -389,19 +424,44 @@ class Coordinator:
 
     # -- what is seen from outside -------------------------------------------------------------
 
+    def snapshot(self) -> dict[str, Any]:
+        """What the core knows; for a window's `orders`, and for anybody once `run` has returned."""
+        return self._core.snapshot(self._clock())
+
     def _status(self, asker: PeerId, now_s: float) -> bytes:
-        snapshot = self._core.snapshot(now_s)
+        return payload(
+            self._picture(self._core.snapshot(now_s), now_s, places=self._reception.is_operator(asker))
+        )
+
+    def _show(self, snapshot: dict[str, Any], now_s: float) -> None:
+        if self._window is not None:
+            self._window.show(self._picture(snapshot, now_s, places=True))
+
+    def _take_orders(self, window: Window) -> None:
+        for order, answer in window.orders():
+            now_s = self._clock()
+            if not answer.set_running_or_notify_cancel():
+                continue  # whoever asked has gone
+            standing = self._standstill
+            if standing is None:
+                effects, reply = self._reception.obey(order, now_s)
+                self._perform(effects, now_s)
+                standing = self._standstill  # there was no room for it: it is kept, and done later
+            answer.set_result(reply if standing is None else standing.refusal())
+
+    def _picture(self, snapshot: dict[str, Any], now_s: float, *, places: bool) -> dict[str, Any]:
         for member in snapshot["members"]:
             member["strikes"] = self._reception.strikes(bytes.fromhex(member["peer"]))
-        if self._reception.is_operator(asker):
+        if places:
             snapshot["door"] = self._reception.picture()
             if self._backups is not None:
                 snapshot["backup"] = self._backups.picture(now_s)
         else:
             withhold_places(snapshot)
+        snapshot["bundle"] = self._shelf.picture()
         if self._standstill is not None:
             snapshot |= {"phase": self._standstill.phase, "reason": self._standstill.reason}
-        return status_payload(
+        return status_picture(
             snapshot,
             self._speed,
             software=SOFTWARE,
@@ -415,6 +475,7 @@ class Coordinator:
         self._perform(self._reception.tick(now_s), now_s)
         snapshot = self._core.snapshot(now_s)
         self._speed.observe(snapshot, now_s)
+        self._show(snapshot, now_s)
         if not snapshot["finished"]:
             self._farewell_until_s = None
         elif not snapshot["members"]:
@@ -425,192 +486,3 @@ class Coordinator:
     def _over(self) -> bool:
         until_s = self._farewell_until_s
         return self._exit_when_finished and until_s is not None and self._clock() >= until_s
-
-
-# -- the process -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the person who starts a coordinator chooses.
-
-    Attributes:
-        listen: "tcp://host:port"; port 0: any free one.
-        advertise: the address that workers are told to use; empty: the one listened at.
-        state: the folder of the journal and the keys; None: `default_state(run)`.
-        unencrypted: talk in the clear: on this machine only, or anywhere if `benchmark` says so.
-        backup_to: a folder for backups of the state; None: none are made.
-        from_backup: begin from this backup, in a state folder without a journal.
-    """
-
-    run: str = "default"
-    listen: str = f"tcp://127.0.0.1:{DEFAULT_PORT}"
-    advertise: str = ""
-    state: Path | None = None
-    unencrypted: bool = False
-    benchmark: bool = False
-    min_workers: int = 1
-    exit_when_finished: bool = False
-    backup_to: Path | None = None
-    backup_every_s: float = EVERY_S
-    backup_keep: int = KEEP
-    from_backup: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not RUN_NAME.fullmatch(self.run):
-            raise ConfigError(
-                f"{self.run!r} cannot be a run's name",
-                remedy="use 1 to 64 letters, digits, '.', '_' or '-', the first a letter or a digit",
-            )
-        if self.min_workers < 1:
-            raise ConfigError(
-                f"min_workers is {self.min_workers}; it must be >= 1", remedy="leave it out for 1"
-            )
-
-
-def default_state(run: str) -> Path:
-    """Where the journal and the keys of `run` lie if nobody says."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "gridtrain" / run
-
-
-class StopOnSignal:
-    """Set by SIGINT or SIGTERM; a plain attribute, because a handler must not wait for a lock."""
-
-    def __init__(self) -> None:
-        self.signal_number = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signal_number = number
-
-    def is_set(self) -> bool:
-        return self.signal_number != 0
-
-
-def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
-    """A coordinator over TCP in this process's main thread; returns the exit code.
-
-    `out` gets the address for the workers, `err` the log.  0: the run is finished;
-    128 + signal: stopped by it.  Raises `JournalError`, `TransportError`, `ConfigError`.
-    """
-    from gridtrain.transport.zeromq import ZeroMQTransport  # a group in one process needs no ZeroMQ
-
-    stop = StopOnSignal()
-    folder = settings.state or default_state(settings.run)
-    _make(folder)
-    backups = _backups(settings, folder)
-    if settings.from_backup is not None:
-        source = restore(settings.from_backup, folder)
-        log_to(err)("info", "restored", {"from": str(source), "to": str(folder)})
-    store = Store.open(folder / JOURNAL)
-    transport: Transport | None = None
-    try:
-        identity, operator = store.identity(), operator_identity(folder / JOURNAL)
-        door = recover_door(store, settings.run, operator.public, identity.public)
-        sockets = ZeroMQTransport(
-            identity,
-            SOFTWARE,
-            gate=gate_of(door, time.time),
-            encrypted=not settings.unencrypted,
-            plain_anywhere=settings.benchmark,
-            advertise_host=_outward_host(),
-        )
-        transport = over(
-            sockets, identity, may_relay=door_lets_relay(door, operator.public), software=SOFTWARE
-        )
-        # First the port, then the term: a start that fails leaves no trace.
-        bound = transport.listen(settings.listen)
-        contact = ContactFile(
-            settings.advertise or bound, bound, identity.public, settings.run, not settings.unencrypted
-        )
-        coordinator = Coordinator.of_run(
-            transport,
-            store,
-            door,
-            run=settings.run,
-            operator=operator.public,
-            min_workers=settings.min_workers,
-            log=log_to(err),
-            exit_when_finished=settings.exit_when_finished,
-            address=contact.address,
-            backups=backups,
-        )
-    except BaseException:
-        if transport is not None:
-            transport.close()
-        store.close()
-        raise
-    contact.write(folder)
-    try:
-        out.write(_greeting(settings, contact, folder))
-        out.flush()
-        coordinator.run(stop)
-    finally:
-        contact.remove(folder)
-    return 128 + stop.signal_number if stop.signal_number else 0
-
-
-def recover_door(store: Store, run: str, operator: PeerId, coordinator: PeerId) -> Door:
-    """Who may come in, as the journal left it.  Raises `JournalError`."""
-    try:
-        entries = [(entry.kind, entry.body) for entry in store.entries()]
-        return recover_the_door(entries, run=run, operator=operator, coordinator=coordinator)
-    except (KeyError, TypeError, ValueError) as error:
-        raise JournalError(
-            f"the journal holds an entry that no coordinator wrote: {error!r}",
-            remedy="restore it from a backup, or begin a new run with another --state",
-        ) from None
-
-
-def door_lets_relay(door: Door, operator: PeerId) -> Callable[[PeerId, PeerId], bool]:
-    """The relay of last resort serves members of the run, and nobody else."""
-
-    def may_relay(origin: PeerId, to: PeerId) -> bool:
-        members = (door.standing(key, time.time()) is Standing.PEER for key in (origin, to))
-        return operator not in (origin, to) and all(members)
-
-    return may_relay
-
-
-def _backups(settings: Settings, state: Path) -> Backups | None:
-    if settings.backup_to is None:
-        return None
-    backups = Backups(settings.backup_to, state, every_s=settings.backup_every_s, keep=settings.backup_keep)
-    backups.try_folder()
-    return backups
-
-
-def _make(folder: Path) -> None:
-    try:
-        private_folder(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {folder} cannot be made: {error.strerror}", remedy="name another one with --state"
-        ) from None
-
-
-def _outward_host() -> str:
-    """The address of the interface that leads outwards (nothing is sent); without one, loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
-def _greeting(settings: Settings, contact: ContactFile, folder: Path) -> str:
-    where = f" --state {shlex.quote(str(settings.state))}" if settings.state is not None else ""
-    where += "" if settings.run == "default" or where else f" --run {settings.run}"
-    clear = "" if contact.encrypted else " --unencrypted"
-    lines = [
-        f'run "{settings.run}" is coordinated at {contact.address}, state in {folder}',
-        f"  to invite a worker:  gridtrain invite{where}",
-        f"  on the worker:       gridtrain worker INVITATION{clear} -- python train.py",
-        f"  to watch it:         gridtrain status{where} --watch",
-    ]
-    if not contact.encrypted:
-        lines.insert(1, "  NOT ENCRYPTED: everybody on the way can read and alter what is sent")
-    return "\n".join(lines) + "\n"

@@ -26,6 +26,16 @@ def silent(level: str, event: str, fields: Mapping[str, Any]) -> None:
     """For a coordinator inside a program that has its own output."""
 
 
+def to_both(one: Log, other: Log) -> Log:
+    """The one, then the other."""
+
+    def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
+        one(level, event, fields)
+        other(level, event, fields)
+
+    return log
+
+
 def log_to(stream: TextIO) -> Log:
     """For people if `stream` is a terminal, JSON lines if it is not."""
     line = _for_people if stream.isatty() else _for_machines

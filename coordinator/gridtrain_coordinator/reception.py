@@ -22,7 +22,7 @@ from gridtrain.protocol.door import Standing as DoorStanding
 from gridtrain.protocol.strikes import STRIKES
 from gridtrain.transport.base import PeerUp, Standing
 
-ASK_OWNER = "ask the run's owner, who can invite this worker anew"
+ASK_OWNER = "ask the run's owner for a new invitation; the one before does not let this worker in again"
 
 
 class Core(Protocol):
@@ -76,6 +76,12 @@ class Reception:
                 text = f"the operator's key is no worker's; it sent {type(message).__name__}"
                 return [io.Send(peer, m.Refused("operator", text, "join with an invitation"))]
         return None
+
+    def obey(self, order: m.Expel | m.Pardon, now_s: float) -> tuple[list[io.Effect], m.Done | m.Refused]:
+        """An order of the operator that came another way than over the wire; what to do, and the answer."""
+        answer = self._door.order(self._operator or b"", order, self._wall())
+        assert isinstance(answer.reply, m.Done | m.Refused)
+        return [*answer.entries, *self._out(answer.kicked, now_s)], answer.reply
 
     def strike(self, strike: io.Strike, now_s: float) -> list[io.Effect]:
         """Somebody broke the protocol: it is out of the generation, and at the last strike out of the run."""

@@ -1,6 +1,6 @@
 """What `gridtrain status` is told: the core's snapshot, with rates and the daemon's own facts.
 
-Decides nothing about the run.  Never touches a socket, a clock or the disk.
+Decides nothing about the run.  Never touches a socket or the disk; reads the wall clock only to say it.
 
     steps:   410 -------- 430      over the last `WINDOW_S` at most
     time:    now - 10 s   now      -> 2 steps a second
@@ -9,6 +9,7 @@ Decides nothing about the run.  Never touches a socket, a clock or the disk.
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,12 @@ def withhold_places(snapshot: dict[str, Any]) -> None:
         event.pop("tried", None)
 
 
-def status_payload(
+def payload(picture: dict[str, Any]) -> bytes:
+    """Of a StatusReply: UTF-8 JSON."""
+    return json.dumps(picture, separators=(",", ":")).encode()
+
+
+def status_picture(
     snapshot: dict[str, Any],
     speed: Speedometer,
     *,
@@ -80,8 +86,8 @@ def status_payload(
     address: str,
     now_s: float,
     uptime_s: float,
-) -> bytes:
-    """The payload of a StatusReply: UTF-8 JSON.
+) -> dict[str, Any]:
+    """What a StatusReply holds, and the dashboard shows.
 
     To `Membership.snapshot` it adds: software, address, now_s (the clock of the events' `at_s`),
     uptime_s, steps_per_s, and for each member sent_Bps and received_Bps (None: not known yet).
@@ -96,13 +102,13 @@ def status_payload(
         }
         for member in snapshot["members"]
     ]
-    picture = {
+    return {
         **snapshot,
         "members": members,
         "software": software,
         "address": address,
         "now_s": round(now_s, 3),
         "uptime_s": round(uptime_s, 3),
+        "wall_s": round(time.time(), 3),
         "steps_per_s": speed.steps_per_s(),
     }
-    return json.dumps(picture, separators=(",", ":")).encode()

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
+from gridtrain.cli.chosen import of_a_run
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import known_keys, named, of_a_run, operator_of, whom
+from gridtrain.cli.orders import known_keys, named, operator_of, whom
 
 
 @click.command(epilog=EXIT_CODES)

@@ -52,6 +52,11 @@ _MODELS = ", ".join(f"{name}: {size.parameters:,}" for name, size in SIZES.items
     show_default=True,
     help="Folder for report.md, loss.svg, metrics.json and the logs.",
 )
+@click.option(
+    "--pipeline",
+    is_flag=True,
+    help="Instead: a model too large for one worker's memory limit, cut into stages on four workers.",
+)
 @click.option("--quick", is_flag=True, help="A tiny model and a tenth of the steps: does it run here?")
 def demo(
     workers: int,
@@ -62,6 +67,7 @@ def demo(
     exchanges: str,
     seed: int,
     out: Path,
+    pipeline: bool,
     quick: bool,
 ) -> None:
     """Train a small byte GPT on real text with a coordinator and workers on this machine, each worker
@@ -106,7 +112,12 @@ def demo(
 
     before = signal.signal(signal.SIGTERM, on_sigterm)
     try:
-        run_demo(plan, Console())
+        if pipeline:
+            from gridtrain.demo.stages import run_pipeline_demo
+
+            run_pipeline_demo(out, Console(), steps=steps or (5 if quick else 24), quick=quick)
+        else:
+            run_demo(plan, Console())
     except KeyboardInterrupt:
         click.echo(f"gridtrain: stopped by {stopped_by.name}; all processes of the demo have ended", err=True)
         sys.exit(128 + stopped_by)

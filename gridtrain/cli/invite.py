@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gridtrain.cli.chosen import of_a_run
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import of_a_run, operator_of, seconds, shown_duration
+from gridtrain.cli.orders import operator_of, seconds, shown_duration
 
 if TYPE_CHECKING:
     from gridtrain.protocol.invitation import Invitation
@@ -33,6 +34,11 @@ def _validity(context: click.Context, parameter: click.Parameter, text: str) -> 
     return value_s
 
 
+def _patience(context: click.Context, parameter: click.Parameter, text: str) -> float:
+    """0: it was not asked for."""
+    return seconds(context, parameter, text) if text else 0.0
+
+
 @click.command(epilog=EXIT_CODES)
 @of_a_run
 @click.option(
@@ -48,21 +54,37 @@ def _validity(context: click.Context, parameter: click.Parameter, text: str) -> 
     help="Where the volunteer reaches the coordinator.  [default: what the coordinator advertises]",
 )  # fmt: skip
 @click.option(
-    "--wait", callback=seconds, metavar="TIME", default="0s", help="For a coordinator that is starting."
+    "--wait", callback=seconds, metavar="TIME", default="0s", help="For a coordinator that is just starting."
 )
+@click.option(
+    "--until-joined", callback=_patience, metavar="TIME", default="",
+    help="Then wait so long for the workers that come with it, until they are members.",
+)  # fmt: skip
 @click.option("--withdraw", default="", metavar="INVITATION", help="Make this one invalid instead.")
 def invite(
-    run: str, state: Path | None, uses: int, expires: float, address: str, wait: float, withdraw: str
+    run: str,
+    state: Path | None,
+    uses: int,
+    expires: float,
+    address: str,
+    wait: float,
+    until_joined: float,
+    withdraw: str,
 ) -> None:
     """Let volunteers into the run that is coordinated on this machine.
 
     \b
       gridtrain invite                         for one worker, for a week
       gridtrain invite --uses 20 --expires 2d  for a class
+      gridtrain invite --until-joined 10m      and see its worker come in
 
     Prints one line: give it to the volunteer over a channel that you trust, as whoever reads it first
     may come in.  A worker that came in stays in until you kick it.
+
+    --until-joined says on stderr who comes, and ends with 0 as soon as --uses workers are members; with 1
+    if they are not in time, which the invitation does not mind: it stays valid.
     """
+    from gridtrain.cli.arrivals import await_members
     from gridtrain.protocol.invitation import parse
     from gridtrain.runtime.client import coordinator_address
 
@@ -73,11 +95,14 @@ def invite(
             click.echo(operator.withdraw(old), err=True)
             return
         invitation = operator.invite(uses, expires, given)
-    click.echo(invitation.text())
-    click.echo(explained(invitation, uses, expires, time.time()), err=True)
+        click.echo(invitation.text())  # whatever comes next: it is valid from now on
+        has_bundle = bool(operator.status().get("bundle"))
+        click.echo(explained(invitation, uses, expires, time.time(), has_bundle), err=True)
+        if until_joined:
+            await_members(operator.status, invitation, uses, until_joined)
 
 
-def explained(invitation: Invitation, uses: int, expires_s: float, wall_s: float) -> str:
+def explained(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
     """For the person who has just made it; the token is not in it."""
     workers = "one worker" if uses == 1 else f"{uses} workers"
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(wall_s + expires_s))
@@ -85,7 +110,7 @@ def explained(invitation: Invitation, uses: int, expires_s: float, wall_s: float
     lines = [
         f'An invitation to the run "{invitation.run}" for {workers}, valid for '
         f"{shown_duration(expires_s)} (until {until}).  The volunteer types:",
-        f"  gridtrain worker INVITATION{clear} -- python train.py",
+        f"  gridtrain worker INVITATION{clear}{'' if has_bundle else ' -- python train.py'}",
     ]
     if _LOOPBACK.fullmatch(invitation.address):
         lines.append(

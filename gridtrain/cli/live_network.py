@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridtrain.protocol.lines import Network
+    from gridtrain.protocol.lines import Link, Network
     from gridtrain.protocol.loads import Load
 
 MOST_MEMBERS = 1000  # that a coordinator admits
@@ -40,13 +40,35 @@ class Live:
         return self.members.size
 
     def network(self, size: int) -> Network:
-        """Only as it is."""
-        if size != self.workers:
-            raise ConfigError(
-                f"the run has {self.workers} members, and not {size}",
-                remedy="leave --workers out, or describe a network with --network",
-            )
-        return self.members
+        """Of other numbers than there are: the first members, or further ones like those that are there.
+
+        Two that are like the same member are as far apart as that one is from the nearest other.
+        """
+        from gridtrain.protocol.lines import Link, Network
+
+        members, count = self.members, self.workers
+        if size == count:
+            return members
+        if size < count:
+            return members.ordered(range(size))
+        nearest = [
+            min((members.link(one, other) for other in range(count) if other != one), key=_alpha_s)
+            for one in range(count)
+        ]
+        alike = [Link(near.alpha_s) for near in nearest]  # at the rate of their own lines
+
+        repeated = [rank * count // size for rank in range(size)]  # those that are alike side by side
+
+        def link(a: int, b: int) -> Link:
+            one, other = repeated[a], repeated[b]
+            return members.link(one, other) if one != other else alike[one]
+
+        return Network(
+            link,
+            [members.up_Bps[one] for one in repeated],
+            [members.down_Bps[one] for one in repeated],
+            members.shared_Bps,
+        )
 
 
 def from_status(picture: Mapping[str, Any]) -> Live:
@@ -79,6 +101,10 @@ def from_status(picture: Mapping[str, Any]) -> Live:
     return Live(
         network, load_of(setup), _compute_s(picture), f'{network.size} members of "{run}", as measured'
     )
+
+
+def _alpha_s(link: Link) -> float:
+    return link.alpha_s
 
 
 def _entry(entry: Any, size: int) -> tuple[int, int, float | None, float | None]:

@@ -5,6 +5,7 @@ Decides exit codes and that a user never sees a traceback for an error that we r
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import signal
@@ -14,12 +15,13 @@ from collections.abc import Sequence
 import click
 
 from gridtrain._version import __version__
-from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused
+from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, NotAccepted
 
 # name -> one line for `gridtrain --help`; the command is `gridtrain.cli.<name>.<name>`.
 COMMANDS = {
     "coordinator": "Start a run's coordinator; workers join it.",
     "worker": "Join a run and train in it: supervise a training script.",
+    "doctor": "See whether this machine can join a run, and what it would bring.",
     "status": "Show a run's members, steps and rates.",
     "invite": "Let volunteers into a run: print an invitation.",
     "members": "List a run's members, open invitations and bans.",
@@ -29,10 +31,13 @@ COMMANDS = {
     "export": "Write a checkpoint's model as a plain file.",
     "bench": "Measure what this machine can do: selection, codec, local exchanges.",
     "plan": "Predict step times on a network before anybody joins.",
+    "new": "Begin a run of your own: a folder with a script that trains.",
+    "config": "Show what is configured, and where each value comes from.",
+    "completion": "Print a script that completes commands in your shell.",
     "demo": "Train a small model with four workers on this machine.",
 }
 
-EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 1, 2, 3, 4
+EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED, EXIT_NOT_ACCEPTED = 1, 2, 3, 4, 5
 
 EXIT_CODES = """\b
 Exit codes:
@@ -41,6 +46,7 @@ Exit codes:
   2    the options or the configuration cannot work
   3    the coordinator cannot be reached
   4    the coordinator refused
+  5    the run's bundle was not accepted on this machine
   130  stopped by SIGINT (Ctrl-C);  143  stopped by SIGTERM
 
 GRIDTRAIN_DEBUG=1 shows tracebacks."""
@@ -58,6 +64,19 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(f"gridtrain.cli.{name}"), name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, context: click.Context, arguments: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click; a word that is no command is answered with the nearest ones."""
+        try:
+            return super().resolve_command(context, arguments)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(arguments[0], COMMANDS, n=3, cutoff=0.5)
+            if near and "Did you mean" not in error.message:
+                message = f"{error.message} Did you mean {' or '.join(near)}?"
+                raise click.UsageError(message, error.ctx) from None
+            raise
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -96,5 +115,7 @@ def exit_code(error: GridtrainError) -> int:
             return EXIT_UNREACHABLE
         case JoinRefused():
             return EXIT_REFUSED
+        case NotAccepted():
+            return EXIT_NOT_ACCEPTED
         case _:
             return EXIT_FAILED

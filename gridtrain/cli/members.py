@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gridtrain.cli.chosen import of_a_run
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import NO_NAME, SHOWN_DIGITS, known_keys, of_a_run, operator_of, shown_duration
+from gridtrain.cli.orders import NO_NAME, SHOWN_DIGITS, known_keys, operator_of, shown_duration
 
 if TYPE_CHECKING:
     from rich.console import Group

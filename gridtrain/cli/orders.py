@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,8 +28,6 @@ MAX_CANDIDATES = 10
 NO_NAME = "(away)"
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd])")
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def seconds(context: click.Context, parameter: click.Parameter, text: str) -> float:
@@ -48,20 +46,6 @@ def shown_duration(seconds: float) -> str:
     parts = [(days, "d"), (hours, "h"), (minutes, "min"), (left_s, "s")]
     first = next((place for place, (count, _) in enumerate(parts) if count), len(parts) - 1)
     return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count) or "0 s"
-
-
-def of_a_run(command: Command) -> Command:
-    """The options that say which coordinator of this machine is meant."""
-    run = click.option(
-        "--run", envvar="GRIDTRAIN_RUN", default="default", show_default=True, metavar="NAME",
-        help="The run's name.",
-    )  # fmt: skip
-    state = click.option(
-        "--state", envvar="GRIDTRAIN_STATE", type=click.Path(file_okay=False, path_type=Path),
-        metavar="FOLDER",
-        help="The folder with the coordinator's journal.  [default: ~/.local/state/gridtrain/RUN]",
-    )  # fmt: skip
-    return run(state(command))
 
 
 def operator_of(run: str, state: Path | None, wait_s: float = 0.0) -> Operator:

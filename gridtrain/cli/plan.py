@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gridtrain.cli.main import EXIT_CODES
+from gridtrain.cli.plan_stages import NAMES, pipeline_options, show
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from gridtrain.cli.live_network import Live
     from gridtrain.cli.network_file import Described
     from gridtrain.protocol.choosing import Outlook
 
-EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "star", "star-gtopk")
+EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 PLAIN_WIDTH = 120
 MOST_ORDERED = 32
 """Up to so many workers the best order of an uneven network is looked for; above, sites stay together."""
@@ -76,12 +78,14 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9}
 @click.option(
     "--local-steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps per exchange."
 )
+@pipeline_options
 @click.option("--plain", is_flag=True, help="Without encryption.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Write an SVG here as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.pass_context
 def plan(
     context: click.Context,
+    /,
     parameters: str | None,
     workers: str,
     link: str,
@@ -97,6 +101,7 @@ def plan(
     plain: bool,
     picture: Path | None,
     as_json: bool,
+    **pipeline: Any,
 ) -> None:
     """Predict the step time of each exchange on a network that you describe.
 
@@ -104,10 +109,13 @@ def plan(
       gridtrain plan --parameters 25.6M --link 100Mbit --latency 10ms --compute 0.5s
       gridtrain plan --parameters 124M --network sites.toml --exchange gtopk,dense
       gridtrain plan --coordinator gridtrain1:AbC...
+      gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB
 
     Nobody has to join, and nothing is measured: the figures come from a model of the exchanges' messages,
     the lines they go over, and the work they make.  With --coordinator or --state the lines, and what else is
-    not given, are those of a run.
+    not given, are those of a run; with --workers 2..4096 also of more workers like its members.  With
+    --stages the model is cut over so many workers: the table has the stages, and --compute is of a step of
+    the whole model on one worker.
     """
     from gridtrain.cli import network_file
     from gridtrain.protocol.loads import Kind, Load
@@ -130,6 +138,19 @@ def plan(
     else:
         described = network_file.read(network) if network else network_file.one_site(link, latency)
         from_run = None
+    compute_s = network_file.parse_seconds(compute)
+    if not 1e-9 <= compute_s <= MOST_COMPUTE_s:
+        raise click.BadParameter(
+            f'"{compute}" must be 1e-9 s to {MOST_COMPUTE_s:g} s', param_hint="--compute"
+        )
+    if pipeline["stages"]:
+        lines = described.network(pipeline["stages"])
+        show(lines, _parameters(parameters) if parameters else 0, compute_s, picture, as_json, pipeline)
+        return
+    if extra := [name for name in NAMES if given(name)]:
+        raise click.UsageError(
+            f"--{extra[0].replace('_', '-')} says how a model is cut: give --stages as well"
+        )
     counts = _workers(workers) if given("workers") or not (network or live) else [described.workers]
     if not 2 <= counts[-1] <= MOST_WORKERS:
         raise click.UsageError(
@@ -145,11 +166,6 @@ def plan(
         density = density if given("density") else from_run.density
         values = values if given("values") else from_run.values
     loads = [Load(Kind(name), count, density, values, not plain) for name in _names(exchanges)]
-    compute_s = network_file.parse_seconds(compute)
-    if not 1e-9 <= compute_s <= MOST_COMPUTE_s:
-        raise click.BadParameter(
-            f'"{compute}" must be 1e-9 s to {MOST_COMPUTE_s:g} s', param_hint="--compute"
-        )
     if live is not None and live.compute_s and not given("compute"):
         compute_s = live.compute_s
     rows = [[_look(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
@@ -236,7 +252,8 @@ def _print(rows: Sequence[Sequence[Outlook]], described: Described | Live) -> No
 
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print("Step time, bytes that the busiest worker sends, scaling efficiency:", highlight=False)
-    console.print(_table(rows), markup=False)
+    for table in _tables(rows, console):
+        console.print(table, markup=False)
     if rows[0][0].local_steps > 1:
         console.print(f"{said(rows[0][0])}: bytes are of one exchange.", markup=False, highlight=False)
     console.print(recommend(rows[-1])[1], markup=False, highlight=False, soft_wrap=True)
@@ -244,6 +261,28 @@ def _print(rows: Sequence[Sequence[Outlook]], described: Described | Live) -> No
         console.print(recommend(rows[0])[1], markup=False, highlight=False, soft_wrap=True)
     if not described.is_even:
         console.print("Members are ordered for each exchange by predicted time.", highlight=False)
+        if rows[-1][0].world_size > described.workers and _is_live(described):
+            text = f"More than {described.workers} are like the members that there are, in even parts."
+            console.print(text, highlight=False)
+
+
+def _is_live(described: Described | Live) -> bool:
+    from gridtrain.cli.live_network import Live
+
+    return isinstance(described, Live)
+
+
+def _tables(rows: Sequence[Sequence[Outlook]], console: Console) -> list[Table]:
+    """One for all exchanges; several, with fewer in each, where the terminal is too narrow for it."""
+    from rich.measure import Measurement
+
+    unbounded = console.options.update(width=10_000)
+    for at_once in range(len(rows[0]), 0, -1):
+        firsts = range(0, len(rows[0]), at_once)
+        tables = [_table([row[first : first + at_once] for row in rows]) for first in firsts]
+        if all(Measurement.get(console, unbounded, table).maximum <= console.width for table in tables):
+            break
+    return tables
 
 
 def _table(rows: Sequence[Sequence[Outlook]]) -> Table:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from gridtrain.cli.chosen import of_a_run
 from gridtrain.cli.main import EXIT_CODES
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, ConsoleOptions, Group
     from rich.table import Table
 
     from gridtrain.runtime.client import CoordinatorClient
@@ -34,40 +35,48 @@ RECENT_EVENTS = 5
 PLAIN_WIDTH = 120  # of a line in a file or a pipe
 PHASE_STYLES = {"waiting": "yellow", "training": "green", "paused": "red", "finished": "cyan"}
 COLUMNS = ("share", "step", "up/s", "down/s", "comp.", "select", "comm.", "wait", "heard")
+DROPPED = ("select", "wait", "reach", "comm.", "comp.", "heard", "down/s")
+"""What a narrow terminal does without, the first first, so that names can be read: orders want them."""
+
+NAME_WIDTH = 16
 SECONDS = ("computing_s", "selecting_s", "communicating_s", "waiting_s")
 
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("invitation", required=False)
-@click.option("--run", default="default", show_default=True, metavar="NAME", help="The run's name.")
-@click.option(
-    "--state",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="FOLDER",
-    help="The coordinator's --state, if it has one.",
-)
+@of_a_run
 @click.option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C or the end of the run.")
-@click.option("--json", "as_json", is_flag=True, help="Print what the coordinator said, as one JSON object.")
-def status(invitation: str | None, run: str, state: Path | None, watch: bool, as_json: bool) -> None:
+@click.option(
+    "--json/--table",
+    "as_json",
+    default=None,
+    help="JSON, a line each time, or a table.  [default: by the output]",
+)
+def status(invitation: str | None, run: str, state: Path | None, watch: bool, as_json: bool | None) -> None:
     """Show the members, generation, step and rates of a run.
 
     \b
       gridtrain status                       the run that is coordinated on this machine
       gridtrain status gridtrain1:AbC...     any other; asks with one of this machine's keys
+      gridtrain status @FILE                 the same, the invitation in a file; - reads it from stdin
+
+    A table on a terminal; elsewhere what the coordinator said, a JSON object a line.
     """
-    if watch and as_json:
-        raise click.UsageError("--watch draws a table; use --json without it")
+    as_json = not sys.stdout.isatty() if as_json is None else as_json
     with client_of(invitation, run, state) as client:
-        if watch:
-            _watch(client.status)
-        else:
+        if not watch:
             picture = client.status(ANSWER_S)
             click.echo(json.dumps(picture)) if as_json else _print(picture)
+        elif as_json:
+            _follow(client.status)
+        else:
+            _watch(client.status)
 
 
 @contextmanager
 def client_of(invitation: str | None, run: str, state: Path | None) -> Iterator[CoordinatorClient | Operator]:
     """A connection as the operator of this machine's coordinator, or as somebody who was invited."""
+    from gridtrain.cli.worker import _read
     from gridtrain.protocol.invitation import parse
     from gridtrain.runtime.client import CoordinatorClient
     from gridtrain.runtime.entry import enter
@@ -78,7 +87,7 @@ def client_of(invitation: str | None, run: str, state: Path | None) -> Iterator[
         with Operator(Contact.find(run, state)) as operator:
             yield operator
         return
-    invited = parse(invitation)
+    invited = parse(_read(invitation))
     with (
         enter(invited, ANSWER_S, unencrypted=not invited.encrypted) as entry,
         CoordinatorClient(
@@ -95,6 +104,13 @@ def _print(picture: Mapping[str, Any]) -> None:
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(render(picture))
+
+
+def _follow(ask: Any) -> None:
+    while not (picture := ask(PATIENCE_S)).get("finished"):
+        click.echo(json.dumps(picture))
+        time.sleep(REFRESH_S)
+    click.echo(json.dumps(picture))
 
 
 def _watch(ask: Any) -> None:
@@ -124,37 +140,68 @@ def render(picture: Mapping[str, Any]) -> Group:
         f"step {_count(picture.get('step'))}  {_rate(picture.get('steps_per_s'))} steps/s"
     )
     facts = [f"{name}: {value}" for name, value in _mapping(picture.get("facts")).items()]
+    if why := str(picture.get("exchange_reason") or ""):
+        facts.append(f"exchange chosen: {why}")
     now_s = picture.get("now_s")
+    spare = next((str(m["spare"]) for m in _listed(picture.get("members")) if m.get("spare")), "")
+    facts += [spare] if spare else []
     recent = _listed(picture.get("events"))[-RECENT_EVENTS:]
     events = [_event(event, now_s) for event in recent]
 
     def dim(lines: list[str]) -> list[Text]:
         return [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
 
-    return Group(head, figures, *dim(facts), members_table(picture), *dim(events))
+    resting = [Text(line, no_wrap=True, overflow="ellipsis") for line in resting_lines(picture)]
+    return Group(head, figures, *dim(facts), Members(picture), *resting, *dim(events))
 
 
-def members_table(picture: Mapping[str, Any]) -> Table:
+class Members:
+    """The table with as many columns as there is room for."""
+
+    def __init__(self, picture: Mapping[str, Any]) -> None:
+        self._picture = picture
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        from rich.measure import Measurement
+
+        unbounded, without = options.update(width=10_000), 0
+        if options.max_width < PLAIN_WIDTH:
+            for without in range(len(DROPPED) + 1):
+                table = members_table(self._picture, DROPPED[:without], NAME_WIDTH)
+                if Measurement.get(console, unbounded, table).maximum <= options.max_width:
+                    break
+        yield members_table(self._picture, DROPPED[:without])
+
+
+def members_table(
+    picture: Mapping[str, Any], without: Sequence[str] = (), name_width: int | None = None
+) -> Table:
     """One line for each member: whether others can dial it, bytes per second, then the times of its
     latest step (computing, selecting, communicating, waiting), then how long ago it was heard.  Strikes
-    (see `gridtrain members`) have a column if anybody has one."""
+    (see `gridtrain members`) have a column if anybody has one, and stages where the model has some."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("name", min_width=4)  # the one that gets narrower where there is not room for all
-    table.add_column("state", no_wrap=True)
-    table.add_column("reach", no_wrap=True)
     members = _listed(picture.get("members"))
+    in_stages = isinstance(picture.get("stages"), int) and picture["stages"] > 1
     struck = any(member.get("strikes") for member in members)
-    for heading in ("strikes", *COLUMNS) if struck else COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = (
+        *("rank", *(("stage",) if in_stages else ()), "name", "state", "reach"),
+        *(*(("strikes",) if struck else ()), *COLUMNS),
+    )
+    for heading in headings:
+        if heading == "name":  # the one that gets narrower where there is not room for all
+            table.add_column(heading, min_width=4, max_width=name_width)
+        elif heading not in without:
+            left = heading in ("state", "reach")
+            table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for member in members:
         figures = _mapping(member.get("figures"))
         rank = member.get("rank")
         cells = [
             "-" if rank is None else _count(rank),
+            *([_count(member.get("stage"))] if in_stages else []),
             str(member.get("name", "?")),
             str(member.get("state", "?")),
             str(member.get("reach") or "-"),
@@ -166,10 +213,25 @@ def members_table(picture: Mapping[str, Any]) -> Table:
             *(_seconds(figures.get(name)) for name in SECONDS),
             _seconds(member.get("last_heard_s")),
         ]
-        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
+        kept = [cell for heading, cell in zip(headings, cells, strict=True) if heading not in without]
+        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in kept))
     if not table.row_count:
-        table.add_row("-", Text("no worker yet", style="dim"))
+        nobody = "nobody any more" if picture.get("finished") else "no worker yet"
+        table.add_row("-", *([""] if in_stages else []), Text(nobody, style="dim"))
     return table
+
+
+def resting_lines(picture: Mapping[str, Any]) -> list[str]:
+    """Workers that their owners have paused: they are no members now."""
+    lines = _listed(picture.get("resting"))
+    return [f"{line.get('name', '?')} is {line.get('reason', 'paused')}, for {_age(line)}" for line in lines]
+
+
+def _age(line: Mapping[str, Any]) -> str:
+    since_s = line.get("since_s")
+    if not isinstance(since_s, int | float):
+        return "?"
+    return f"{since_s:.0f} s" if since_s < 120 else f"{since_s / 60:.0f} min"
 
 
 def _event(event: Mapping[str, Any], now_s: Any) -> str:

@@ -3,158 +3,124 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from gridtrain.cli.chosen import options_of, settings_of
 from gridtrain.cli.main import EXIT_CODES
 from gridtrain.errors import ConfigError
 
+if TYPE_CHECKING:
+    from gridtrain.options import Settings
+    from gridtrain_worker.agent import Job
+
 MAX_READ = 4096
+ORDERS = ("set", "show", "pause", "resume", "stop")
 
 
-@click.command(epilog=EXIT_CODES)
-@click.argument("invitation")
+class WithOrders(click.Command):
+    """`gridtrain worker set ...` and the like are orders to a worker that runs (`cli/worker_orders.py`)."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args and args[0] in ORDERS:
+            from gridtrain.cli.worker_orders import orders
+
+            return orders.make_context(info_name, args, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, context: click.Context) -> Any:
+        return super().invoke(context) if context.command is self else context.command.invoke(context)
+
+
+def _orders(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For the shell: an invitation is pasted, an order can be completed."""
+    return [word for word in ORDERS if incomplete and word.startswith(incomplete)]
+
+
+@click.command(cls=WithOrders, epilog=EXIT_CODES)
+@click.argument("invitation", required=False, shell_complete=_orders)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
-@click.option(
-    "--name",
-    envvar="GRIDTRAIN_NAME",
-    show_envvar=True,
-    default="",
-    help="This worker's name.  [default: a random one]",
-)
-@click.option(
-    "--upload-limit",
-    envvar="GRIDTRAIN_UPLOAD_LIMIT",
-    show_envvar=True,
-    default="",
-    metavar="RATE",
-    help="Such as 20Mbit.",
-)
-@click.option(
-    "--download-limit",
-    envvar="GRIDTRAIN_DOWNLOAD_LIMIT",
-    show_envvar=True,
-    default="",
-    metavar="RATE",
-    help="Such as 100Mbit.",
-)
-@click.option(
-    "--listen",
-    envvar="GRIDTRAIN_LISTEN",
-    show_envvar=True,
-    default="",
-    metavar="ADDRESS",
-    help="Where to wait for other workers.  [default: a free port towards the coordinator]",
-)
-@click.option(
-    "--advertise",
-    envvar="GRIDTRAIN_ADVERTISE",
-    show_envvar=True,
-    default="",
-    metavar="ADDRESS",
-    help="The address that other workers should dial instead.",
-)
-@click.option(
-    "--export-dir",
-    envvar="GRIDTRAIN_EXPORT_DIR",
-    show_envvar=True,
-    default="",
-    metavar="FOLDER",
-    help="Where the final model goes.",
-)
-@click.option(
-    "--state-dir",
-    envvar="GRIDTRAIN_STATE_DIR",
-    show_envvar=True,
-    default="",
-    metavar="FOLDER",
-    help="Where this worker's own checkpoints go.  [default: under ~/.local/state/gridtrain]",
-)
-@click.option(
-    "--checkpoint-every",
-    envvar="GRIDTRAIN_CHECKPOINT_EVERY",
-    show_envvar=True,
-    type=click.IntRange(min=0),
-    metavar="STEPS",
-    help="Steps between two checkpoints; 0: none.  [default: 500]",
-)
-@click.option(
-    "--checkpoint-keep",
-    envvar="GRIDTRAIN_CHECKPOINT_KEEP",
-    show_envvar=True,
-    type=click.IntRange(min=1),
-    help="So many checkpoints stay.  [default: 2]",
-)
-@click.option(
-    "--relay/--no-relay",
-    default=True,
-    show_default=True,
-    help="Pass on, sealed, what members that cannot reach each other send one another.",
-)
-@click.option("--unencrypted", is_flag=True, help="Join a run that talks in the clear; for benchmarks.")
-@click.option(
-    "--restarts",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="After failures of the script.",
-)
-@click.option("--prefix", is_flag=True, help="Begin each line of the script's output with the worker's name.")
-def worker(
-    invitation: str,
-    command: tuple[str, ...],
-    name: str,
-    upload_limit: str,
-    download_limit: str,
-    listen: str,
-    advertise: str,
-    export_dir: str,
-    state_dir: str,
-    checkpoint_every: int | None,
-    checkpoint_keep: int | None,
-    relay: bool,
-    unencrypted: bool,
-    restarts: int,
-    prefix: bool,
-) -> None:
-    """Join the run that INVITATION is for: start COMMAND and supervise it.
+@options_of("worker")
+def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> None:
+    """Join the run that INVITATION is for: run its script, or COMMAND, and supervise it.
 
     \b
+      gridtrain worker gridtrain1:AbC... --upload-limit 20Mbit
       gridtrain worker gridtrain1:AbC... --upload-limit 20Mbit -- python train.py
+
+    Without COMMAND it is the script that the run's owner serves: you are shown what it is, what leaves your
+    machine and which limits apply, and accept it once, by its digest; another one is asked for anew.
 
     INVITATION is what the run's owner got from `gridtrain invite`; @FILE reads it from a file, - from
     the standard input.  The first time it lets this machine's key in, which is kept in a file; later the
     same invitation finds the same run, used up or not.  Ctrl-C or SIGTERM lets the script leave the
     run gracefully; a second one kills it.
+
+    \b
+    While it runs, from another terminal:
+      gridtrain worker show
+      gridtrain worker set battery=pause hours=22:00-07:00 upload=10Mbit budget=5GB
+      gridtrain worker pause [--for 2h] | resume | stop
     """
-    from gridtrain.protocol.invitation import parse
-    from gridtrain.runtime.client import explicit_address
+    from gridtrain.cli import offering
+    from gridtrain_worker.agent import supervise
+    from gridtrain_worker.voice import voice_for
+
+    words = (invitation, *command) if invitation is not None else command
+    chosen = settings_of("worker", given)
+    job, voice = job_of(words, chosen), voice_for(sys.stderr)
+    ask = partial(offering.ask, chosen, job) if sys.stdin.isatty() and sys.stderr.isatty() else None
+    show = partial(offering.show, chosen)
+    sys.exit(supervise(job, voice.say, voice=voice, ask=ask, show=show))
+
+
+def job_of(words: tuple[str, ...], chosen: Settings) -> Job:
+    """What to run and how.  Raises `ConfigError`."""
+    from gridtrain.options.addresses import explicit_address
+    from gridtrain.protocol.invitation import looks_like, parse
     from gridtrain.wire.kinds import BoundError
     from gridtrain.wire.schema import NAME
-    from gridtrain_worker.agent import Job, supervise
+    from gridtrain_worker.agent import Job
+    from gridtrain_worker.controls import pairs
 
+    kept = chosen.text("invitation")
+    if not kept or (words and (looks_like(words[0]) or words[0][0:1] in ("@", "-"))):
+        kept, words = (words[0], words[1:]) if words else ("", ())
+    name, listen, advertise = (chosen.text(one) for one in ("name", "listen", "advertise"))
     try:
         NAME.pack(name)
     except BoundError as error:
-        raise ConfigError(f"--name is {error.problem}", remedy="choose a shorter, plain one") from None
-    job = Job(
-        command=command,
-        invitation=parse(_read(invitation)),
+        raise ConfigError(
+            f"{chosen.where('name')} is {error.problem}", remedy="choose a shorter, plain one"
+        ) from None
+    return Job(
+        command=words,
+        invitation=parse(_read(kept)),
         name=name,
-        listen=explicit_address("--listen", listen, any_port=True) if listen else "",
-        advertise=explicit_address("--advertise", advertise) if advertise else "",
-        upload_limit=upload_limit,
-        download_limit=download_limit,
-        export_dir=export_dir,
-        state_dir=state_dir,
-        checkpoint_every=checkpoint_every,
-        checkpoint_keep=checkpoint_keep,
-        relay=relay,
-        unencrypted=unencrypted,
-        restarts=restarts,
-        prefix=prefix,
+        listen=explicit_address(chosen.where("listen"), listen, any_port=True) if listen else "",
+        advertise=explicit_address(chosen.where("advertise"), advertise) if advertise else "",
+        upload_limit=chosen.text("upload_limit"),
+        download_limit=chosen.text("download_limit"),
+        donate_limit=chosen.text("donate_limit"),
+        export_dir=chosen.text("export_dir"),
+        state_dir=chosen.text("state_dir"),
+        data_dir=chosen.text("data_dir"),
+        checkpoint_every=chosen.count("checkpoint_every"),
+        checkpoint_keep=chosen.count("checkpoint_keep"),
+        handover_mib=chosen.count("handover_mib"),
+        relay=chosen.switch("relay"),
+        unencrypted=chosen.switch("unencrypted"),
+        restarts=chosen.count("restarts") or 0,
+        controls=tuple(pairs(chosen.texts("set")).items()),
+        sensors=chosen.text("sensors"),
+        prefix=chosen.switch("prefix"),
+        accept=chosen.text("accept"),
+        dry_run=chosen.switch("dry_run"),
     )
-    sys.exit(supervise(job, lambda line: click.echo(f"gridtrain worker: {line}", err=True)))
 
 
 def _read(text: str) -> str:

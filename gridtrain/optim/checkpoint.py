@@ -31,15 +31,16 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gridtrain.errors import ConfigError
-from gridtrain.protocol.messages import Held
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.optim.state_sync import content_digest
+from gridtrain.protocol.messages import Facts, Held
 from gridtrain.protocol.recovery import ledger_entry, ledger_of
+from gridtrain.runtime.copies import RESIDUAL_FILE
 
 log = logging.getLogger("gridtrain")
 
 FORMAT = 1
 MAX_JSON_BYTES = 256 << 20
-RESIDUAL_FILE = "residual.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -55,7 +56,7 @@ class Checkpoint:
 
     path: Path
     held: Held
-    facts: tuple[tuple[str, str], ...]
+    facts: Facts
     document: dict[str, Any]
     tensors: dict[str, Tensor]
     residual: dict[str, Tensor]
@@ -71,7 +72,7 @@ class Snapshot:
     """What is to be written: copies that nobody changes any more."""
 
     held: Held
-    facts: tuple[tuple[str, str], ...]
+    facts: Facts
     document: dict[str, Any]
     tensors: Mapping[str, Tensor]
     residual: Mapping[str, Tensor]
@@ -129,7 +130,7 @@ class Checkpoints:
     def adopt(self) -> None:
         """The training goes on from the latest one: what is on the disk is of this history."""
         with contextlib.suppress(OSError):
-            self._mine = _folders(self.folder)
+            self._mine = folders(self.folder)
 
     def due(self, step: int) -> bool:
         """After `step` committed steps; later, if the one before is still being written then."""
@@ -151,17 +152,17 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.join(timeout_s)
 
-    def latest(self, facts: tuple[tuple[str, str], ...]) -> Checkpoint | None:
+    def latest(self, facts: Facts) -> Checkpoint | None:
         """The latest one of this training that can be read; None: there is none.
 
         A damaged one is skipped with a warning, and so is one of another model or other data.
         """
         try:
-            folders = _folders(self.folder)
+            paths = folders(self.folder)
         except OSError as error:
             log.warning("checkpoints in %s cannot be looked at: %s", self.folder, error)
-            folders = []
-        for path in reversed(folders):
+            paths = []
+        for path in reversed(paths):
             try:
                 checkpoint = read(path)
             except ConfigError as error:
@@ -211,6 +212,7 @@ def save(snapshot: Snapshot, path: Path) -> None:
             "history": snapshot.held.history.hex(),
             "ledger": ledger_entry(snapshot.held.ledger),
             "facts": [list(fact) for fact in snapshot.facts],
+            "content": content_digest(snapshot.document, snapshot.tensors).hex(),
             "state": snapshot.document,
         }
         _write_file(partial / "tensors.safetensors", safetensors.torch.save(dict(snapshot.tensors)))
@@ -232,20 +234,48 @@ def read(path: Path) -> Checkpoint:
         body = json.loads(text)
         if body["format"] != FORMAT:
             raise ValueError(f"it has format {body['format']!r}, this gridtrain reads {FORMAT}")
-        held = Held(int(body["applied"]), bytes.fromhex(body["history"]), ledger_of(body["ledger"]))
+        held = _held(body)
         facts = tuple((str(name), str(value)) for name, value in body["facts"])
         tensors = safetensors.torch.load_file(path / "tensors.safetensors")
         residual_path = path / RESIDUAL_FILE
         residual = safetensors.torch.load_file(residual_path) if residual_path.exists() else {}
+        if held.digest and content_digest(dict(body["state"]), tensors) != held.digest:
+            raise ValueError("its tensors are not those that were written")
         return Checkpoint(path, held, facts, dict(body["state"]), tensors, residual)
+    except RemoteProtocolError as error:
+        raise _unreadable(path, error) from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
-        raise ConfigError(
-            f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}",
-            remedy="an older one beside it may do; move this one away",
-        ) from None
+        raise _unreadable(path, error) from None
 
 
-def _folders(folder: Path) -> list[Path]:
+def head(path: Path) -> tuple[Held, Facts]:
+    """Which state it is, and of what training; `read` may still find it damaged.  Raises `ConfigError`."""
+    try:
+        body = json.loads(_read_text(path / "state.json"))
+        return _held(body), tuple((str(name), str(value)) for name, value in body["facts"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _held(body: Mapping[str, Any]) -> Held:
+    digest = bytes.fromhex(body.get("content", ""))  # older ones have none
+    history = bytes.fromhex(body["history"])
+    return Held(int(body["applied"]), history, ledger_of(body["ledger"]), digest=digest)
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}",
+        remedy="an older one beside it may do; move this one away",
+    )
+
+
+def step_of(path: Path) -> int:
+    """Committed steps of a checkpoint that `folders` has found."""
+    return int(path.name.removeprefix("step-"))
+
+
+def folders(folder: Path) -> list[Path]:
     """Whole checkpoints, the oldest first."""
     if not folder.is_dir():
         return []

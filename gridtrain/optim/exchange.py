@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gridtrain.config import Dense, Exchange, GTopK, TopK
+from gridtrain.protocol.roads import DIRECT
 from gridtrain.runtime.buckets import Bounds, BucketedWorkspace, BucketWorkspace
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
 from gridtrain.runtime.plan import StepPlan
@@ -52,7 +53,8 @@ class Attempt:
     @property
     def resumes(self) -> bool:
         """A retry goes on from what has arrived in it, so it must be the same one."""
-        return isinstance(self.buckets[0].workspace, DenseWorkspace)
+        first = self.buckets[0].workspace
+        return isinstance(first, DenseWorkspace) and first.resumes
 
 
 class Exchanger(Protocol):
@@ -83,11 +85,16 @@ class Exchanger(Protocol):
         ...
 
 
-def exchanger(exchange: Exchange, bounds: Bounds, device: torch.device) -> Exchanger:
-    """The worker's side of `exchange` for a flat gradient on `device`, cut at `bounds` (0, ..., n)."""
+def exchanger(
+    exchange: Exchange, bounds: Bounds, device: torch.device, feedback: ErrorFeedback | None = None
+) -> Exchanger:
+    """The worker's side of `exchange` for a flat gradient on `device`, cut at `bounds` (0, ..., n).
+
+    `feedback`: of another one, cut elsewhere, that takes turns with this one.
+    """
     if isinstance(exchange, Dense):
         return DenseExchanger(exchange, bounds)
-    return SparseExchanger(exchange, bounds, device)
+    return SparseExchanger(exchange, bounds, device, feedback)
 
 
 def assemble(bounds: Bounds, attempts: Sequence[Attempt]) -> Attempt:
@@ -109,8 +116,15 @@ class DenseExchanger:
     def prepare_bucket(self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
         # Sums are made in place: the workspace gets an array that is nobody else's.
         contribution_B = gradient_B * plan.weight if plan.samples else torch.zeros_like(gradient_B)
-        usable = usable and _largest_magnitude(contribution_B) <= largest_summable(plan.world_size)
-        workspace = dense_workspace(self._topology, contribution_B.cpu().numpy(), plan.world_size)
+        return self.contribute(contribution_B, plan, usable=usable)
+
+    def contribute(self, contribution_B: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
+        """As `prepare_bucket`, of what is weighted already and may be changed."""
+        usable = usable and largest_magnitude(contribution_B) <= largest_summable(plan.world_size)
+        topology = self._topology
+        if topology == "auto":  # see `protocol.roads`; empty: round a ring
+            topology = "direct" if plan.exchange == DIRECT else "ring"
+        workspace = dense_workspace(topology, contribution_B.cpu().numpy(), plan.world_size)
         return Attempt(workspace, not usable)
 
     def commit(self, attempt: Attempt) -> npt.NDArray[np.float32]:
@@ -122,11 +136,17 @@ class DenseExchanger:
 class SparseExchanger:
     """TopK and GTopK: selection and error feedback are the same, only the workspace differs."""
 
-    def __init__(self, exchange: TopK | GTopK, bounds: Bounds, device: torch.device) -> None:
+    def __init__(
+        self,
+        exchange: TopK | GTopK,
+        bounds: Bounds,
+        device: torch.device,
+        feedback: ErrorFeedback | None = None,
+    ) -> None:
         self.bounds = bounds
         self._exchange = exchange
         self._kind = BY_NAME[exchange.values]
-        self.feedback = ErrorFeedback(bounds[-1], device, exchange.momentum)
+        self.feedback = feedback or ErrorFeedback(bounds[-1], device, exchange.momentum)
         keep_freed_memory()
 
     def prepare_bucket(self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
@@ -156,7 +176,7 @@ def _kept(attempt: Attempt) -> list[Kept]:
     return attempt.workspace.kept if isinstance(attempt.workspace, ButterflyWorkspace) else []
 
 
-def _largest_magnitude(values_N: Tensor) -> float:
+def largest_magnitude(values_N: Tensor) -> float:
     """NaN if there is one; infinite or NaN compares as too large for any bound."""
     low, high = torch.aminmax(values_N)
     return float(torch.maximum(-low, high))

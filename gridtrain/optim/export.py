@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -23,7 +23,10 @@ from torch import Tensor
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import checkpoint
+from gridtrain.optim.checkpoint import Checkpoint
+from gridtrain.optim.stage_checkpoints import blocks_of
 from gridtrain.optim.state_sync import model_tensors
+from gridtrain.protocol.recutting import gaps
 
 _NAME = re.compile(r"step-(\d{8,})")
 MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
@@ -55,8 +58,12 @@ def export(folder: Path, out: Path, step: int | None = None) -> Exported:
         try:
             read = checkpoint.read(path)
             tensors = model_tensors(read.document, read.tensors)
+            tensors |= _other_stages(read, found)
         except RemoteProtocolError as error:
-            complaint = ConfigError(f"the checkpoint {path} cannot be read: {error.reason}")
+            complaint = ConfigError(
+                f"the checkpoint {path} cannot be read: {error.reason}",
+                remedy="name another one: --step N, or another worker's --state-dir",
+            )
             continue
         except ConfigError as error:
             complaint = complaint or error
@@ -65,6 +72,35 @@ def export(folder: Path, out: Path, step: int | None = None) -> Exported:
         return Exported(path, read.step, len(tensors), sum(t.numel() for t in tensors.values()))
     assert complaint is not None
     raise complaint
+
+
+def _other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
+    """Of a model in stages: what the other stages' checkpoints of the same step and history hold.
+
+    Raises:
+        ConfigError: a block is missing.
+    """
+    count = int(dict(read.facts).get("blocks", "0"))
+    here = blocks_of(read.path.parent.name)
+    tensors: dict[str, Tensor] = {}
+    if not count or here is None:
+        return tensors
+    have = {here}
+    for path in found:
+        blocks = blocks_of(path.parent.name)
+        if path.name != read.path.name or blocks is None or blocks in have:
+            continue
+        other = checkpoint.read(path)
+        if (other.held.history, other.facts) == (read.held.history, read.facts):
+            tensors |= model_tensors(other.document, other.tensors)
+            have.add(blocks)
+    if lacking := gaps(have, count):
+        raise ConfigError(
+            f"of step {read.step} there are not all {count} blocks of the model: the first that lacks is "
+            f"{lacking[0].start}",
+            remedy="name a folder above all workers' state directories, or another step",
+        )
+    return tensors
 
 
 def _found(folder: Path, step: int | None) -> list[Path]:

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import platform
 from collections.abc import Mapping
 
+import torch
+
+from gridtrain._version import __version__
 from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError
+from gridtrain.protocol.messages import About
 from gridtrain.wire.kinds import BoundError, Text
 from gridtrain.wire.schema import ADDRESS, NAME
 
@@ -49,6 +55,19 @@ class Figures:
                 "%s=%s is left out of what others see, as every figure that is not finite", name, values[name]
             )
         return finite
+
+
+def about(model: torch.nn.Module) -> About:
+    """What this machine is, for the run's owner: device, its memory, versions."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    texts = {"device": f"CPU, {os.cpu_count() or 1} cores"}
+    if device.type == "cuda":
+        texts["device"] = torch.cuda.get_device_name(device)
+        texts["memory"] = f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
+    elif device.type != "cpu":
+        texts["device"] = device.type
+    texts |= {"torch": torch.__version__, "python": platform.python_version(), "gridtrain": __version__}
+    return About(tuple((name, text[:128]) for name, text in texts.items()))
 
 
 def check_names(config: JoinConfig) -> None:

@@ -12,14 +12,13 @@ Decides how an ordinary PyTorch loop maps to steps of the run.  The work is done
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,35 +29,64 @@ from torch import nn
 
 from gridtrain._version import __version__
 from gridtrain.config import (
+    Auto,
     Deadlines,
+    Dense,
     Exchange,
     GTopK,
     JoinConfig,
     LocalSteps,
     Overlap,
+    exchange_of,
     round_exchange,
 )
-from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
+from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
 from gridtrain.optim import reading, sampler, state_sync
 from gridtrain.optim.checkpoint import Checkpoints, Snapshot
-from gridtrain.optim.figures import Figures, check_names
+from gridtrain.optim.figures import Figures, about, check_names
 from gridtrain.optim.flat import model_digest
+from gridtrain.optim.given import (
+    Sizes,
+    check_readers,
+    largest_state_bytes,
+    no_scaler,
+    optimizer_text,
+    whole_number,
+)
 from gridtrain.optim.leaving import Left, hand_over, pick_up, put_down
 from gridtrain.optim.local_steps import LocalStepsOptimizer
+from gridtrain.optim.pausing import Connect, Limit, Pauses
 from gridtrain.optim.prefetch import Prefetcher
 from gridtrain.optim.scaler import GridScaler
+from gridtrain.optim.set_back import SetBack
+from gridtrain.optim.speed import device_flops, float32_flops
+from gridtrain.optim.stage_checkpoints import StageCheckpoints
 from gridtrain.optim.wrapper import GridOptimizer
-from gridtrain.protocol import allgather, gtopk, ledger, ring, star, tree
+from gridtrain.options.resolve import for_join
+from gridtrain.options.runfile import RunFile
+from gridtrain.pipeline import costing
+from gridtrain.pipeline.automatic import asked_for
+from gridtrain.pipeline.building import Blueprint, Init, Model
+from gridtrain.pipeline.group import Pipeline
+from gridtrain.pipeline.held import MakeOptimizer, Options, check_stages, planner, wire_of
+from gridtrain.pipeline.leaving import StageLeaving
+from gridtrain.pipeline.profiling import Profile
+from gridtrain.pipeline.stage import Loss
+from gridtrain.pipeline.staging import Staging
+from gridtrain.protocol import allgather, direct, gtopk, ledger, ring, star, tree
 from gridtrain.protocol.invitation import parse
-from gridtrain.protocol.messages import Held, LedgerSpec, Setup, Span
+from gridtrain.protocol.messages import Facts, Held, LedgerSpec, Setup, Span
+from gridtrain.protocol.roads import DIRECT
+from gridtrain.protocol.stage_costs import Layer
 from gridtrain.runtime import handover
 from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.api import Edges, GroupSession
+from gridtrain.runtime.api import Edges, GroupSession, Interrupted
 from gridtrain.runtime.client import coordinator_address
 from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.entry import enter
 from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
 from gridtrain.runtime.naming import folder_name, listen_address, random_name, state_directory
+from gridtrain.runtime.owner import VARIABLE, AgentLine, Owner, Unled
 from gridtrain.transport.credits import CreditTransport
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.injection import Faults
@@ -69,12 +97,13 @@ from gridtrain.wire.sparse import Sparse
 
 log = logging.getLogger("gridtrain")
 
-Facts = tuple[tuple[str, str], ...]
 CHECKPOINT_S = 30.0
 """A checkpoint that is being written when the grid is closed gets so long."""
 
 _NEIGHBOURS: dict[str, Edges] = {
+    "auto": ring.neighbours,
     "ring": ring.neighbours,
+    "direct": direct.neighbours,
     "all-gather": allgather.neighbours,
     "butterfly": gtopk.neighbours,
     "tree": tree.neighbours,
@@ -98,7 +127,8 @@ def join(
     relay: bool | None = None,
     unencrypted: bool | None = None,
 ) -> Grid:
-    """Join a run.  Whatever is not given comes from `GRIDTRAIN_*`, which `gridtrain worker` sets.
+    """Join a run.  Whatever is not given comes from `GRIDTRAIN_*`, which `gridtrain worker` sets; for a
+    script that was started by hand also from run.toml.
 
     Args:
         invitation: "gridtrain1:...", as the run's owner made it; not needed under `gridtrain worker`.
@@ -125,7 +155,7 @@ def join(
     """
     speak_plainly()
     given: dict[str, str | None] = {
-        "name": name or os.environ.get("GRIDTRAIN_NAME") or random_name(),
+        "name": name or None,
         "listen": listen,
         "advertise": advertise,
         "upload_limit": upload_limit,
@@ -138,6 +168,9 @@ def join(
         "relay": None if relay is None else "yes" if relay else "no",
         "unencrypted": "yes" if unencrypted else None,
     }
+    if "GRIDTRAIN_COORDINATOR" not in os.environ:  # else the agent has looked at all of that
+        given |= for_join(given, os.environ, RunFile.find(os.environ))
+    given["name"] = given["name"] or os.environ.get("GRIDTRAIN_NAME") or random_name()
     with ExitStack() as held:
         if invitation is not None:
             in_the_clear = given["unencrypted"] == "yes"
@@ -149,30 +182,48 @@ def join(
         config = replace(config, coordinator=coordinator_address(config.coordinator))
         check_names(config)
         identity, encrypted = Identity.read(Path(config.identity)), config.unencrypted != "yes"
-        acquaintances = Acquaintances(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
-        sockets = ZeroMQTransport(
-            identity,
-            f"gridtrain {__version__}",
-            gate=acquaintances,
-            encrypted=encrypted,
-            plain_anywhere=not encrypted,  # where the coordinator may, which has to be told too
-            upload_Bps=parse_rate(config.upload_limit) if config.upload_limit else None,
-            download_Bps=parse_rate(config.download_limit) if config.download_limit else None,
-        )
+        upload_Bps = parse_rate(config.upload_limit) if config.upload_limit else None
+        download_Bps = parse_rate(config.download_limit) if config.download_limit else None
+        rates = [upload_Bps, download_Bps]
+        latest: list[ZeroMQTransport] = []
         planned = Faults.parse(config.faults) if config.faults else None
-        transport = over(
-            sockets,
-            identity,
-            may_relay=acquaintances.may_relay,
-            with_faults=partial(planned.over, name=config.name) if planned is not None else None,
-        )
+
+        def connect() -> tuple[CreditTransport, Acquaintances]:
+            acquaintances = Acquaintances(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
+            sockets = ZeroMQTransport(
+                identity,
+                f"gridtrain {__version__}",
+                gate=acquaintances,
+                encrypted=encrypted,
+                plain_anywhere=not encrypted,  # where the coordinator may, which has to be told too
+                upload_Bps=rates[0],
+                download_Bps=rates[1],
+            )
+            latest[:] = [sockets]
+            transport = over(
+                sockets,
+                identity,
+                may_relay=acquaintances.may_relay,
+                with_faults=partial(planned.over, name=config.name) if planned is not None else None,
+            )
+            return transport, acquaintances
+
+        def limit(upload_Bps: float | None, download_Bps: float | None) -> None:
+            rates[:] = [upload_Bps, download_Bps]
+            latest[0].limit(upload_Bps, download_Bps)
+
+        transport, acquaintances = connect()
         grid = Grid(transport, config, acquaintances)
+        if control := os.environ.get(VARIABLE):
+            grid.led_by(AgentLine(control, grid.moved_bytes), connect, limit)
         grid.held = held.pop_all()  # the identity is this worker's until its grid is closed
         return grid
 
 
 class Grid:
     """This worker's hold on the run.  Used from the thread that trains."""
+
+    _scaled = False  # a GradScaler was made
 
     def __init__(self, transport: CreditTransport, config: JoinConfig, acquaintances: Acquaintances) -> None:
         self._config = replace(config, listen=config.listen or listen_address(config.coordinator))
@@ -184,15 +235,22 @@ class Grid:
             self._session.close()
             transport.close()  # nobody has yet if the session's thread never ran
             raise
-        self._optimizer: GridOptimizer | None = None
+        self._optimizer: GridOptimizer | Pipeline | None = None
         self._spec: LedgerSpec | None = None
         self._clip_norm: float | None = None
         self._figures = Figures()
-        self._done = self._closed = False
+        self._done = self._closed = self._stopped = False
+        self._pauses = Pauses(self._session, Unled(), None, lambda upload_Bps, download_Bps: None)
+        self._set_back = SetBack()
+        self._session.given_up = self._set_back.give_up
         self._share = 0  # samples of a step that this worker asks for; 0: its part of the whole
         self._full = 0  # this worker's share of a full step, in samples
         self._coming: deque[tuple[Span, ...]] = deque()  # of the turn: for the next calls of step()
         self._checkpoints: Checkpoints | None = None
+        self._stages_on_disk: StageCheckpoints | None = None
+        self._stage_leaving: StageLeaving | None = None
+        self._profile: Profile | Sequence[Layer] | None = None
+        self._memory_bytes = 0  # that training may fill here, of a model in stages; 0: nobody says
         self._facts: Facts = ()
         self._inherited_mass = 0.0
         self._left: Left | None = None  # the residual with which this worker left, not added yet
@@ -224,6 +282,14 @@ class Grid:
         return self._session.picture.applied + 1
 
     @property
+    def calls_per_step(self) -> int:
+        """Calls of `optimizer.step` in one step of the run: H with `LocalSteps(every=H)`, else 1.
+
+        Raises `ConfigError` before the optimizer is wrapped.
+        """
+        return self._calls
+
+    @property
     def finished(self) -> bool:
         """The ledger has ended the run."""
         return self._done
@@ -233,6 +299,10 @@ class Grid:
         """Bytes (sent, received) by message type, counted on the socket with framing."""
         return self._session.traffic
 
+    def moved_bytes(self) -> int:
+        """Sent and received so far, all in all; for any thread."""
+        return self._session.moved_bytes
+
     # -- what a loop calls -------------------------------------------------------------------------
 
     def optimizer(
@@ -240,7 +310,7 @@ class Grid:
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         *,
-        exchange: Exchange | LocalSteps | None = None,
+        exchange: Exchange | LocalSteps | Auto | str | None = None,
         clip_norm: float | None = None,
         average_buffers_every: int = 100,
         compare_every: int = 500,
@@ -250,7 +320,8 @@ class Grid:
 
         Args:
             exchange: `Dense()`, `TopK(...)`, `GTopK(...)`, or `LocalSteps(...)` around one of them, the same
-                on all workers; `GTopK()` by default.
+                on all workers; `GTopK()` by default.  "auto" or `Auto(...)`: the coordinator chooses between
+                the first three, see docs/exchanges.md.
             clip_norm: largest 2-norm of the exchanged update; not with `LocalSteps`.
             average_buffers_every: steps between two averages of floating buffers (batch norm).
             compare_every: steps between two comparisons of the workers' states; one that differs (a flipped
@@ -260,7 +331,9 @@ class Grid:
         """
         if self._optimizer is not None:
             raise ConfigError("grid.optimizer was called twice", remedy="one run trains one model")
-        chosen = exchange if exchange is not None else GTopK()
+        chosen = exchange_of(exchange)
+        if isinstance(chosen, Auto):
+            chosen = _fitting(chosen, optimizer, overlap)
         options: dict[str, Any] = {
             "clip_norm": clip_norm,
             "average_buffers_every": average_buffers_every,
@@ -272,11 +345,103 @@ class Grid:
         else:
             wrapped = GridOptimizer(optimizer, model, chosen, self._session, **options)
         self._optimizer, self._clip_norm = wrapped, clip_norm
-        largest_bytes = _largest_state_bytes(model)
-        self._session.attach(wrapped.capture, self._restore, largest_bytes)
+        largest_bytes = largest_state_bytes(model)
+        self._session.attach(lambda seat, whole: wrapped.capture(whole), self._restore, largest_bytes)
+        if self._pauses.led:  # by an agent: others may ask how they compare
+            self._session.note({"float32_flops": float32_flops(model)})
         self._session.attach_residual(wrapped.residual_size, self._inherit)
         self._session.attach_following(self._copy_state, wrapped.replay, largest_bytes, wrapped.elements)
         return wrapped
+
+    def pipeline(
+        self,
+        model: Model | Blueprint | Callable[[], Model],
+        optimizer: MakeOptimizer,
+        *,
+        stages: int,
+        loss_fn: Loss,
+        micro_batches: int | str = "auto",
+        exchange: Exchange | None = None,
+        cuts: Sequence[int] | None = None,
+        schedule: str = "1f1b",
+        ahead: float = 1.0,
+        wire: str = "exact",
+        clip_norm: float | None = None,
+        average_buffers_every: int = 100,
+        compare_every: int = 500,
+        rematerialise: bool = True,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        init: Init | None = None,
+        profile: Profile | Sequence[Layer] | None = None,
+        memory_bytes: int | None = None,
+    ) -> Pipeline:
+        """Train a model that no worker holds: it is cut into stages, and this worker holds one of them.
+
+        S x R workers hold S stages in R replicas.  The batches of `grid.batches` are then of a replica: its
+        members get the same samples.  One batch is one step: `loss = pipe.step(inputs, targets)`.
+
+        Args:
+            model: on the meta device, or a function that makes it, called so; or a `Blueprint`.  A chain of
+                blocks: `nn.Sequential`, a list, `gridtrain.pipeline.Sequence`.
+            optimizer: makes the optimizer of a stage from its parameters: `torch.optim.SGD` with arguments
+                bound, `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.
+            stages: S; a run takes at least so many workers.
+            loss_fn: of the last layer's output and the targets: a mean over the samples, as a scalar tensor.
+            micro_batches: so many pieces of a batch follow each other through the stages; "auto": the first
+                four steps try 4 and 8 for each stage, then all take what fits the measured times best.
+            exchange: among the replicas of a stage; `GTopK()` by default.
+            cuts: (S + 1,) where stages begin, and the number of blocks, the same on all workers, such as
+                `gridtrain.pipeline.partition(...).cuts`; by default after the bytes of the parameters.
+            schedule: "1f1b", or "fill-drain" as GPipe has it, which keeps more micro-batches.
+            ahead: of 1F1B: so many micro-batches more for each stage that follows are on their way, so that
+                links with latency keep nobody waiting (`protocol.schedule`).
+            wire: how activations travel: "exact", "fp16", "bf16" or "int8".
+            clip_norm: largest 2-norm of the whole model's update.
+            average_buffers_every: steps between two averages of floating buffers over a stage's replicas.
+            compare_every: steps between two comparisons of the states of a stage's replicas; 0: never.
+            rematerialise: keep only the inputs of a stage for each micro-batch, and compute the rest again.
+            device: where this worker's stage is.
+            seed: of the first parameters, and of dropout; the same on all workers.
+            init: see `gridtrain.pipeline.Blueprint`, as is what a model may be.
+            profile: of the blocks (`gridtrain.pipeline.profile`), for new cuts when workers are lost; without
+                it a block takes as long as it has bytes, and activations are not counted.
+            memory_bytes: that training may fill on this worker; by default 90 % of the GPU's, on a CPU any.
+
+        Raises:
+            ConfigError: the model cannot be cut so; the text says what to change.
+        """
+        if self._optimizer is not None:
+            raise ConfigError(
+                "grid.pipeline was called after another model", remedy="one run trains one model"
+            )
+        if self._scaled:
+            raise no_scaler()
+        check_stages(stages)
+        plan, plan_name = planner(schedule, ahead)
+        options = Options(
+            stages=stages,
+            micro_batches=asked_for(micro_batches),
+            exchange=exchange if exchange is not None else GTopK(),
+            loss=loss_fn,
+            schedule=plan,
+            schedule_name=plan_name,
+            ahead=ahead,
+            wire=wire_of(wire),
+            clip_norm=clip_norm,
+            average_buffers_every=average_buffers_every,
+            compare_every=compare_every,
+            rematerialise=rematerialise,
+            seed=seed,
+        )
+        blueprint = model if isinstance(model, Blueprint) else Blueprint(model, seed=seed, init=init)
+        staging = Staging(blueprint, stages, cuts=cuts, device=torch.device(device))
+        pipe = Pipeline(staging, optimizer, options, self._session)
+        self._optimizer, self._clip_norm, self._profile = pipe, clip_norm, profile
+        self._memory_bytes = costing.memory_bytes(memory_bytes, staging.device)
+        self._session.attach(pipe.capture, self._restore, largest_state_bytes(pipe.model))
+        self._session.attach_residual(0, self._inherit)  # `Pipeline` says how long it is
+        return pipe
 
     def batches(
         self,
@@ -320,8 +485,8 @@ class Grid:
                 have read in vain when the group changes is dropped: a sample counts where its step commits.
             prefetch_factor: steps that each of them reads ahead.
         """
-        _check_readers(dataset, num_workers, prefetch_factor)
-        sizes = _Sizes(batch_size, global_batch_size, max_batch_size, accumulate, self._calls)
+        check_readers(dataset, num_workers, prefetch_factor)
+        sizes = Sizes(batch_size, global_batch_size, max_batch_size, accumulate, self._calls)
         self._enter(dataset, sizes, epochs, steps, seed, length)
         assert self._spec is not None
         self._wrapped().expect_backwards(accumulate)
@@ -354,7 +519,7 @@ class Grid:
         The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead use
         `grid.batches(..., num_workers=...)`, which knows what to drop when the group changes.
         """
-        sizes = _Sizes(batch_size, global_batch_size, max_batch_size, every=self._calls)
+        sizes = Sizes(batch_size, global_batch_size, max_batch_size, every=self._calls)
         if reading.is_iterable(dataset):
             raise ConfigError(
                 f"a {type(dataset).__name__} has no index, so there is nothing to sample from",
@@ -394,7 +559,10 @@ class Grid:
         self._wrapped().track(**trackers)
 
     def scaler(self, **kwargs: Any) -> GridScaler:
-        """A `torch.amp.GradScaler` whose scale stays equal on all workers."""
+        """A `torch.amp.GradScaler` whose scale stays equal on all workers; not for a pipeline."""
+        self._scaled = True
+        if isinstance(self._optimizer, Pipeline):
+            raise no_scaler()
         return GridScaler(**kwargs)
 
     def close(self, reason: str = "the training script ended") -> None:
@@ -411,6 +579,8 @@ class Grid:
         self._session.close("its run is finished" if self._done else reason)
         if self._checkpoints is not None:
             self._checkpoints.wait(CHECKPOINT_S)
+        if self._stages_on_disk is not None:
+            self._stages_on_disk.wait(CHECKPOINT_S)
         self.held.close()
 
     def __enter__(self) -> Grid:
@@ -421,7 +591,7 @@ class Grid:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _wrapped(self) -> GridOptimizer:
+    def _wrapped(self) -> GridOptimizer | Pipeline:
         if self._optimizer is None:
             raise ConfigError(
                 "the optimizer has not been wrapped yet",
@@ -429,10 +599,16 @@ class Grid:
             )
         return self._optimizer
 
+    def _uncut(self) -> GridOptimizer:
+        """Of a model that this worker holds as a whole."""
+        wrapped = self._wrapped()
+        assert not isinstance(wrapped, Pipeline)
+        return wrapped
+
     def _enter(
         self,
         dataset: Any,
-        sizes: _Sizes,
+        sizes: Sizes,
         epochs: int | None,
         steps: int | None,
         seed: int,
@@ -444,28 +620,41 @@ class Grid:
         size, data_text = reading.measure(dataset, length)
         self._spec = LedgerSpec(size=size, seed=seed, epochs=epochs, steps=steps)
         ledger.validate(self._spec)
-        facts = (
+        facts: Facts = (
             ("model", model_digest(wrapped.model)[0]),
             ("buffers", wrapped.averages.describe()),
             ("exchange", wrapped.describe_exchange()),
-            ("optimizer", _optimizer_text(wrapped.inner)),
+            ("optimizer", optimizer_text(wrapped.inner)),
             ("clip_norm", str(self._clip_norm)),
             ("compared", f"every {wrapped.compare_every} steps" if wrapped.compare_every else "never"),
             ("data", data_text),
         )
         share = self._share = sizes.share
         neighbours = _NEIGHBOURS[round_exchange(wrapped.exchange_config).topology]
+        if isinstance(wrapped, Pipeline):
+            facts = (*facts, ("stages", str(wrapped.stages)), ("blocks", str(len(wrapped.defined.blueprint))))
+            kept = self._find_stages(wrapped, facts)
+            model = wrapped.described(self._profile, share)
+            setup = Setup(
+                facts, self._spec, share, sizes.whole_step, stages=wrapped.stages, kept=kept,
+                model=model, memory_bytes=self._memory_bytes, flops=device_flops(wrapped.defined.device),
+            )  # fmt: skip
+            self._session.enter(setup, wrapped.edges(neighbours))
+            return
+        held = self._resume(facts)
         self._session.enter(
             Setup(
                 facts,
                 self._spec,
                 share,
                 sizes.whole_step,
-                self._resume(facts),
+                held,
                 follows=round_exchange(wrapped.exchange_config).sparse,
+                begins=wrapped.begins() if held is None else b"",
             ),
-            # Averages of buffers and, in retries, settings go round the ring, whatever the exchange is.
-            lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size),
+            _with_ring(neighbours),
+            about(wrapped.model),
+            _choices(wrapped),
         )
 
     def _turns(self) -> Iterator[Sequence[Span]]:
@@ -473,23 +662,30 @@ class Grid:
         assert self._spec is not None
         # Batch norm, for one, cannot take a batch of one sample.
         stand_in: tuple[Span, ...] = (Span(0, min(self._spec.size, max(2, self._share // self._calls))),)
-        while (picture := self._session.await_turn()) is not None:
+        while (picture := self._next_turn()) is not None:
             assert picture.open_round is not None
-            self._settle_checkpoints(picture.applied + 1)
-            self._take_back(picture)
-            self._checkpoint(picture)
+            if self._stage_leaving is not None:
+                self._stage_leaving.take_back(picture)
+                self._checkpoint_stage(picture)
+            else:
+                self._settle_checkpoints(picture.applied + 1)
+                self._take_back(picture)
+                self._checkpoint(picture)
             self._coming = deque(self._begin_turn(picture, stand_in))
             stand_in = self._coming[-1]
             while self._coming:
                 yield self._coming.popleft()
             if not self._session.turn_taken:
                 raise self._called_too_seldom(picture.open_round.step)
-        self._finish()
+        if not self._stopped:
+            self._finish()
 
     def _begin_turn(self, picture: Picture, stand_in: tuple[Span, ...]) -> list[tuple[Span, ...]]:
         """This worker's positions, cut for the turn's calls of `optimizer.step`."""
         self._full = picture.shares[picture.rank][1]
         self._wrapped().turn_begins(self._trained(picture.spans))
+        if self._pauses.led:
+            self._set_back.turn_begins(self._wrapped())
         return self._pieces(picture.spans) if picture.spans else [stand_in] * self._calls
 
     @property
@@ -530,26 +726,26 @@ class Grid:
         self._facts = (*facts, ("order", f"{self._spec.size} samples, seed {self._spec.seed}"))
         self._checkpoints = Checkpoints(
             self._checkpoint_folder(),
-            every=_whole("checkpoint_every", self._config.checkpoint_every),
-            keep=_whole("checkpoint_keep", self._config.checkpoint_keep),
+            every=whole_number("checkpoint_every", self._config.checkpoint_every),
+            keep=whole_number("checkpoint_keep", self._config.checkpoint_keep),
         )
         self._checkpoints.claim()
         self.held.callback(self._checkpoints.release)
         found = self._checkpoints.latest(self._facts)
-        self._left = pick_up(self._checkpoint_folder(), self._facts, self._wrapped().residual_size)
+        self._left = pick_up(self._checkpoint_folder(), self._facts, self._uncut().residual_size)
         if found is None:
             return None
         try:
-            self._wrapped().unpack(found.document, found.tensors)
+            self._uncut().unpack(found.document, found.tensors)
         except RemoteProtocolError as error:
             raise ConfigError(
                 f"the checkpoint {found.path} of step {found.step} cannot be used: {error.reason}",
                 remedy="move it away: this worker then begins from an older one, or takes the others' state",
             ) from None
         if found.residual:  # none: another worker has it (`leaving.void`)
-            self._wrapped().load_residual_state(found.residual)
+            self._uncut().load_residual_state(found.residual)
         if self._left is not None and self._left.history == found.held.history:
-            self._wrapped().forget_residual()  # what was left is what remains of it
+            self._uncut().forget_residual()  # what was left is what remains of it
         self._resumed, self._held_step = True, found.step
         log.warning("this worker holds a checkpoint of step %d: %s", found.step, found.path)
         return found.held
@@ -566,17 +762,48 @@ class Grid:
             log.warning(text, step, self._held_step, self._checkpoints.folder)
         self._resumed, self._held_step = False, None
 
+    def _find_stages(self, pipe: Pipeline, facts: Facts) -> tuple[Held, ...]:
+        """The checkpoints of stages that this worker has from an earlier life."""
+        assert self._spec is not None
+        self._facts = (*facts, ("order", f"{self._spec.size} samples, seed {self._spec.seed}"))
+        self._stages_on_disk = store = StageCheckpoints(
+            self._checkpoint_folder(),
+            self._facts,
+            every=whole_number("checkpoint_every", self._config.checkpoint_every),
+            keep=whole_number("checkpoint_keep", self._config.checkpoint_keep),
+            told=self._session.keeping,
+            loaded=pipe.load,
+            packed=lambda held: pipe.pack_aside(held, self._facts),
+        )
+        store.claim()
+        self.held.callback(store.release)
+        self._session.attach_stages(store)
+        keeps = whole_number("checkpoint_every", self._config.checkpoint_every) > 0
+        self._stage_leaving = StageLeaving(self._session, pipe, store, self._facts, keeps)
+        return store.held()
+
+    def _checkpoint_stage(self, picture: Picture) -> None:
+        """As `_checkpoint`, of this worker's stage."""
+        pipe, store = self._wrapped(), self._stages_on_disk
+        assert isinstance(pipe, Pipeline) and store is not None
+        blocks = pipe.blocks_at(picture)
+        if store.due(blocks, picture.applied + 1):
+            document, tensors = pipe.pack(picture)
+            held = Held(picture.applied, picture.history, picture.ledger)
+            residual = pipe.residual_state(picture)
+            store.write(blocks, Snapshot(held, self._facts, document, tensors, residual))
+
     def _restore(self, blobs: Sequence[bytes]) -> None:
         """Another worker's state.  A residual from a checkpoint belongs to the checkpoint's step alone: what
         was sent since would be sent twice."""
         if self._resumed:
-            self._wrapped().forget_residual()
+            self._uncut().forget_residual()
             self._resumed = False
         self._wrapped().restore(blobs)
 
     def _copy_state(self) -> Callable[[], tuple[bytes, bytes]]:
         """Between two steps; what is returned makes bytes of the copy."""
-        copy = self._wrapped().copy()
+        copy = self._uncut().copy()
         return lambda: (copy.own(), copy.common())
 
     def _take_back(self, picture: Picture) -> None:
@@ -587,7 +814,7 @@ class Grid:
         fits = (left.applied, left.history) == (picture.applied, picture.history)
         indices_K = np.flatnonzero(left.residual_N)
         entries = Sparse(indices_K, left.residual_N[indices_K])
-        back = fits and self._wrapped().absorb(entries, picture.world_size)
+        back = fits and self._uncut().absorb(entries, picture.world_size)
         mass = handover.mass_of([entries])
         self._session.note({"read_back_mass": mass if back else 0.0, "lost_mass": 0.0 if back else mass})
         where = f"step {left.applied + 1}; the run is at step {picture.applied + 1}"
@@ -609,21 +836,84 @@ class Grid:
         if self._optimizer is None or self._spec is None:
             return
         try:
-            keeps = _whole("checkpoint_every", self._config.checkpoint_every) > 0
+            if isinstance(self._optimizer, Pipeline):
+                if self._stage_leaving is not None:
+                    self._stage_leaving.leave(self._handover_bytes(), between_steps=self._stopped)
+                return
+            keeps = whole_number("checkpoint_every", self._config.checkpoint_every) > 0
             folder = self._checkpoint_folder() if keeps else None
             if self._left is not None and folder is not None:
                 put_down(folder, self._facts, self._left)  # no turn has come
                 return
-            budget_bytes = _whole("handover_mib", self._config.handover_mib) << 20
-            hand_over(self._session, self._optimizer, budget_bytes, folder, self._facts)
+            left = hand_over(self._session, self._optimizer, self._handover_bytes(), folder)
+            if folder is not None:
+                put_down(folder, self._facts, left)
         except GridtrainError as error:
             log.debug("nothing handed over: %s", error)  # this worker is no member (any more)
+
+    def _handover_bytes(self) -> int:
+        """At most so much, and not the last of what this machine may move today."""
+        return min(
+            whole_number("handover_mib", self._config.handover_mib) << 20, self._pauses.left_bytes // 2
+        )
+
+    # -- pauses ------------------------------------------------------------------------------------
+
+    def led_by(self, owner: Owner, connect: Connect, limit: Limit) -> None:
+        """This worker rests when its `owner` says so: see `optim.pausing`.
+
+        Args:
+            connect: makes what a new place in the group needs, after a pause.
+            limit: changes the rates of the connection that stands.
+        """
+        self._pauses = Pauses(self._session, owner, connect, limit)
+
+    def _next_turn(self) -> Picture | None:
+        """As `GroupSession.await_turn`, with pauses; None also where the owner has said stop."""
+        self._set_back.turn_ends()
+        while True:
+            try:
+                picture = self._session.await_turn()
+            except Interrupted:
+                self._stopped = not self._rest()
+                if self._stopped:
+                    return None
+                continue
+            except JoinRefused as refusal:
+                if not self._pauses.too_late(refusal):
+                    raise
+                self._done = self._stopped = True
+                return None
+            self._pauses.turn_begins()
+            return picture
+
+    def _rest(self) -> bool:
+        """Leave between two steps, wait, and come back; False: there is nothing to come back to."""
+        if self._pauses.stops:
+            log.warning("this worker's owner has said stop: its loop ends after step %d", self.step - 1)
+            return False
+        wrapped, picture = self._wrapped(), self._session.picture
+        keeps = whole_number("checkpoint_every", self._config.checkpoint_every) > 0
+        held: Held | None = None
+        if isinstance(wrapped, Pipeline):
+            assert self._stage_leaving is not None
+            self._stage_leaving.rest(self._handover_bytes())
+        else:
+            if self._left is None:  # else no turn has come since the last time
+                folder = self._checkpoint_folder() if keeps else None
+                self._left = hand_over(self._session, wrapped, self._handover_bytes(), folder)
+            wrapped.forget_residual()
+            if picture.synced and picture.applied >= 0:
+                held = Held(picture.applied, picture.history, picture.ledger)
+        came_back = self._pauses.rest(held, touched=picture.touched or picture.applied >= 0)
+        self._done = self._done or self._pauses.missed_the_end
+        return came_back
 
     def _checkpoint(self, picture: Picture) -> None:
         """Between two steps: copy what is due to be written."""
         assert self._checkpoints is not None
         if self._checkpoints.due(picture.applied + 1):
-            wrapped = self._wrapped()
+            wrapped = self._uncut()
             document, tensors = wrapped.pack()
             held = Held(picture.applied, picture.history, picture.ledger)
             residual = wrapped.residual_state()
@@ -639,7 +929,7 @@ class Grid:
 
     def _finish(self) -> None:
         self._done = True
-        exports = self.is_first
+        exports = self._exports()
         if exports:
             self._export()
         if not self._session.farewell():
@@ -650,8 +940,12 @@ class Grid:
     def _became_first(self) -> bool:
         """The first worker was lost after the last step, perhaps before its export: this one follows it."""
         with suppress(GridtrainError):  # what ended the session; who knows nothing of the group is not first
-            return self.world_size > 0 and self.is_first
+            return self.world_size > 0 and self._exports()
         return False
+
+    def _exports(self) -> bool:
+        wrapped = self._wrapped()
+        return wrapped.exports if isinstance(wrapped, Pipeline) else self.is_first
 
     def _export_folder(self) -> Path:
         """Made and tried before the training, since after it is too late to choose another."""
@@ -670,6 +964,10 @@ class Grid:
         """The final model as safetensors, written aside and renamed."""
         import safetensors.torch
 
+        wrapped = self._wrapped()
+        if isinstance(wrapped, Pipeline):
+            wrapped.export(self._export_folder())
+            return
         path = self._export_folder() / "final.safetensors"
         state = {
             name: value.detach().cpu().clone() for name, value in self._wrapped().model.state_dict().items()
@@ -679,80 +977,23 @@ class Grid:
         log.warning("the run is finished; the model is in %s", path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """How many samples a step takes, as `Grid.batches` was told: `each` worker's, or a `whole` step's."""
-
-    each: int | None
-    whole: int | None
-    most: int | None = None
-    accumulate: int = 1
-    every: int = 1  # calls of `optimizer.step` in a step of the run
-
-    @property
-    def whole_step(self) -> int | None:
-        """For `Setup.global_batch_size`."""
-        return None if self.whole is None else self.whole * self.every
-
-    @property
-    def share(self) -> int:
-        """For `Setup.batch_size`: of a step on this worker, or the most of it; 0: any number."""
-        return ((self.each if self.whole is None else self.most) or 0) * self.accumulate * self.every
-
-    def check(self) -> None:
-        """Raises `ConfigError`."""
-        if (self.each is None) == (self.whole is None):
-            raise ConfigError(
-                f"batch_size={self.each}, global_batch_size={self.whole}; exactly one must be given",
-                remedy="batch_size=32 for 32 samples on each worker",
-            )
-        if self.most is not None and self.whole is None:
-            raise ConfigError(
-                f"max_batch_size={self.most} without global_batch_size: this worker's batch size is fixed",
-                remedy="leave max_batch_size out",
-            )
-        named = {"batch_size": self.each, "global_batch_size": self.whole, "max_batch_size": self.most}
-        for name, value in named.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
-        if self.accumulate < 1:
-            raise ConfigError(f"accumulate is {self.accumulate}; it must be >= 1", remedy="try accumulate=1")
+def _with_ring(neighbours: Edges) -> Edges:
+    """Averages of buffers, tables of trials and, in retries, settings go round the ring in any exchange."""
+    return lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size)
 
 
-def _largest_state_bytes(model: nn.Module) -> int:
-    """What a donor may send: optimizers keep two or three copies of the model, averages one more each."""
-    tensors = (*model.parameters(), *model.buffers())
-    return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _choices(wrapped: GridOptimizer) -> dict[str, Edges]:
+    """The edges of each exchange that a VIEW may name; with "" among them it need not name one."""
+    if round_exchange(wrapped.exchange_config) == Dense():
+        return {"": ring.neighbours, DIRECT: _with_ring(direct.neighbours)}
+    return {each.describe(): _with_ring(_NEIGHBOURS[each.topology]) for each in wrapped.choices}
 
 
-def _check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
-    most = 1 if reading.is_iterable(dataset) else None
-    if num_workers < 0 or (most is not None and num_workers > most):
-        bound = "0 or 1 for a data set that is read from the front" if most else ">= 0"
-        raise ConfigError(f"num_workers is {num_workers}; it must be {bound}", remedy="try num_workers=1")
-    if prefetch_factor < 1:
+def _fitting(auto: Auto, inner: torch.optim.Optimizer, overlap: Overlap | None) -> Auto:
+    """What the coordinator may choose behind this optimizer."""
+    if overlap is not None:
         raise ConfigError(
-            f"prefetch_factor is {prefetch_factor}; it must be >= 1", remedy="try prefetch_factor=2"
+            'overlap with exchange="auto", whose buckets would depend on what is chosen',
+            remedy='name an exchange, such as the one that a run with exchange="auto" has chosen',
         )
-
-
-def _optimizer_text(inner: torch.optim.Optimizer) -> str:
-    """For comparison and for people: the kind, and what the first group has other than by default."""
-    defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
-    first, *others = inner.param_groups
-    options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}
-    shown = ", ".join(
-        f"{name}={value}"
-        for name, value in sorted(options.items())
-        if name == "lr" or (isinstance(value, int | float | str | tuple) and value != defaults.get(name))
-    )
-    text, settings = f"{type(inner).__name__}({shown})", state_sync.hyper_digest(inner).hex()[:12]
-    if others:
-        text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {settings}"
-    return text if len(text) <= 400 else f"{text[:360]}... {settings}"
-
-
-def _whole(name: str, text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=500")
-    return int(text)
+    return replace(auto, density=None, sparse=False) if "betas" in inner.defaults else auto

@@ -17,8 +17,10 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +28,15 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from gridtrain.optim.checkpoint import RESIDUAL_FILE, step_folder
-from gridtrain.optim.wrapper import GridOptimizer
+from gridtrain.optim.checkpoint import step_folder
+from gridtrain.protocol.messages import Facts
 from gridtrain.runtime import handover
 from gridtrain.runtime.api import GroupSession
+from gridtrain.runtime.copies import RESIDUAL_FILE
+from gridtrain.runtime.plan import RoundOutcome
 
 log = logging.getLogger("gridtrain")
 
-Facts = tuple[tuple[str, str], ...]
 FOLDER = "left"
 MAX_NOTE_BYTES = 1 << 20
 
@@ -47,13 +50,22 @@ class Left:
     residual_N: npt.NDArray[np.float32]
 
 
-def hand_over(
-    session: GroupSession, wrapped: GridOptimizer, budget_bytes: int, folder: Path | None, facts: Facts
-) -> None:
+class Leaver(Protocol):
+    """Whatever trains, and keeps a residual."""
+
+    @property
+    def residual_size(self) -> int: ...
+
+    def surrender(self, settle: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None: ...
+
+
+def hand_over(session: GroupSession, wrapped: Leaver, budget_bytes: int, folder: Path | None) -> Left | None:
     """To be called once, when this worker leaves a run that goes on: nobody else could send its residual.
 
+    Returns what stays with this worker; None: nothing.
+
     Args:
-        folder: of the checkpoints; None: nothing is written down.
+        folder: of the checkpoints; None: there are none.
     """
     patience_s = session.config.deadlines.handover_s
     until_s = time.monotonic() + patience_s
@@ -62,7 +74,7 @@ def hand_over(
         log.warning("this worker's residual is lost: its last step was cut off in the middle")
     residual_N = _with_inherited(session, wrapped.residual_size, residual_N, until_s)
     if residual_N is None or not residual_N.any():
-        return
+        return None
     picture = session.picture
     chosen = handover.choose(residual_N, budget_bytes, max(1, picture.world_size))
     taken: bool | None = False
@@ -79,14 +91,11 @@ def hand_over(
         100 * share,
         f"{chosen.entries} entries to {text}" if taken else text,
     )
-    if folder is not None:
-        # An heir that has not answered may have everything all the same: it must not come back from here.
-        rest_N = residual_N if taken is False else chosen.rest_N
-        put_down(
-            folder, facts, Left(picture.applied, picture.history, rest_N) if rest_N is not None else None
-        )
-        if taken is not False:
-            void(folder, picture.applied + 1)
+    if folder is not None and taken is not False:
+        void(folder, picture.applied + 1)
+    # An heir that has not answered may have everything all the same: it must not come back from here.
+    rest_N = residual_N if taken is False else chosen.rest_N
+    return Left(picture.applied, picture.history, rest_N) if rest_N is not None else None
 
 
 def _with_inherited(
@@ -124,7 +133,7 @@ def put_down(folder: Path, facts: Facts, left: Left | None) -> None:
         partial.mkdir(parents=True)
         note = {"applied": left.applied, "history": left.history.hex(), "facts": [list(f) for f in facts]}
         tensors = {"residual": torch.from_numpy(left.residual_N)}
-        (partial / "residual.safetensors").write_bytes(safetensors.torch.save(tensors))
+        (partial / RESIDUAL_FILE).write_bytes(safetensors.torch.save(tensors))
         (partial / "note.json").write_text(json.dumps(note))
         os.rename(partial, path)
     except OSError as error:
@@ -139,7 +148,7 @@ def pick_up(folder: Path, facts: Facts, n: int) -> Left | None:
     try:
         with (path / "note.json").open("rb") as file:
             note = json.loads(file.read(MAX_NOTE_BYTES))
-        residual_N = safetensors.torch.load_file(path / "residual.safetensors")["residual"].numpy()
+        residual_N = safetensors.torch.load_file(path / RESIDUAL_FILE)["residual"].numpy()
         left = Left(int(note["applied"]), bytes.fromhex(note["history"]), residual_N)
         same = [tuple(fact) for fact in note["facts"]] == list(facts)
         if not same or residual_N.shape != (n,) or residual_N.dtype != np.float32:

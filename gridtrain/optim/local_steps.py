@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from gridtrain.config import LocalSteps, Overlap
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import state_sync
+from gridtrain.optim.exchange import largest_magnitude
 from gridtrain.optim.flat import FlatGradient
 from gridtrain.optim.session import Session
 from gridtrain.optim.wrapper import GridOptimizer
@@ -237,7 +239,7 @@ class LocalStepsOptimizer(GridOptimizer):
     def _step_together(self) -> None:
         self.local_calls = 0
         self._take_change()
-        finite = bool(torch.isfinite(torch.stack(torch.aminmax(self._flat.flat_N))).all())
+        finite = math.isfinite(largest_magnitude(self._flat.flat_N))
         if not finite:
             self._begin_afresh()
         self._turn(finite)

@@ -1,7 +1,7 @@
 """Sending the gradient while backward still computes it: last layers first (Baidu, 2017).
 
-Decides when a bucket's gradient is complete and whether sending it early pays.  Never waits: what could not
-be sent early is sent by `step`, as without overlap.
+Decides when a bucket's gradient is complete, and sends it then, in steps that are cut: which ones, is decided
+by `overlap_trial`.  Never waits: what could not be sent early is sent by `step`.
 
     backward     layer 4   layer 3   layer 2   layer 1  |  step
     ready            [ bucket 1 ]        [ bucket 0 ]   |
@@ -13,62 +13,46 @@ A round commits as a whole, so nothing of its update is used before the last buc
 
 from __future__ import annotations
 
-import statistics
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from gridtrain.config import Exchange, Overlap
 from gridtrain.errors import ConfigError
-from gridtrain.optim.exchange import Attempt, Exchanger
+from gridtrain.optim.exchange import Attempt, Exchanger, exchanger
 from gridtrain.optim.flat import FlatGradient
+from gridtrain.optim.overlap_trial import Trial
 from gridtrain.optim.session import Session
-from gridtrain.runtime.buckets import BucketedWorkspace
+from gridtrain.runtime.buckets import BucketedWorkspace, cut
+from gridtrain.runtime.buffers import DenseWorkspace
 from gridtrain.runtime.plan import StepPlan
 
-TRIAL_STEPS, PERIOD_STEPS, WARM_UP_STEPS = 12, 600, 3
+log = logging.getLogger("gridtrain")
 
 
-class Switch:
-    """Whether overlap pays here: both ways are tried for a few steps, every now and then.
-
-    Workers need not agree: what is sent is the same.  But all of them try at the same steps, since a step
-    takes as long as its slowest worker.
-
-        step % PERIOD_STEPS     0 .. 11    12 .. 23    24 ...
-                                early      late        what took less (the median; equal: early)
-    """
-
-    def __init__(self, adaptive: bool) -> None:
-        self._adaptive = adaptive
-        self._took_s: dict[bool, list[float]] = {True: [], False: []}
-        self._last_s: float | None = None
-
-    def early(self, step: int) -> bool:
-        phase = step % PERIOD_STEPS
-        if not self._adaptive or phase < TRIAL_STEPS:
-            return True
-        if phase < 2 * TRIAL_STEPS:
-            return False
-        early_s, late_s = self._took_s[True], self._took_s[False]
-        return not (early_s and late_s) or statistics.median(early_s) <= statistics.median(late_s)
-
-    def done(self, step: int, now_s: float) -> None:
-        """The step is over."""
-        phase, last_s, self._last_s = step % PERIOD_STEPS, self._last_s, now_s
-        if phase == 0:
-            self._took_s = {True: [], False: []}
-        # The first steps of a way still feel the other one, or compile.
-        if last_s is not None and phase < 2 * TRIAL_STEPS and phase % TRIAL_STEPS >= WARM_UP_STEPS:
-            self._took_s[phase < TRIAL_STEPS].append(now_s - last_s)
+def overlapper(
+    flat: FlatGradient, whole: Exchanger, session: Session, overlap: Overlap, exchange: Exchange
+) -> Overlapper | None:
+    """None: the gradient is too short to be cut, and overlap would change nothing."""
+    least = overlap.least_of(exchange)
+    bounds = cut(flat.sizes, overlap.buckets, least)
+    if len(bounds) == 2:
+        text = "overlap is left out: %d elements in %d parameters cannot be cut into buckets of at least %d"
+        log.warning(text, flat.n, len(flat.sizes), least)
+        return None
+    parts = exchanger(exchange, bounds, flat.flat_N.device, whole.feedback)
+    return Overlapper(flat, whole, parts, session, Trial(overlap.adaptive))
 
 
 class Overlapper:
     """Watches the gradients of one model, and sends a bucket when its last one is complete.
 
     Args:
-        adaptive: send early only where that is faster.
+        whole, parts: the same exchange, of the vector in one piece and in buckets, over one error feedback.
+        trial: in which steps it is which.
 
     Attributes:
         backwards: backward passes in one step (`grid.batches(accumulate=)`).
@@ -78,16 +62,19 @@ class Overlapper:
     def __init__(
         self,
         flat: FlatGradient,
-        exchanger: Exchanger,
+        whole: Exchanger,
+        parts: Exchanger,
         session: Session,
-        adaptive: bool,
+        trial: Trial,
     ) -> None:
-        self._flat, self._exchanger, self._session = flat, exchanger, session
-        self._switch = Switch(adaptive)
-        self._members = _members(flat.sizes, exchanger.bounds)
+        self._flat, self._session = flat, session
+        self._whole, self._parts, self._trial = whole, parts, trial
+        self._members = _members(flat.sizes, parts.bounds)
         self._bucket_of = {p: b for b, members in enumerate(self._members) for p in members}
         self.backwards = 1
         self.selecting_s = 0.0
+        self._began_s: float | None = None  # the backward of this step
+        self._running: StepPlan | None = None  # the latest attempt at it
         self._reset()
         for index, parameter in enumerate(flat.parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -99,6 +86,11 @@ class Overlapper:
         self._asked = False
         self._sent: dict[int, Attempt] = {}
 
+    @property
+    def pays(self) -> bool:
+        """Steps are cut, trials apart."""
+        return self._trial.pays
+
     # -- in the middle of backward -------------------------------------------------------------------
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
@@ -106,6 +98,8 @@ class Overlapper:
 
     def _complete(self, index: int) -> None:
         bucket = self._bucket_of[index]
+        if self._began_s is None:
+            self._began_s = time.perf_counter()
         if bucket in self._sent:
             raise ConfigError(
                 f"more than {self.backwards} backward passes before one step(), and their gradients are sent",
@@ -121,15 +115,15 @@ class Overlapper:
     def _send(self, bucket: int) -> None:
         if not self._asked:
             self._asked, plan = True, self._session.early()
-            self._plan = plan if plan is not None and self._switch.early(plan.step) else None
+            self._plan = plan if plan is not None and self._trial.early(plan) else None
         if self._plan is None:
             return
         began_s = time.perf_counter()
         members = self._members[bucket]
         self._flat.gather(members)
-        start, stop = self._exchanger.bounds[bucket : bucket + 2]
+        start, stop = self._parts.bounds[bucket : bucket + 2]
         gradient_B = self._flat.flat_N[start:stop]
-        attempt = self._exchanger.prepare_bucket(bucket, gradient_B, self._plan, usable=True)
+        attempt = self._parts.prepare_bucket(bucket, gradient_B, self._plan, usable=True)
         self._sent[bucket] = attempt
         self.selecting_s += time.perf_counter() - began_s
         assert not isinstance(attempt.workspace, BucketedWorkspace)
@@ -139,6 +133,8 @@ class Overlapper:
 
     def take(self) -> tuple[StepPlan | None, dict[int, Attempt]]:
         """The plan that buckets were sent for, and these buckets; what is under way stays so.
+
+        The flat vector holds the gradients of the other ones, too, after this.
 
         Raises `ConfigError` if a gradient was changed after it was sent.
         """
@@ -151,11 +147,31 @@ class Overlapper:
                 remedy="with overlap, clip by grid.optimizer(..., clip_norm=...); for anything else between "
                 "backward and step leave overlap out",
             )
+        rest = (members for bucket, members in enumerate(self._members) if bucket not in sent)
+        self._flat.gather([index for members in rest for index in members])
         return plan, sent
 
-    def done(self, step: int) -> float:
+    def exchanger(self, plan: StepPlan) -> Exchanger:
+        """How all members cut their gradients in this attempt."""
+        self._running = plan
+        return self._parts if self._trial.early(plan) else self._whole
+
+    def table(self, plan: StepPlan) -> DenseWorkspace | None:
+        """What else this attempt exchanges: how long either way takes; see `overlap_trial`."""
+        return self._trial.table(plan)
+
+    def decide(self, plan: StepPlan, table: DenseWorkspace) -> None:
+        """The round is committed, and with it the table."""
+        news = self._trial.decide(plan, table.update_N)
+        if news:
+            log.log(logging.INFO if self._trial.pays else logging.WARNING, "%s", news)
+
+    def done(self) -> float:
         """A step is over; returns the seconds of selection within its backward."""
-        self._switch.done(step, time.perf_counter())
+        plan, self._running = self._running, None
+        began_s, self._began_s = self._began_s, None
+        if plan is not None and began_s is not None:
+            self._trial.took(plan, time.perf_counter() - began_s)
         selecting_s, self.selecting_s = self.selecting_s, 0.0
         return selecting_s
 

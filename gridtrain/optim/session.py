@@ -25,8 +25,9 @@ class Session(Protocol):
     def begin(self) -> StepPlan | None:
         """Block until a generation runs and the next attempt can start.
 
-        None: this worker was away, and the group has gone on without its batch; nothing is to be
-        applied.  May capture this worker's state meanwhile, to hand it to one that joins.
+        None: this worker was away, and the group has gone on without its batch, or its owner wants it
+        elsewhere; nothing is to be applied.  May capture this worker's state meanwhile, to hand it to one
+        that joins.
         Raises `RunPaused` when the run cannot go on.
         """
         ...

@@ -21,7 +21,7 @@ import torch
 
 from gridtrain.errors import ConfigError
 from gridtrain.optim import state_sync
-from gridtrain.protocol.ring import Ring
+from gridtrain.protocol.collective import Collective
 from gridtrain.protocol.round import largest_party
 from gridtrain.runtime.buffers import DenseWorkspace
 from gridtrain.runtime.plan import StepPlan
@@ -37,7 +37,7 @@ Row = tuple[bytes, tuple[str, ...]]  # digest, name=value lines
 class _Rows(DenseWorkspace):
     """One row for each rank.  Also a member whose gradient is not finite brings its row."""
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Ring:
+    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         return super().collective(rank, world_size, skip=False)
 
 

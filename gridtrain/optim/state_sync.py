@@ -37,6 +37,7 @@ from gridtrain.optim.flat import canonical_names, canonical_parameters
 _LENGTHS = struct.Struct("<2Q")
 _MAX_DEPTH = 32
 _PARTS = ("parameters", "buffers", "optimizer", "settings")
+_PACKED = ("parameters", "buffers", "optimizer", "trackers")
 
 
 class Stateful(Protocol):
@@ -132,6 +133,72 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: packed[id(x)] for name, x in named if packed.get(id(x), name) != name}
 
 
+def framed(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes]:
+    """What `pack` gave, as what `restore` takes."""
+    return [_frame({name: document[name] for name in document if name in _PACKED}, tensors), b""]
+
+
+def content_digest(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """32 bytes of what `pack` gave: parameters, buffers, optimizer and trackers.  Raises as `unpack`."""
+    return _digest_of(_read(document, tensors))
+
+
+def begins(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers) -> bytes:
+    """32 bytes of all that `capture` gives, bit for bit, without a copy of it: about a second for a gigabyte.
+
+    Workers that have built the same have the same; a state_dict with something that is neither a tensor nor
+    plain data, which cannot be sent, may have another one on each of them.
+    """
+    values = {
+        "parameters": dict(canonical_parameters(model)),
+        "buffers": dict(_buffers(model)),
+        "optimizer": optimizer.state_dict(),
+        "trackers": {name: item.state_dict() for name, item in trackers.items()},
+    }
+    return _digest_of(values)
+
+
+def check_content(blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
+    """What another worker gave is the state with this `content_digest`.
+
+    Raises:
+        RemoteProtocolError: it is another one, or none.
+    """
+    came = _digest_of(_values_of(blobs))
+    if came != digest:
+        raise RemoteProtocolError(
+            f"the state that came has the digest {came.hex()[:12]}; the group's has {digest.hex()[:12]}",
+            remedy="it is taken from another worker",
+        )
+
+
+def _digest_of(values: Mapping[str, Any]) -> bytes:
+    total = hashlib.blake2b(digest_size=32)
+    for part in ("parameters", "buffers", "optimizer", "trackers"):
+        _hash(values.get(part), total)
+    return total.digest()
+
+
+def _hash(value: Any, total: hashlib.blake2b) -> None:
+    """Unambiguously, and alike for whatever JSON and safetensors give back."""
+    match value:
+        case Tensor():
+            flat = value.detach().cpu().contiguous()
+            total.update(f"tensor {flat.dtype} {tuple(flat.shape)};".encode())
+            total.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+        case Mapping():
+            total.update(f"dict {len(value)};".encode())
+            for key in sorted(value, key=repr):
+                total.update(f"key {key!r};".encode())
+                _hash(value[key], total)
+        case list() | tuple():
+            total.update(f"{type(value).__name__} {len(value)};".encode())
+            for item in value:
+                _hash(item, total)
+        case _:
+            total.update(f"{type(value).__name__} {value!r};".encode())
+
+
 def model_tensors(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters and buffers by name, as a plain state_dict.  Raises `RemoteProtocolError`."""
     try:
@@ -159,12 +226,16 @@ def restore(
             parameters and buffers were checked.
     """
     pieces = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
+    _load(_values_of(pieces), model, optimizer, trackers)
+
+
+def _values_of(pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
     data = b"".join(pieces)
     own, end = _parse(data, 0)
     common, end = _parse(data, end) if end < len(data) else ({}, end)
     if end != len(data):
         raise _not_a_state(f"{len(data) - end} bytes after its end")
-    _load(own | common, model, optimizer, trackers)
+    return own | common
 
 
 def unpack(
@@ -219,6 +290,23 @@ def _load(
             f"the optimizer's or a tracker's state does not fit: {type(error).__name__}: {error}",
             remedy="build optimizer and schedulers alike on all workers",
         ) from error
+
+
+def read(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What `pack` was given, by part: parameters, buffers, optimizer, trackers.  Raises as `restore`."""
+    return _read(document, tensors)
+
+
+def load(
+    values: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
+) -> None:
+    """Take over what `read` returned, or others have put together of it.  Raises as `restore`."""
+    _load(values, model, optimizer, trackers)
+
+
+def buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that belong to the state, by name."""
+    return _buffers(model)
 
 
 def _parse(data: bytes, start: int) -> tuple[dict[str, Any], int]:

@@ -27,19 +27,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gridtrain.config import Dense, Exchange, LocalSteps, Overlap, round_exchange
+from gridtrain.config import Auto, Dense, Exchange, LocalSteps, Overlap, round_exchange
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import settings, state_sync
 from gridtrain.optim.averages import BufferAverage
-from gridtrain.optim.exchange import Attempt, assemble, exchanger
+from gridtrain.optim.chosen import ChosenExchanger
+from gridtrain.optim.exchange import Attempt, Exchanger, assemble, exchanger
 from gridtrain.optim.flat import FlatGradient
-from gridtrain.optim.overlap import Overlapper, refuse_scaler
+from gridtrain.optim.in_flight import InFlight, absorb
+from gridtrain.optim.overlap import Overlapper, overlapper, refuse_scaler
 from gridtrain.optim.session import Session
-from gridtrain.runtime.buckets import Bounds, cut
+from gridtrain.optim.wrapping import WrappingOptimizer
+from gridtrain.runtime.buckets import Bounds
 from gridtrain.runtime.buffers import DenseWorkspace
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.updates import StepUpdate
-from gridtrain.sparsify.merge import largest_summable
+from gridtrain.sparsify.feedback import ErrorFeedback
 from gridtrain.wire.sparse import Sparse
 
 _NORM_BLOCK = 1 << 20
@@ -48,7 +51,7 @@ Early = tuple[StepPlan | None, dict[int, Attempt]]
 """The plan that buckets were sent for while backward computed, and these buckets."""
 
 
-class GridOptimizer(torch.optim.Optimizer):
+class GridOptimizer(WrappingOptimizer):
     """A real `torch.optim.Optimizer` around the user's, whose groups, state and `state_dict` it shows.
 
     Between backward and `step`, clipping clips the local gradient.  To clip what the group agreed on, give
@@ -61,7 +64,8 @@ class GridOptimizer(torch.optim.Optimizer):
     Args:
         inner: the optimizer that applies updates.
         model: all of its trainable parameters take part, zeros where a gradient is None.
-        exchange: `Dense()`, `TopK(...)` or `GTopK(...)`; `LocalSteps(...)` is for `LocalStepsOptimizer`.
+        exchange: `Dense()`, `TopK(...)`, `GTopK(...)` or `Auto(...)`; `LocalSteps(...)` is for
+            `LocalStepsOptimizer`.
         session: this worker's place in the run.
         clip_norm: largest 2-norm of the exchanged update; None: not clipped.
         average_buffers_every: steps between two averages of the model's buffers; 0: never.
@@ -79,7 +83,6 @@ class GridOptimizer(torch.optim.Optimizer):
         ConfigError: inner, model and exchange do not fit together; the text says what to change.
     """
 
-    inner: torch.optim.Optimizer
     shares_scale = True  # a GradScaler's scale has to be equal on all workers
     local_calls = 0  # of `step` in this turn, without an exchange yet
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to `step`
@@ -88,7 +91,7 @@ class GridOptimizer(torch.optim.Optimizer):
         self,
         inner: torch.optim.Optimizer,
         model: nn.Module,
-        exchange: Exchange | LocalSteps,
+        exchange: Exchange | LocalSteps | Auto,
         session: Session,
         *,
         clip_norm: float | None = None,
@@ -96,10 +99,8 @@ class GridOptimizer(torch.optim.Optimizer):
         compare_every: int = 0,
         overlap: Overlap | None = None,
     ) -> None:
-        _refuse_misfits(inner, exchange, clip_norm)
-        # Not Optimizer.__init__, which would build groups of its own: the door that unpickling uses
-        # sets up everything else (hooks, profiling).
-        self.__setstate__({"inner": inner})
+        refuse_misfits(inner, exchange, clip_norm)
+        self._wrap(inner)
         self.model = model
         self.exchange_config = exchange
         self.replicated = inner
@@ -109,19 +110,21 @@ class GridOptimizer(torch.optim.Optimizer):
         self.overlap_config = overlap
         self._overlapper: Overlapper | None = None
         bounds: Bounds = (0, self._flat.n)
-        if overlap is not None:
-            bounds = cut(self._flat.sizes, overlap.buckets, overlap.least)
-        self._exchanger = exchanger(round_exchange(exchange), bounds, self._flat.flat_N.device)
-        if overlap is not None:
-            self._overlapper = Overlapper(self._flat, self._exchanger, session, overlap.adaptive)
+        wire, device = round_exchange(exchange), self._flat.flat_N.device
+        self._exchanger: Exchanger
+        if isinstance(wire, Auto):
+            self._exchanger = ChosenExchanger(wire, bounds, device)
+        else:
+            self._exchanger = exchanger(wire, bounds, device)
+            if overlap is not None:
+                self._overlapper = overlapper(self._flat, self._exchanger, session, overlap, wire)
         self.averages = BufferAverage(model, average_buffers_every)
         self._trackers: dict[str, state_sync.Stateful] = {}
         self.compare_every = compare_every
         self._step = -1
         self._compare_next = False
         self._exchanged = False
-        self._in_flight: Attempt | None = None  # in a round whose outcome is not known here
-        self._committing = False
+        self._in_flight = InFlight()
         self.skipped_steps = 0
         self.last_skipped = False
         self.timings: dict[str, float] = {}
@@ -137,33 +140,17 @@ class GridOptimizer(torch.optim.Optimizer):
         if self._overlapper is not None:
             self._overlapper.backwards = count
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps are cut and sent early now, trials apart."""
+        return self._overlapper is not None and self._overlapper.pays
+
     # -- what an Optimizer is --------------------------------------------------------------------
 
     @property
     def elements(self) -> int:
         """Of the flat gradient."""
         return self._flat.n
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.defaults
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(
@@ -214,7 +201,8 @@ class GridOptimizer(torch.optim.Optimizer):
         if self._overlapper is not None:
             refuse_scaler(self)
             early = self._overlapper.take()
-        self._flat.gather()
+        else:
+            self._flat.gather()
         overflowed = self._unscale()
         self._turn(not overflowed, early)
         self._exchanged = True
@@ -229,7 +217,7 @@ class GridOptimizer(torch.optim.Optimizer):
         """
         self._watch.lap("computing_s")
         attempt: Attempt | None = None
-        averages = compared = before = None
+        averages = compared = before = tried = None
         while True:
             plan = self._session.begin()
             self._watch.lap("waiting_s")
@@ -244,34 +232,31 @@ class GridOptimizer(torch.optim.Optimizer):
                 attempt = self._prepare(plan, usable or plan.samples == 0, sent)
             if fresh:  # else the rings go on from what has arrived
                 averages = self.averages.workspace(plan)
+                tried = self._overlapper.table(plan) if self._overlapper is not None else None
             if fresh or compared is None:
                 compared = settings.workspace(plan, self.inner)
-            extra = [workspace for workspace in (averages, compared) if workspace is not None]
+            # A retry adds what is compared: behind the others, whose channels stay what they are.
+            extra = [each for each in (averages, tried, compared) if each is not None]
             self._watch.lap("selecting_s")
             settings_text = state_sync.settings(self.inner)
-            self._in_flight = attempt
+            self._in_flight.sent(attempt)
             outcome = self._session.run(plan, [attempt.workspace, *extra], attempt.skip, settings_text)
             self._watch.lap("communicating_s")
             if outcome.committed:
                 break
-            self._in_flight = None
+            self._in_flight.ended()
             if compared is not None:
                 self._refuse_fork(plan, compared)
         self.last_skipped, self._step, self._compare_next = outcome.skip, plan.step, plan.compare
         if outcome.skip:
-            self._in_flight = None
+            self._in_flight.ended()
             self.skipped_steps += 1
             return
         if averages is not None:
             self.averages.load(averages)
-        self._put(self._commit(attempt))
-
-    def _commit(self, attempt: Attempt) -> npt.NDArray[np.float32] | Sparse:
-        """Not to be begun twice, wherever Ctrl-C comes in between."""
-        self._in_flight, self._committing = None, True
-        update = self._exchanger.commit(attempt)
-        self._committing = False
-        return update
+        if tried is not None and self._overlapper is not None:
+            self._overlapper.decide(plan, tried)
+        self._put(self._in_flight.commit(self._exchanger, attempt))
 
     def _refuse_fork(self, plan: StepPlan, compared: DenseWorkspace) -> None:
         try:
@@ -283,23 +268,23 @@ class GridOptimizer(torch.optim.Optimizer):
     def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, Attempt]) -> Attempt:
         """This worker's part; `sent`: buckets of it that are under way already."""
         attempts = []
-        for bucket, (start, stop) in enumerate(pairwise(self._exchanger.bounds)):
+        mine = self._exchanger if self._overlapper is None else self._overlapper.exchanger(plan)
+        for bucket, (start, stop) in enumerate(pairwise(mine.bounds)):
             attempt = sent.get(bucket)
             if attempt is None:
                 gradient_B = self._flat.flat_N[start:stop]
-                attempt = self._exchanger.prepare_bucket(bucket, gradient_B, plan, usable=usable)
+                attempt = mine.prepare_bucket(bucket, gradient_B, plan, usable=usable)
             attempts.append(attempt)
-        return assemble(self._exchanger.bounds, attempts)
+        return assemble(mine.bounds, attempts)
 
     def _apply(self) -> None:
         if not self.last_skipped:
             self.inner.step()
-        step = self._step
         self._compare()
         self._watch.lap("applying_s")
         self.timings = self._watch.reset()
         if self._overlapper is not None:
-            within_s = self._overlapper.done(step)
+            within_s = self._overlapper.done()
             self.timings["selecting_s"] = self.timings.get("selecting_s", 0.0) + within_s
             self.timings["computing_s"] = self.timings.get("computing_s", 0.0) - within_s
         self._session.note(self.timings)
@@ -337,6 +322,10 @@ class GridOptimizer(torch.optim.Optimizer):
         """The replicated state; see `state_sync.capture`."""
         return state_sync.capture(self.model, self.replicated, self._trackers, whole=whole)
 
+    def begins(self) -> bytes:
+        """Digest of what `capture` gives, before the first step; see `state_sync.begins`."""
+        return state_sync.begins(self.model, self.replicated, self._trackers)
+
     def copy(self) -> state_sync.Copy:
         """The same, without making bytes of it yet."""
         return state_sync.copy(self.model, self.replicated, self._trackers)
@@ -363,12 +352,17 @@ class GridOptimizer(torch.optim.Optimizer):
         """The update into every `p.grad`, clipped."""
         self._flat.fill(update)
         if self._clip_norm is not None:
-            self._flat.flat_N.mul_(min(1.0, self._clip_norm / (_norm(update) + 1e-6)))
+            self._flat.flat_N.mul_(min(1.0, self._clip_norm / (norm_of(update) + 1e-6)))
         self._flat.scatter()
 
     def restore(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
         """Take over another worker's `capture`; see `state_sync.restore`."""
         state_sync.restore(blobs, self.model, self.replicated, self._trackers)
+
+    def remember(self) -> Callable[[], None]:
+        """See `set_back.Trained`."""
+        own = self.capture(whole=False)
+        return lambda: self.restore(own)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `state_sync.pack`; for checkpoints."""
@@ -386,41 +380,51 @@ class GridOptimizer(torch.optim.Optimizer):
     @property
     def residual_size(self) -> int:
         """Elements of the residual; 0: the exchange keeps nothing back."""
-        return self._flat.n if self._exchanger.feedback is not None else 0
+        keeps = self._exchanger.feedback is not None or self.chooses_sparse
+        return self._flat.n if keeps else 0
+
+    @property
+    def choices(self) -> Sequence[Exchange]:
+        """What the coordinator may choose; empty: the script has."""
+        return (*self._exchanger.choices.values(),) if isinstance(self._exchanger, ChosenExchanger) else ()
+
+    @property
+    def exchange_now(self) -> Exchange | LocalSteps | None:
+        """What the latest step used; None: nothing is chosen yet."""
+        if isinstance(self._exchanger, ChosenExchanger):
+            return self._exchanger.now
+        return self.exchange_config if not isinstance(self.exchange_config, Auto) else None
+
+    @property
+    def chooses_sparse(self) -> bool:
+        """The coordinator may choose an exchange that keeps something back."""
+        return any(each.sparse for each in self.choices)
+
+    def _open_feedback(self) -> ErrorFeedback | None:
+        mine = self._exchanger
+        return mine.opened() if isinstance(mine, ChosenExchanger) and self.chooses_sparse else mine.feedback
 
     def surrender(self, settle: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:
-        """The residual of a worker that takes no further step: as its last round, if any, has left it.
-
-        None: there is none, or it cannot be told how that round ended, or it is half applied.  `settle` waits
-        for the end of the round in which the training was interrupted.
-        """
-        feedback = self._exchanger.feedback
-        if feedback is None:
-            return None
-        if self._in_flight is not None:
-            outcome = settle()
-            if outcome is None:
-                return None
-            if outcome.committed and not outcome.skip:
-                self._commit(self._in_flight)
-            self._in_flight = None
-        return None if self._committing else feedback.residual_N.cpu().numpy().copy()
+        """The residual of a worker that takes no further step; see `InFlight.surrender`."""
+        if self._exchanger.feedback is None and self.residual_size:
+            return np.zeros(self.residual_size, np.float32)  # a sparse exchange may be chosen; none is now
+        return self._in_flight.surrender(self._exchanger, settle)
 
     def absorb(self, entries: Sparse, world_size: int) -> bool:
         """Add what another worker had not sent, between two rounds; False: it cannot be, and is dropped."""
-        feedback = self._exchanger.feedback
-        limit = largest_summable(world_size)
-        return feedback is not None and feedback.absorb(entries.indices, entries.values, limit)
+        return absorb(self._open_feedback(), entries, world_size)
 
     def forget_residual(self) -> None:
         """What was not sent belongs to another life of this worker."""
-        feedback = self._exchanger.feedback
-        if feedback is not None:
-            feedback.load({name: torch.zeros_like(value) for name, value in feedback.state().items()})
+        self._in_flight.forgotten()
+        if isinstance(self._exchanger, ChosenExchanger):
+            self._exchanger.forget()
+        elif self._exchanger.feedback is not None:
+            self._exchanger.feedback.forget()
 
     def load_residual_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over `residual_state` of the same model and exchange; raises `ConfigError` otherwise."""
-        feedback = self._exchanger.feedback
+        feedback = self._open_feedback()
         if feedback is not None:
             feedback.load(state)
 
@@ -442,9 +446,10 @@ class _Stopwatch:
         return laps_s
 
 
-def _refuse_misfits(
-    inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps, clip_norm: float | None
+def refuse_misfits(
+    inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps | Auto, clip_norm: float | None
 ) -> None:
+    """Raise `ConfigError` if these cannot train together; called by what the user has called."""
     name = type(inner).__name__
     if isinstance(inner, GridOptimizer):
         raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
@@ -452,7 +457,7 @@ def _refuse_misfits(
         raise ConfigError(f"{name} cannot take its gradients from a group", remedy="use SGD or AdamW")
     if clip_norm is not None and not 0.0 < clip_norm < math.inf:
         raise ConfigError(f"clip_norm is {clip_norm}; it must be > 0 and finite", remedy="try clip_norm=1.0")
-    if isinstance(exchange, Dense | LocalSteps):
+    if isinstance(exchange, Dense | LocalSteps | Auto):
         return
     momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)
     if momentum and exchange.momentum:
@@ -468,7 +473,7 @@ def _refuse_misfits(
         )
 
 
-def _norm(update: npt.NDArray[np.float32] | Sparse) -> float:
+def norm_of(update: npt.NDArray[np.float32] | Sparse) -> float:
     """2-norm, summed in float64 on the host: equal on all workers whatever their number of threads."""
     values = update.values if isinstance(update, Sparse) else update
     blocks = (values[i : i + _NORM_BLOCK].astype(np.float64) for i in range(0, values.size, _NORM_BLOCK))

@@ -10,6 +10,10 @@ Never decides when a generation begins or ends, and never opens a payload.
 While the trainer still computes its last buckets the first ones may travel already (`begin`).  There is no
 `Round` yet then: votes, decisions and failures wait, as they do for a trainer that has not submitted at all.
 
+A pipeline's round is open from its first activation on (`submit(more=True)`), as its members wait for each
+other long before there is a gradient: whoever is lost, or votes NO, ends the wait of all.  Its trainer is
+told of each collective that is complete (`Reached`), and adds others (`extend`), the last one marked so.
+
 What a member sends is taken, held or dropped where an honest one may have sent it, and otherwise raises
 `RemoteProtocolError`, as PROTOCOL.md section 6 tells them apart.  So does whatever fits no collective.
 """
@@ -24,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, SendTo
-from gridtrain.protocol.member_io import Effect, Fill, Note, Post, Resolve, Seal, Ship
+from gridtrain.protocol.member_io import Effect, Extend, Fill, Note, Post, Reached, Resolve, Seal, Ship
 from gridtrain.protocol.ring import Ring
 from gridtrain.protocol.round import (
     ROOT,
@@ -43,6 +47,7 @@ from gridtrain.protocol.round import (
     check_decision,
     check_vote,
 )
+from gridtrain.protocol.seats import Seats
 
 ABORTS_BEFORE_FREEZE = 2
 
@@ -65,12 +70,19 @@ OfRound = m.Data | m.Vote | m.Decision
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A member's place in one generation; `roster` is in rank order."""
+    """A member's place in one generation; `roster` is in rank order, of a model in so many `stages`;
+    `exchange`: as in `View`.
+
+    `cuts`: (stages + 1,) where these begin, and the number of the model's blocks; (): a stage is a block.
+    """
 
     me: m.PeerId
     term: int
     generation: int
     roster: tuple[m.Member, ...]
+    stages: int = 1
+    exchange: str = ""
+    cuts: tuple[int, ...] = ()
     _ranks: dict[m.PeerId, int] = field(init=False, repr=False, compare=False)  # asked for with each message
 
     def __post_init__(self) -> None:
@@ -94,6 +106,33 @@ class Seat:
         if rank is None:
             raise LocalProtocolError(f"not a member of generation {self.generation}")
         return rank
+
+    @property
+    def seats(self) -> Seats:
+        return Seats.of(self.stages, self.world_size)
+
+    @property
+    def stage(self) -> int:
+        """Of the model, that this member holds."""
+        return self.seats.stage_of(self.rank)
+
+    @property
+    def blocks(self) -> m.Span:
+        """Of the model, that this member holds."""
+        return self.blocks_of(self.stage)
+
+    def blocks_of(self, stage: int) -> m.Span:
+        return m.Span(*self.cuts[stage : stage + 2]) if self.cuts else m.Span(stage, stage + 1)
+
+    @property
+    def pieces(self) -> tuple[tuple[m.Span, int], ...]:
+        """From which this member puts its stage together: blocks, and whose rank has them."""
+        return self.roster[self.rank].pieces
+
+    def piece_digest(self, blocks: m.Span, rank: int) -> bytes:
+        """Of one of `pieces`, as the coordinator knows it; empty: it does not."""
+        mine = self.roster[self.rank]
+        return dict(zip(mine.pieces, mine.piece_digests, strict=False)).get((blocks, rank), b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +189,7 @@ class Attempts:
         self._step = step
         self._attempt = 0
         self._aborts = 0
+        self._more = False  # the open round is to have further collectives
         self._collectives: dict[m.Channel, Collective] = {}
         self._before: dict[m.Channel, Collective] = {}  # of the attempt that was aborted last
         self._held: dict[m.PeerId, _Held] = {}
@@ -193,11 +233,13 @@ class Attempts:
         collectives: Mapping[m.Channel, Collective],
         patience_s: float,
         now_s: float,
+        more: bool = False,
     ) -> list[AttemptEffect]:
-        """The trainer's part, or the rest of it, is prepared: open the round."""
+        """The trainer's part, or the rest of it, is prepared: open the round.  `more`: `extend` follows."""
         if self.round is not None:
             raise LocalProtocolError(f"round {round_id} submitted while {self.round.id} is open")
         self.round = Round(round_id, self.rank, self.seat.world_size, patience_s, now_s)
+        self._more = more
         before, self._before = self._before, {}
         torn, self._torn = self._torn, ""
         if not _goes_on({**self._collectives, **collectives}, before):
@@ -210,6 +252,17 @@ class Attempts:
         else:
             effects = self._add(collectives, now_s) + self._if_complete()
         return effects + self._replay_all(now_s)
+
+    def extend(self, event: Extend, now_s: float) -> list[AttemptEffect]:
+        """Further collectives of the open round; nothing if it is over, or was voted on."""
+        if self.round is None or self.round.id != event.round or self.round.voted is not None:
+            return []
+        if event.reason:
+            return self.advance(Failed(event.reason), now_s)
+        if not self._more:
+            raise LocalProtocolError(f"round {event.round} extended after its last collective")
+        self._more = event.more
+        return self._add(event.collectives, now_s) + self._if_complete() + self._replay_all(now_s)
 
     def receive(self, peer: m.PeerId, message: OfRound, nbytes: int, now_s: float) -> list[AttemptEffect]:
         """Older ids are dropped, later ones held, bounded for each peer (commit rule 1).
@@ -231,7 +284,8 @@ class Attempts:
             self._count_stale(peer, rank)
             return self._late(peer, message)
         begun = isinstance(message, m.Data) and message.channel in self._collectives
-        if there == here and (self.round is not None or begun):
+        to_come = isinstance(message, m.Data) and self._awaits(message.channel)
+        if there == here and (self.round is not None or begun) and not to_come:
             return self._deliver(peer, message, now_s)
         self._hold(peer, message, nbytes)
         if there.step == here.step + 1 and self.prepared is not None and _proves_commit(rank):
@@ -290,6 +344,11 @@ class Attempts:
     @property
     def _here(self) -> m.RoundId:
         return self.round.id if self.round is not None else self.next_round
+
+    def _awaits(self, channel: m.Channel) -> bool:
+        """No collective of the open round has this channel yet, but one that is still to come may."""
+        mine = self.round
+        return mine is not None and mine.voted is None and self._more and channel not in self._collectives
 
     def _hold(self, peer: m.PeerId, message: OfRound, nbytes: int) -> None:
         held = self._held.setdefault(peer, _Held())
@@ -372,13 +431,15 @@ class Attempts:
                     out.append(Ship(self.seat.roster[to_rank].peer, self._here, channel, place, skip))
                 case Complete(skip):
                     self.skip = self.skip or skip
+                    if self._more:
+                        out.append(Reached(channel, skip))
                 case _:
                     sender = self.seat.roster[effect.source.rank].peer
                     out.append(Fill(channel, effect, sender))
         return out
 
     def _if_complete(self) -> list[AttemptEffect]:
-        if self.round is None or self.round.voted is not None:
+        if self.round is None or self.round.voted is not None or self._more:
             return []
         return [Seal(self.skip)] if all(c.complete for c in self._collectives.values()) else []
 

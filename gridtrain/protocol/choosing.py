@@ -20,9 +20,9 @@ from gridtrain.protocol.loads import Cpu, Kind, Load
 from gridtrain.protocol.ordering import best_order
 
 LITTLE = 0.10
-"""Dense is preferred where its exchange takes no more than this share of the computing."""
+"""Dense is preferred where its step takes no more than this share longer than the fastest one."""
 
-LOSSLESS = (Kind.DENSE, Kind.STAR)
+LOSSLESS = (Kind.DENSE, Kind.DIRECT, Kind.STAR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def recommend(outlooks: Sequence[Outlook]) -> tuple[Outlook, str]:
     """The one to take out of exchanges on the same network, and the reason in one sentence."""
     if not outlooks:
         raise ConfigError("there is no exchange to choose from", remedy="allow at least one")
-    fastest = min(outlooks, key=lambda each: each.step_s)
+    fastest = fastest_of(outlooks)
     lossless = [each for each in outlooks if each.load.kind in LOSSLESS]
     dense = min(lossless, key=lambda each: each.step_s, default=None)
     size = fastest.world_size
@@ -103,6 +103,11 @@ def recommend(outlooks: Sequence[Outlook]) -> tuple[Outlook, str]:
             f"Take {said(dense)} with {size} workers: its exchange takes {said_s(dense.cost.exchange_s)} "
             f"beside {said_s(dense.compute_s * dense.local_steps)} of computing, so there is little to gain "
             "from leaving gradients out."
+        )
+    if dense is not None and dense is not fastest and dense.step_s <= (1 + LITTLE) * fastest.step_s:
+        return dense, (
+            f"Take {said(dense)} with {size} workers: a step takes {said_s(dense.step_s)}; {said(fastest)} "
+            f"would take {said_s(fastest.step_s)}, too little gained by leaving gradients out."
         )
     text = (
         f"Take {said(fastest)} with {size} workers: a step takes {said_s(fastest.step_s)}, "
@@ -115,6 +120,11 @@ def recommend(outlooks: Sequence[Outlook]) -> tuple[Outlook, str]:
     if dense is not None and dense is not fastest and (not others or dense is not others[0]):
         text += f", and {dense.load.kind} would take {said_s(dense.step_s)}"
     return fastest, text + "."
+
+
+def fastest_of(outlooks: Sequence[Outlook]) -> Outlook:
+    """With the shortest step; of equal ones the first."""
+    return min(outlooks, key=lambda each: each.step_s)
 
 
 def said(each: Outlook) -> str:

@@ -13,13 +13,15 @@ ones there is no formula, and only the walk counts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gridtrain.protocol.lines import Link, Network
 from gridtrain.protocol.loads import (
     HEADER_BYTES,
     MOST_MOVES,
+    PACKET_BYTES,
     Cpu,
     Kind,
     Load,
@@ -71,14 +73,49 @@ def cost(
     """
     size = network.size
     if load.kind is Kind.DENSE and 2 * (size - 1) * size > most_moves:
-        return _long_ring(load, network, cpu, vote)
+        return _with_packets(_long_ring(load, network, cpu, vote), cpu)
+    if load.kind is Kind.DIRECT and 2 * (size - 1) * size > max(most_moves, _MOST_DIRECT):
+        return _with_packets(_wide_direct(load, network, cpu, vote), cpu)
     if load.kind is Kind.STAR and 2 * (size - 1) * slices_of(load, size) > most_moves:
-        return _long_star(load, network, cpu, vote)
+        return _with_packets(_long_star(load, network, cpu, vote), cpu)
+    found = first = _walked(load, network, cpu, host_cores, vote, most_moves)
+    if host_cores is not None and first.exchange_s > 0:
+        packets_s = 2 * first.total_bytes / PACKET_BYTES * cpu.packet_s / host_cores  # of all members
+        selecting_s = start_work_s(load, cpu) * math.ceil(size / host_cores)  # before there are packets
+        for _ in range(_ROUNDS):
+            taken = min(_MOST_TAKEN, packets_s / max(found.exchange_s - selecting_s, packets_s, 1e-9))
+            found = _walked(load, network, _slowed(cpu, 1 / (1 - taken)), host_cores, vote, most_moves)
+    return _with_packets(replace(found, cpu_s=first.cpu_s), cpu)
+
+
+def _with_packets(found: Cost, cpu: Cpu) -> Cost:
+    """Their CPU time, of the busiest member."""
+    packets = (found.sent_bytes + found.received_bytes) / PACKET_BYTES
+    return replace(found, cpu_s=found.cpu_s + packets * cpu.packet_s)
+
+
+_ROUNDS, _MOST_TAKEN = 4, 0.75
+"""Of the cores that members share packets take a part: all else there takes longer, and so do packets."""
+
+
+def _slowed(cpu: Cpu, times: float) -> Cpu:
+    names = ("message_s", "wake_s", "begin_s", "add_byte_s", "store_byte_s", "hash_byte_s", *_OF_ENTRIES)
+    return replace(cpu, **{name: times * getattr(cpu, name) for name in names})
+
+
+_OF_ENTRIES = ("decode_entry_s", "merge_entry_s", "sum_entry_s")  # selecting and encoding come before packets
+
+
+def _walked(
+    load: Load, network: Network, cpu: Cpu, host_cores: int | None, vote: bool, most_moves: int
+) -> Cost:
+    size = network.size
     handled = _handled(network, load, cpu, host_cores)
     walk = Walk(moves_of(load, size, most_moves), load, handled, cpu, host_cores)
     ends_s = walk.run()
+    exchange_s = walk.vote(ends_s) if vote and size > 1 else max(ends_s)
     return Cost(
-        exchange_s=_vote_s(ends_s, network, cpu) if vote and size > 1 else max(ends_s),
+        exchange_s=exchange_s,
         select_s=start_work_s(load, cpu),
         sent_bytes=max(walk.sent_bytes),
         received_bytes=max(walk.received_bytes),
@@ -109,11 +146,13 @@ _HOST = "the host's cores"
 
 
 def _vote_s(ends_s: Sequence[float], network: Network, cpu: Cpu) -> float:
-    """All tell the root (rank 0) that they are prepared, and it tells all: two small messages in a row."""
+    """As `Walk.vote`, where all end at about the same time: the root's messages one after the other."""
     others = range(1, network.size)
-    heard_s = max(ends_s[rank] + network.link(rank, 0).alpha_s for rank in others)
-    decided_s = max(heard_s, ends_s[0]) + 2 * cpu.message_s
-    return max(decided_s + network.link(0, rank).alpha_s for rank in others) + cpu.message_s
+    turn_s = cpu.message_s + cpu.wake_s
+    heard_s = max(ends_s[rank] + network.link(rank, 0).alpha_s for rank in others) + turn_s
+    decided_s = max(heard_s, ends_s[0]) + (network.size - 1) * 2 * cpu.message_s
+    told_s = max(network.link(0, rank).alpha_s for rank in others)
+    return decided_s + told_s + turn_s + cpu.begin_s / 2
 
 
 def _long_ring(load: Load, network: Network, cpu: Cpu, vote: bool) -> Cost:
@@ -134,19 +173,52 @@ def _long_ring(load: Load, network: Network, cpu: Cpu, vote: bool) -> Cost:
             shared[name] = shared.get(name, 0) + 1
         alone_s = slice_bytes / handled.path_Bps(rank, (rank + 1) % size)
         busy_s, longest_s = max(busy_s, alone_s), max(longest_s, link.alpha_s)
-        way_s += (link.alpha_s + alone_s + 2 * cpu.message_s) / size
+        way_s += (link.alpha_s + alone_s + 2 * cpu.message_s + cpu.wake_s) / size
     together = (edges * slice_bytes / handled.shared_Bps[name] for name, edges in shared.items())
     busy_s = max([busy_s, *together])
     work = load.unit_bytes * (cpu.add_byte_s + cpu.store_byte_s)
     way_s += work / (2 * size * slices)
     exchange_s = max(rounds * slices * busy_s + longest_s, rounds * way_s + (slices - 1) * busy_s)
-    exchange_s += end_work_s(load, size, cpu)
+    exchange_s += end_work_s(load, size, cpu) + cpu.begin_s / 2
     if vote:
         exchange_s = _vote_s([exchange_s] * size, network, cpu)
     sent = rounds * slices * slice_bytes
     handling_s = 2 * rounds * slices * (cpu.message_s + slice_bytes * byte_s_of(load, cpu))
     hashing_s = end_work_s(load, size, cpu) + ahead_work_s(load, size, cpu)
-    return Cost(exchange_s, 0.0, sent, sent, sent * size, handling_s + work + hashing_s)
+    return Cost(exchange_s, 0.0, sent, sent, sent * size, handling_s + work + hashing_s + cpu.begin_s)
+
+
+_MOST_DIRECT = 500
+"""Moves of a direct exchange that are walked in any case: those of 16 members."""
+
+
+def _wide_direct(load: Load, network: Network, cpu: Cpu, vote: bool) -> Cost:
+    """A direct exchange of too many messages to walk: its busiest line, or a member's work; and two hops."""
+    size, slices = network.size, slices_of(load, network.size)
+    handled = _handled(network, load, cpu, None)
+    half_bytes = load.unit_bytes / size + slices * HEADER_BYTES  # from one member to another, each way twice
+    busy_s = max(2 * (size - 1) * half_bytes / min(rate) for rate in (handled.up_Bps, handled.down_Bps))
+    shared: dict[str, float] = {}
+    longest_s = 0.0
+    for src in range(size):
+        for dst in range(size):
+            if src == dst:
+                continue
+            link = handled.link(src, dst)
+            longest_s = max(longest_s, link.alpha_s)
+            busy_s = max(busy_s, 2 * half_bytes / handled.path_Bps(src, dst))
+            for name in link.shared:
+                shared[name] = shared.get(name, 0.0) + 2 * half_bytes / handled.shared_Bps[name]
+    messages = 2 * (size - 1) * slices
+    work_s = load.unit_bytes * (cpu.add_byte_s + cpu.store_byte_s)
+    handling_s = 2 * messages * (cpu.message_s + half_bytes / slices * byte_s_of(load, cpu))
+    busy_s = max([busy_s, 2 * messages * cpu.message_s + work_s, *shared.values()])
+    exchange_s = busy_s + 2 * (longest_s + cpu.wake_s) + end_work_s(load, size, cpu) + cpu.begin_s / 2
+    if vote:
+        exchange_s = _vote_s([exchange_s] * size, network, cpu)
+    sent = 2 * (size - 1) * half_bytes
+    hashing_s = end_work_s(load, size, cpu) + ahead_work_s(load, size, cpu)
+    return Cost(exchange_s, 0.0, sent, sent, sent * size, handling_s + work_s + hashing_s + cpu.begin_s)
 
 
 def _long_star(load: Load, network: Network, cpu: Cpu, vote: bool) -> Cost:
@@ -166,11 +238,12 @@ def _long_star(load: Load, network: Network, cpu: Cpu, vote: bool) -> Cost:
     adding_s = load.unit_bytes * cpu.add_byte_s
     work_s = (size - 1) * (2 * slices * cpu.message_s + adding_s)
     end_s = end_work_s(load, size, cpu)
+    trips_s += 2 * cpu.wake_s + cpu.begin_s / 2
     exchange_s = max(work_s, *lines.values()) + trips_s + lines["out"] / slices + end_s
     if vote:
         exchange_s = _vote_s([exchange_s] * size, network, cpu)
     total, most = 2.0 * (size - 1) * nbytes, float((size - 1) * nbytes)
-    cpu_s = (size - 1) * (2 * handling_s + adding_s) + end_s
+    cpu_s = (size - 1) * (2 * handling_s + adding_s) + end_s + cpu.begin_s
     return Cost(exchange_s, 0.0, most, most, total, cpu_s)
 
 
@@ -191,6 +264,9 @@ def closed_s(load: Load, world_size: int, alpha_s: float, bandwidth_Bps: float) 
             slice_s = unit_s / (size * slices)
             flowing_s = rounds * slices * slice_s + alpha_s
             return max(flowing_s, rounds * (alpha_s + slice_s) + (slices - 1) * slice_s)
+        case Kind.DIRECT:
+            half_s = (size - 1) / size * unit_s
+            return max(2 * half_s + alpha_s, 2 * alpha_s + half_s * (1 + 1 / slices_of(load, size)))
         case Kind.TOPK:
             return (log2 + (not exact)) * alpha_s + (size - 1) * unit_s
         case Kind.GTOPK:

@@ -10,7 +10,8 @@ wall clock, as invitations outlive a restart; `now_s` is any clock; what must be
 
 A member's key stays a member's over restarts of both sides.  What is kept of an invitation is a digest of
 its public key, so that whoever reads the journal cannot come in with what stands there, nor recognise an
-invitation on its way.  A guest whose invitation is not valid is told that much, whatever the cause.
+invitation on its way.  A guest whose invitation is not valid is told that much, whatever the cause; one whose
+invitation is valid is told why the key that it names is not let in again.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class _Invitation:
 class _Kick:
     serial: int  # of the latest invitation at that time: only a later one lets the key in again
     by_strikes: bool
+    reason: str
 
 
 # -- the door ----------------------------------------------------------------------------------------
@@ -138,11 +140,11 @@ class Door:
         if invitation is None or not _is_valid(invitation, wall_s):
             return Answer(rules.NOT_VALID)
         if rules.is_banned(peer, self._banned):
-            return Answer(rules.BANNED)
+            return Answer(rules.banned(peer, self._banned[peer]))
         if peer in self._members:
             return Answer(m.Enrolled(self._run))
         if kick is not None and rules.is_too_old(invitation.serial, kick.serial):
-            return Answer(rules.NOT_VALID)
+            return Answer(rules.kicked(kick.reason))
         if peer in self._ours or peer == invitation_key or rules.stored_form(peer) in self._invitations:
             return Answer(rules.NOT_YOURS)
         if self._is_crowded(rules.address_range(host), wall_s) or len(self._members) >= rules.MAX_MEMBERS:
@@ -329,7 +331,9 @@ class Door:
                 self._banned.pop(peer, None)
                 self._kicked.pop(peer, None)
                 if not self._open_to_all:
-                    self._kicked[peer] = _Kick(self._serial, False)
+                    self._kicked[peer] = _Kick(
+                        self._serial, False, "it was banned, and has not come in since that was lifted"
+                    )
             case "strike":
                 said_by = rules.text_of(body["accuser"])
                 strike = Strike(rules.key_of(said_by) if said_by else None, rules.text_of(body["reason"]))
@@ -365,7 +369,7 @@ class Door:
             raise ValueError(f"expelled with ban {ban!r} and cause {cause!r}")
         self._members.pop(peer, None)
         self._kicked.pop(peer, None)
-        self._kicked[peer] = _Kick(self._serial, cause == "strikes")
+        self._kicked[peer] = _Kick(self._serial, cause == "strikes", reason)
         if len(self._kicked) > rules.MAX_KICKED:
             del self._kicked[next(iter(self._kicked))]
         if ban:

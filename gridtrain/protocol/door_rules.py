@@ -92,7 +92,6 @@ def tidy(reason: str) -> str:
 
 _ASK = "ask the run's owner for a new one"
 NOT_VALID = m.Refused("invitation", "this invitation is not valid (any more)", _ASK)
-BANNED = m.Refused("banned", "the run's owner has banned this worker's key", "ask the run's owner")
 NOT_YOURS = m.Refused("key", "this key is another one's", "start the worker with a key of its own")
 NOT_OPERATOR = m.Refused("operator", "only the run's owner may do that", "use the machine of the coordinator")
 TOO_MANY = m.Refused(
@@ -106,6 +105,24 @@ TOO_OFTEN = m.Refused(
     f"this worker joined {JOINS} times within {JOINS_IN_S:.0f} s",
     "see in its output why it ends, then try again in a minute",
 )
+
+
+def kicked(reason: str) -> m.Refused:
+    """To a key that was put out, and shows an invitation that was made before."""
+    return m.Refused(
+        "kicked",
+        f"this worker was put out of the run: {reason}",
+        "ask the run's owner for a new invitation; one that was made before does not let it in again",
+    )
+
+
+def banned(key: m.PeerId, reason: str) -> m.Refused:
+    digits = key.hex()[:12]
+    return m.Refused(
+        "banned",
+        f"the run's owner has banned this worker's key {digits}: {reason}",
+        f"ask the run's owner to lift it (gridtrain unban {digits}), and for a new invitation",
+    )
 
 
 # -- entries of the journal: each raises `TypeError` or `ValueError` ----------------------------------

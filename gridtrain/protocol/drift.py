@@ -15,7 +15,10 @@ otherwise, a script may change what it holds by itself.  Members go on meanwhile
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership_io import Effect, Send
 from gridtrain.protocol.messages import PeerId
 from gridtrain.protocol.round import largest_party
 
@@ -58,6 +61,54 @@ class Drift:
                 ranks = drifted(told)
                 wrong += [peer for peer, rank in self._ranks.items() if rank in ranks]
         return wrong
+
+
+class Drifts:
+    """The comparisons of one generation, within each of its groups: replicas of a stage hold the same.
+
+    Args:
+        groups: members of each in rank order.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[PeerId]] = ()) -> None:
+        self._of = {peer: drift for group in groups for drift in [Drift(group)] for peer in group}
+
+    def tell(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
+        """As `Drift.tell`, of the member's group."""
+        return self._of[peer].tell(peer, step, digest) if peer in self._of else []
+
+
+class Drifted:
+    """Who was told that it has drifted, for as long as it may not have heard that.
+
+    Its history is that of the others, and by itself it would take its state for the run's: so it is told once
+    more whenever its connection comes back, and before another generation.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[PeerId, m.Drifted] = {}
+
+    def tell(self, peer: PeerId, drifted: m.Drifted) -> Send:
+        self._told[peer] = drifted
+        return Send(peer, drifted)
+
+    def again(self, peer: PeerId) -> list[Effect]:
+        """To one whose connection is back; it ignores what it knows."""
+        return [Send(peer, self._told[peer])] if peer in self._told else []
+
+    def judged(self, peer: PeerId, report: m.Report) -> m.Report:
+        """What a member reports of the generation in which it has drifted is no state of the run."""
+        told = self._told.get(peer)
+        return replace(report, synced=False) if told and told.generation == report.generation else report
+
+    def is_ready(self, peer: PeerId, generation: int) -> None:
+        """It holds the state of this generation."""
+        if (told := self._told.get(peer)) is not None and told.generation < generation:
+            del self._told[peer]
+
+    def forget(self, peer: PeerId) -> None:
+        """It is another process now, or has left."""
+        self._told.pop(peer, None)
 
 
 def drifted(digests: dict[int, bytes]) -> list[int]:

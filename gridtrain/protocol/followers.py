@@ -26,6 +26,9 @@ STUCK_S = 60.0
 AHEAD_S, AHEAD_STEPS = 1.5, 1
 """All donors are to take their images after the same step, so it has to be one that none has begun yet."""
 
+LATE_S = 4.0
+"""If the group has not got to that step by then, it has become slower, and a nearer step is named."""
+
 
 class Followers:
     """What was told to whom.
@@ -39,6 +42,7 @@ class Followers:
         self._since_s: dict[m.PeerId, float] = {}
         self._donors: tuple[m.PeerId, ...] = ()
         self._told: tuple[m.PeerId, ...] = ()
+        self._named: tuple[int, float] | None = None  # the step of the images, and when it was named
 
     @property
     def serving(self) -> bool:
@@ -50,6 +54,7 @@ class Followers:
         followers: Sequence[Worker],
         holders: Sequence[m.PeerId],
         step: int,
+        latest: int,
         term: int,
         now_s: float,
         entering: Sequence[Worker] = (),
@@ -60,6 +65,7 @@ class Followers:
             followers: admitted, and not caught up.
             holders: members that hold the state, the eldest first.
             step: after which images are to be taken.
+            latest: the members' last step.
         """
         effects: list[Effect] = []
         following: list[Worker] = []
@@ -75,7 +81,8 @@ class Followers:
         following += [worker for worker in entering if worker.peer in self._told]
         peers = tuple(worker.peer for worker in following)
         donors = tuple(holders[:MOST_DONORS]) if following else ()
-        if (donors, peers) == (self._donors, self._told):
+        anew = self._watch_named(step, latest, now_s)
+        if (donors, peers) == (self._donors, self._told) and not anew:
             return effects
         gone = [peer for peer in self._donors if peer not in donors]
         effects += [Send(peer, m.Donate(term, -1, ())) for peer in gone]
@@ -89,20 +96,43 @@ class Followers:
             told: dict[str, object] = {"names": ", ".join(new), "donors": len(donors), "after_step": step}
             effects.append(Note("info", "following", told))
         self._donors, self._told = donors, peers
+        self._named = (step, now_s) if donors and step > latest else None
         return effects
 
+    def missed(self, peer: m.PeerId) -> None:
+        """Its connection is back: what it was told may have been lost, and is told again."""
+        self._donors = tuple(donor for donor in self._donors if donor != peer)
+        self._told = tuple(told for told in self._told if told != peer)
+
+    def _watch_named(self, step: int, latest: int, now_s: float) -> bool:
+        """Once a turn: forget the step of the images when the group has got there, and look every `LATE_S`
+        whether it takes longer than was thought; then, whether `step` is nearer and to be named instead."""
+        if self._named is None or latest >= self._named[0]:
+            self._named = None  # they are taken
+            return False
+        named, since_s = self._named
+        if now_s < since_s + LATE_S:
+            return False
+        self._named = named, now_s  # looked at again later
+        return step < named
+
     def deadline_s(self, workers: Mapping[m.PeerId, Worker]) -> float:
-        """When somebody may be stuck."""
-        return min(
+        """When somebody may be stuck, or the step of the images is late."""
+        late_s = math.inf if self._named is None else self._named[1] + LATE_S
+        stuck_s = min(
             (
                 (max(since_s, workers[peer].moved_s) if peer in workers else since_s) + STUCK_S
                 for peer, since_s in self._since_s.items()
             ),
             default=math.inf,
         )
+        return min(late_s, stuck_s)
 
 
 def step_ahead(latest: int, made: int, running_s: float) -> int:
-    """A step that no member has begun when it hears of it; `made` steps in the last `running_s` seconds."""
-    rate_Hz = made / running_s if running_s > 0 else 0.0
+    """A step that no member has begun when it hears of it; `made` steps in the last `running_s` seconds.
+
+    A few quick steps at the beginning say little of the rate: less than `AHEAD_S` counts as so much.
+    """
+    rate_Hz = made / max(running_s, AHEAD_S)
     return latest + max(AHEAD_STEPS, math.ceil(rate_Hz * AHEAD_S))

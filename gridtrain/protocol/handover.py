@@ -34,10 +34,15 @@ from gridtrain.protocol.member_io import Effect, Forget, Handed, Inherit, Note, 
 _REMEDY = "drop that peer; an honest one of the same version never sends this"
 
 
-def heirs(rank: int, world_size: int) -> tuple[int, ...]:
-    """Ranks that a leaver may ask, in this order: its neighbours in the ring, to whom it is connected."""
-    after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    return tuple(dict.fromkeys(other for other in (after, before) if other != rank))
+def heirs(rank: int, world_size: int, stages: int = 1) -> tuple[int, ...]:
+    """Ranks that a leaver may ask, in this order: its neighbours in the ring, to whom it is connected.
+
+    Of a model in stages: in the ring of those who hold the same stage.
+    """
+    size = world_size // stages
+    first, at = rank - rank % size, rank % size
+    ring = (first + (at + 1) % size, first + (at - 1) % size)
+    return tuple(dict.fromkeys(other for other in ring if other != rank))
 
 
 @dataclass(slots=True)
@@ -96,7 +101,7 @@ class Handover:
     def _ask(
         self, seat: Seat | None, up: Collection[m.PeerId], applied: int, history: bytes, why: str
     ) -> list[Effect]:
-        ranks = heirs(seat.rank, seat.world_size) if seat is not None else ()
+        ranks = heirs(seat.rank, seat.world_size, seat.stages) if seat is not None else ()
         peers = [seat.roster[rank].peer for rank in ranks] if seat is not None else []
         heir = next((peer for peer in peers if peer in up and peer not in self._asked), None)
         if seat is None or heir is None:
@@ -179,7 +184,7 @@ class Handover:
 
 def _check_heir(seat: Seat, peer: m.PeerId) -> None:
     rank = seat.rank_of(peer)
-    if rank is None or seat.rank not in heirs(rank, seat.world_size):
+    if rank is None or seat.rank not in heirs(rank, seat.world_size, seat.stages):
         raise RemoteProtocolError(
             f"rank {rank} hands its residual over to rank {seat.rank} of {seat.world_size}; only its "
             "neighbours in the ring may be asked",

@@ -99,7 +99,8 @@ def parse(text: str) -> Invitation:
     if version is None:
         raise ConfigError(
             f"{line[:24]!r} is not an invitation, which begins with {PREFIX}",
-            remedy="copy the whole line that the run's owner gave you",
+            remedy="copy the whole line that the run's owner gave you"
+            + ("" if line else "; if a command was to print it, see what that one said"),
         )
     if version[0] != PREFIX:
         newer = int(version[1]) > 1

@@ -99,6 +99,13 @@ class Traffic:
         self._network = network
         self._free_s: dict[Hashable, float] = {}
 
+    def turn_s(self, src: int, dst: int) -> float:
+        """When a message from src can leave at the earliest, if its path has lines that others share.
+
+        There its turn comes when it leaves, and not when it begins to wait for src's other messages.
+        """
+        return self._free_s.get(src, 0.0) if self._network.link(src, dst).shared else 0.0
+
     def leave(self, src: int, dst: int, nbytes: float, ready_s: float) -> tuple[float, float]:
         """When its first byte reaches dst, and before when its last one cannot."""
         network = self._network

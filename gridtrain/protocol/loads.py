@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from gridtrain.errors import ConfigError
-from gridtrain.protocol import moves, ring
+from gridtrain.protocol import direct, moves, ring
 from gridtrain.protocol.moves import Move, Work
 
 HEADER_BYTES = 110
 """Of a Data message: the msgpack header, the framing of ZMTP, and what a transport adds."""
+
+PACKET_BYTES = 1448
+"""Of an Ethernet frame those of a message: TCP with timestamps over IPv4."""
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 INT8_BLOCK = 256  # entries that share a scale of 2 bytes
@@ -27,6 +30,7 @@ class Kind(StrEnum):
     """How gradients are shared, as people write it."""
 
     DENSE = "dense"
+    DIRECT = "dense-direct"
     TOPK = "topk"
     GTOPK = "gtopk"
     TREE = "gtopk-tree"
@@ -35,18 +39,23 @@ class Kind(StrEnum):
 
     @property
     def sparse(self) -> bool:
-        return self not in (Kind.DENSE, Kind.STAR)
+        return self not in (Kind.DENSE, Kind.DIRECT, Kind.STAR)
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """Seconds of one core.  The defaults are what `benchmarks/calibrate.py` found on two busy cores of a
-    cloud machine (2026-11-21), each rounded up by 10 to 60 %, as other machines are slower; it measures the
-    machine at hand.  Found: message 79 us; in ns a byte 0.09, sealed 0.57, add 0.07, store 0.09, hash 0.55;
-    in ns an entry encode 9.3, decode 7.2, merge 47, sum 63; in ns a parameter select 1.4.
+    """Seconds of one core.  The defaults are what `benchmarks/calibrate.py` found on two cores of a cloud
+    machine (2026-11-22), most rounded up by 10 to 60 %, as other machines are slower; it measures the machine
+    at hand.  Found: message 190 us, wake 140 us, begin 1.7 ms; in ns a byte 0.11, sealed 0.52, add 0.08,
+    store 0.09, hash 0.56; in ns an entry encode 9.6, decode 7.2, merge 46, sum 69; in ns a parameter select
+    1.4.
 
     Attributes:
         message_s: one message at one end, sent or received.
+        wake_s: from a message's arrival until its receiver's thread looks at it; no core works meanwhile.
+        begin_s: an exchange as such: the trainer's thread hands its part over, and is woken at the end.
+        packet_s: one packet of a line that is slower than the processor, at one end: each wakes a thread.  It
+            takes no time of an exchange, but a core from members that share it.
         byte_s: one byte through one end's socket.
         crypt_byte_s: one byte sealed or opened (CURVE), beside `byte_s`.
         add_byte_s, store_byte_s: one byte of a dense slice added, or copied, to its place.
@@ -57,7 +66,10 @@ class Cpu:
         select_parameter_s: one parameter looked at while the k largest are selected.
     """
 
-    message_s: float = 90e-6
+    message_s: float = 250e-6
+    wake_s: float = 200e-6
+    begin_s: float = 2e-3
+    packet_s: float = 12e-6
     byte_s: float = 0.15e-9
     crypt_byte_s: float = 0.7e-9
     add_byte_s: float = 0.1e-9
@@ -70,7 +82,7 @@ class Cpu:
     select_parameter_s: float = 1.8e-9
 
 
-FREE = Cpu(*(0.0,) * 11)
+FREE = Cpu(*(0.0,) * 14)
 """Work takes no time: what the wire alone costs."""
 
 
@@ -124,15 +136,17 @@ def slices_of(load: Load, world_size: int) -> int:
     """In how many slices a dense segment (star: the vector) travels."""
     if load.kind is Kind.STAR:
         return ring.slices_of(load.unit_bytes)
-    return ring.slices_of(math.ceil(load.unit_bytes / world_size))
+    slices = direct.slices_of if load.kind is Kind.DIRECT else ring.slices_of
+    return slices(math.ceil(load.unit_bytes / world_size))
 
 
 def moves_of(load: Load, world_size: int, most_moves: int = MOST_MOVES) -> list[Move]:
     """The exchange's messages.  Slices are fewer than they are where there would be too many to walk."""
     match load.kind:
-        case Kind.DENSE:
+        case Kind.DENSE | Kind.DIRECT:
             most = max(1, most_moves // max(1, 2 * (world_size - 1) * world_size))
-            return moves.ring(world_size, min(slices_of(load, world_size), most))
+            make = moves.ring if load.kind is Kind.DENSE else moves.direct
+            return make(world_size, min(slices_of(load, world_size), most))
         case Kind.TOPK:
             return moves.all_gather(world_size)
         case Kind.GTOPK:
@@ -150,7 +164,7 @@ def count_moves(load: Load, world_size: int, most_moves: int = MOST_MOVES) -> in
     """How many `moves_of` would make, without making them: a ring of 1000 has two million."""
     others = world_size - 1
     match load.kind:
-        case Kind.DENSE:
+        case Kind.DENSE | Kind.DIRECT:
             rounds = 2 * others * world_size
             return rounds * min(slices_of(load, world_size), max(1, most_moves // max(1, rounds)))
         case Kind.TOPK:
@@ -172,6 +186,10 @@ def crossed_by(load: Load, world_size: int) -> Counter[tuple[int, int]]:
         hops = 2 * (world_size - 1)
         return Counter({(rank, (rank + 1) % world_size): hops for rank in range(world_size) if hops})
     return Counter((move.src, move.dst) for move in moves_of(load, world_size, 1))
+
+
+_SEGMENTED = (Kind.DENSE, Kind.DIRECT)
+"""A segment for each member, hashed slice by slice."""
 
 
 def work_s(work: Work, load: Load, part: float, cpu: Cpu) -> float:
@@ -198,7 +216,7 @@ def start_work_s(load: Load, cpu: Cpu) -> float:
 
 def end_work_s(load: Load, world_size: int, cpu: Cpu) -> float:
     """When everything is there: TopK's sum, and the digest that is voted on (of a ring its last slice's)."""
-    if load.kind is Kind.DENSE:
+    if load.kind in _SEGMENTED:
         return load.unit_bytes / (world_size * slices_of(load, world_size)) * cpu.hash_byte_s
     if load.kind is Kind.STAR:
         return load.unit_bytes * cpu.hash_byte_s
@@ -209,7 +227,7 @@ def end_work_s(load: Load, world_size: int, cpu: Cpu) -> float:
 
 def ahead_work_s(load: Load, world_size: int, cpu: Cpu) -> float:
     """While the lines are busy, if the core has nothing else to do: a ring's slices that are final."""
-    if load.kind is not Kind.DENSE:
+    if load.kind not in _SEGMENTED:
         return 0.0
     return load.unit_bytes * cpu.hash_byte_s - end_work_s(load, world_size, cpu)
 

@@ -34,14 +34,21 @@ class Means:
         self._known: dict[Key, float] = {}
         self._keys_of: dict[int, list[Key]] = {}  # by rank, the latest last
         self.waiting: Key | None = None
+        self._value = 0.0  # of the one that is waited for
 
     def ask(self, key: Key, value: float) -> list[Effect]:
         """The trainer's own number; `MeanKnown` follows."""
-        self.waiting = key
-        if self._seat.rank == ROOT:
-            return self._collect(key, ROOT, value)
+        self.waiting, self._value = key, value
+        return self._collect(key, ROOT, value) if self._seat.rank == ROOT else self._asks(key)
+
+    def _asks(self, key: Key) -> list[Effect]:
         seat = self._seat
-        return [Post(seat.roster[ROOT].peer, m.MeanAsk(seat.term, seat.generation, *key, value))]
+        return [Post(seat.roster[ROOT].peer, m.MeanAsk(seat.term, seat.generation, *key, self._value))]
+
+    def edge_up(self, peer: m.PeerId) -> list[Effect]:
+        """The question, or the answer, may have been lost with the connection to the root."""
+        key = self.waiting
+        return self._asks(key) if key is not None and self._seat.rank_of(peer) == ROOT else []
 
     def give_up(self) -> list[Effect]:
         """The generation ends."""

@@ -49,11 +49,16 @@ class EdgeDown:
 class Enter:
     """The trainer knows its model and data, and asks to take part.
 
-    `edges(rank, world_size)`: ranks that a rank exchanges with directly; symmetric.
+    `edges(rank, world_size)`: ranks that a rank exchanges with directly; symmetric.  `choices`: the same by
+    exchange, where the coordinator chooses one of these; empty: the script has.  With "" among them it may as
+    well choose none.
+    `about`: for people; None: nothing is told.
     """
 
     setup: m.Setup
-    edges: Callable[[int, int], frozenset[int]]
+    edges: Callable[..., frozenset[int]]
+    about: m.About | None = None
+    choices: Mapping[str, Callable[[int, int], frozenset[int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +66,26 @@ class Submit:
     """The trainer's contribution to `round` is prepared; here are its collectives by channel.
 
     `whole`: none is still to come.  Until then payloads travel, and nothing is voted on or decided here.
+    `more`: the round opens all the same, and `Extend` will bring the rest.
     """
 
     round: m.RoundId
     collectives: Mapping[m.Channel, Collective]
     whole: bool = True
+    more: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Further collectives of a round that was submitted with more to come; `more`: these are not the last.
+
+    `reason`: there will be none, since the trainer cannot go on.
+    """
+
+    round: m.RoundId
+    collectives: Mapping[m.Channel, Collective]
+    more: bool = True
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +116,17 @@ class Restored:
 
     term: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Checkpoints of stages that are on this worker's disk now, all of them.
+
+    `unwritten`: what was to be put aside, and cannot be.
+    """
+
+    states: tuple[m.Held, ...]
+    unwritten: m.Held | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +182,7 @@ class AskMean:
 @dataclass(frozen=True, slots=True)
 class Depart:
     reason: str
+    pausing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +214,26 @@ class Inherited:
     peer: m.PeerId
 
 
+@dataclass(frozen=True, slots=True)
+class Refuted:
+    """What was passed on to us as this generation's state is not that."""
+
+    generation: int
+
+
 Event = (
     Heard
     | EdgeUp
     | EdgeDown
     | Enter
     | Submit
+    | Extend
     | Sealed
     | Broke
     | Offence
     | Restored
+    | Refuted
+    | Keeping
     | Compare
     | Loading
     | CaughtUp
@@ -234,6 +276,14 @@ class Fill:
     channel: m.Channel
     effect: WorkspaceEffect
     peer: m.PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The collective of `channel` is complete, of a round that is to have more of them."""
+
+    channel: m.Channel
+    skip: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +332,82 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class GiveState:
-    """A joiner asked for our state."""
+    """A joiner asked for our state; `kept`: for that one, which is on our disk and of its stage; `have`: so
+    many blocks are there; `digest`: it asked for the digest alone."""
 
     peer: m.PeerId
     term: int
     generation: int
     whole: bool = True
+    kept: m.Held | None = None
+    have: int = 0
+    digest: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    """Another joiner gets from us what has come, and comes, of the state; it has so many blocks."""
+
+    peer: m.PeerId
+    term: int
+    generation: int
+    have: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeDigest:
+    """What comes of the state counts if it has this digest.  `Refuted` answers if it has not."""
+
+    generation: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """Load these checkpoints: the group goes on from them, here as this stage.  `Restored` answers, or
+    `Keeping` without one where it cannot be read.
+
+    `blocks`: of the stage; together the checkpoints have them all, and perhaps others."""
+
+    term: int
+    generation: int
+    held: tuple[m.Held, ...]
+    blocks: m.Span
+
+
+@dataclass(frozen=True, slots=True)
+class PutAside:
+    """What this worker has in memory goes to its disk: the model is cut otherwise, and it is taken from
+    there, by this worker and by others.  `Keeping` follows."""
+
+    held: m.Held
+
+
+@dataclass(frozen=True, slots=True)
+class SendCopy:
+    """This checkpoint is to be on this member's disk as well: send it as `Copy`; `awaited`: the group waits
+    for it."""
+
+    peer: m.PeerId
+    term: int
+    generation: int
+    held: m.Held
+    awaited: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TakeCopy:
+    """A block of another stage's checkpoint; `Keeping` follows when all of it is on the disk."""
+
+    peer: m.PeerId
+    block: m.Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Checkpoints after this step are of a history that was given up."""
+
+    after: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +508,7 @@ Effect = (
     Post
     | Ship
     | Fill
+    | Reached
     | Seal
     | Resolve
     | MeanKnown
@@ -395,6 +516,13 @@ Effect = (
     | HangUp
     | Probe
     | GiveState
+    | PassOn
+    | TakeDigest
+    | Reload
+    | PutAside
+    | SendCopy
+    | TakeCopy
+    | Discard
     | Follow
     | DonorUp
     | DonorDown

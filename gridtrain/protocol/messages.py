@@ -3,13 +3,13 @@
 Decides nothing and opens no payload.  How a message becomes bytes, and every
 bound on its fields, is `gridtrain.wire.codec`; what it means is PROTOCOL.md.
 
-    worker -> coordinator   Join Setup Links Rates Beat Report Ready Stalled Accuse Broken NoRoute Leave
-                            Finished StatusRequest
-    coordinator -> worker   Welcome Refused Rejoin Reach Admitted Expect BeatReply Freeze Roster View Start
-                            RunState StatusReply
+    worker -> coordinator   Join About Setup Kept Links Rates Beat Report Ready Stalled Accuse Broken NoRoute
+                            Leave Pausing Finished StatusRequest BundleAsk
+    coordinator -> worker   Welcome Refused Rejoin Reach Admitted Expect BeatReply Freeze Roster View Spared
+                            Start RunState StatusReply BundleBlock
     worker <-> worker       Data Vote Decision Progress MeanAsk MeanTell Ping Pong StateRequest StateBlock
-                            HandOver TakenOver
-    guest -> coordinator    Enrol, answered by Enrolled or Refused
+                            Copy HandOver TakenOver
+    guest -> coordinator    Enrol, answered by Enrolled or Refused; Checkup, by CheckupReply and Reach
     operator -> coordinator Invite Expel Pardon, answered by Done or Refused
     to and from a relay     Relay Relayed RelayLost
     both                    Hello (the first message on every connection: who speaks), Credit
@@ -21,10 +21,25 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+MOST_STAGES = 1024
+"""That a model may be cut into."""
+
+MOST_KEPT = 16
+"""Checkpoints of stages that one worker tells of."""
+
+MOST_BLOCKS = 256
+"""Of a model in stages, whose costs fit into one Setup: above, it is not cut anew."""
+
+MOST_PIECES = 64
+"""Checkpoints that one stage is put together from."""
 
 PeerId = bytes
 """A peer's public key, 32 bytes.  Never an address, never a routing id."""
+
+Facts = tuple[tuple[str, str], ...]
+"""Short texts by name, for people and for comparison; see `Setup`."""
 
 
 class Phase(IntEnum):
@@ -39,6 +54,7 @@ class Phase(IntEnum):
     RESUME = 6  # ring, to the left: what a retry need not send again
     RAISE = 7  # tree and star, towards rank 0
     LOWER = 8  # tree and star, the result from rank 0
+    PASS = 9  # hand-off, from a stage to its neighbour
 
 
 class Verdict(IntEnum):
@@ -58,7 +74,7 @@ class RoundId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Channel:
-    """Which collective within a round: a bucket, later a micro-batch."""
+    """Which collective within a round: a bucket, a micro-batch of a pipeline (`protocol.handoff`)."""
 
     group: int = 0
     kind: int = 0
@@ -77,7 +93,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Data positions start <= p < stop of the run (see `protocol.ledger`)."""
+    """Data positions start <= p < stop of the run (see `protocol.ledger`); or blocks of a model."""
 
     start: int
     stop: int
@@ -121,11 +137,17 @@ class LedgerState:
 class Member:
     """One line of a generation's roster; its index in the roster is its rank.
 
-    `share` is the batch size in samples; `joining` members must first receive the state.
+    `share` is the batch size in samples; `joining` members must first receive the state, from the member
+    of rank `donor` (-1: the lowest one that holds it).  `digest`: `Held.digest` of the checkpoint that
+    the donor gives, as the coordinator knows it; empty: not known.
 
     `address` is how the worker that this line is sent to reaches the member: "tcp://host:port": dial it;
     "relay:" and a key in hexadecimal: through that member (or the coordinator), end-to-end sealed;
     empty: it will dial us.  The coordinator decides that for each pair (`protocol.routes`).
+
+    `pieces`: of a model in stages that was cut anew: checkpoints from which this member puts its stage
+    together, by the blocks in each and the rank that has it (`protocol.recutting`).  `piece_digests`:
+    `Held.digest` of each, as the coordinator knows it; empty: not known, as it is not on a disk yet.
     """
 
     peer: PeerId
@@ -133,6 +155,10 @@ class Member:
     address: str
     share: int
     joining: bool
+    donor: int = -1
+    pieces: tuple[tuple[Span, int], ...] = ()
+    digest: bytes = b""
+    piece_digests: tuple[bytes, ...] = ()
 
 
 # -- both directions ---------------------------------------------------------------------------
@@ -165,6 +191,15 @@ class Enrol:
     """Whoever holds an invitation asks that `peer`, its own public key, may come in from now on."""
 
     peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Checkup:
+    """From `gridtrain doctor`, no member: call `peer` back at `address` (empty: do not), say how the run
+    stands, and let some members expect `peer`.  CheckupReply answers, and Reach where there is an address."""
+
+    peer: PeerId
+    address: str
 
 
 # -- operator -> coordinator -------------------------------------------------------------------
@@ -202,22 +237,72 @@ class Pardon:
 class Join:
     """I want to take part in `run`; peers may reach me at `address`.
 
-    `relay`: I am willing to pass on what other members send one another.
+    `relay`: I am willing to pass on what other members send one another.  `again`: this process has been
+    welcomed before; `generation`: in which it is, 0: in none.  A process that was started anew with an old
+    key knows nothing of what is known of that key.
     """
 
     run: str
     name: str
     address: str
     relay: bool = True
+    again: bool = False
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The state that a worker has read from its checkpoint: after which step, with which history."""
+    """The state of a checkpoint: after which step, with which history; of which blocks of the model.
+
+    A model in one piece is one block; so is a stage where a run does not say what its blocks are.
+    `digest`: of what is in it (`optim.state_sync.content_digest`); empty: not known.
+    """
 
     applied: int
     history: bytes
     ledger: LedgerState
+    blocks: Span = Span(0, 1)
+    digest: bytes = b""
+
+    def is_of(self, blocks: Span, applied: int, history: bytes) -> bool:
+        """The state of these blocks, after this step of this history; its digest may not be known yet."""
+        return (self.blocks, self.applied, self.history) == (blocks, applied, history)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one block of a model in stages costs; see `protocol.stage_costs.Layer`, where the units stand."""
+
+    parameter_bytes: int
+    trainable_bytes: int
+    output_bytes: int = 0
+    gradient_bytes: int = 0
+    kept_bytes: int = 0
+    work_bytes: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StagedModel:
+    """How a model is cut into stages, and what the coordinator needs to cut it otherwise.
+
+    `cuts`: (stages + 1,) where stages begin, and the number of blocks; `blocks`: (): it stays as it is cut.
+    The others are those of `protocol.stage_costs.Running`; `fill_drain` False: 1F1B.  `fixed`: people have
+    chosen the cuts; where there are workers for all stages these are taken, whatever their cards are like.
+    """
+
+    cuts: tuple[int, ...]
+    blocks: tuple[Block, ...] = ()
+    samples: int = 1
+    micro_batches: int = 1
+    copies: float = 3.0
+    input_bytes: int = 0
+    rematerialise: bool = True
+    fill_drain: bool = False
+    ahead: float = 0.0
+    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +312,37 @@ class Setup:
     `facts` are short texts for people and for comparison, such as
     ("model", "120576 parameters, digest 3fa9..."), ("exchange", "GTopK(density=0.05)").
     `held`: from a checkpoint; the run goes on from it if nobody holds a later state.  `follows`: it can take
-    over a state while the others train on, and apply their updates after that.
+    over a state while the others train on, and apply their updates after that.  `stages`: how many workers
+    hold the model together, each a part (`protocol.seats`); 1: every worker holds all of it.  `kept`: of a
+    model in stages, what this worker can load when it knows its stage, or give to others.  `model`: of such
+    a model; None: its stages are its blocks.  `memory_bytes`: what training may fill here, `flops`: how
+    fast it computes (only compared with the others'); 0: nobody says.  `begins`: digest of all that a
+    joining member would be sent, as the script built it here; empty: it is not that any more, or nobody says.
     """
 
-    facts: tuple[tuple[str, str], ...]
+    facts: Facts
     ledger: LedgerSpec
     batch_size: int
     global_batch_size: int | None
     held: Held | None = None
     follows: bool = False
+    stages: int = 1
+    kept: tuple[Held, ...] = ()
+    model: StagedModel | None = None
+    memory_bytes: int = 0
+    flops: float = 0.0
+    begins: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The checkpoints of stages on this worker's disk, all of them: replaces what `Setup.kept` said.
+
+    `generation`: of the last View that it had heard by then.
+    """
+
+    states: tuple[Held, ...]
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +358,13 @@ class Rates:
     measured.  Of a link's two ends the more modest one is believed (`protocol.topology`)."""
 
     rates_Bps: tuple[tuple[PeerId, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What this worker is, for people: its device, versions.  Nothing is decided by it."""
+
+    texts: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +387,7 @@ class Report:
 
     `applied` is the last step applied (-1: none), `history` the chained digest of all applied
     updates, `prepared`/`digest`/`skip` the round that this worker voted YES for, if any.
-    A worker that has no state yet says `synced=False`.
+    A worker that has no state yet says `synced=False`.  `blocks`: of the model, that this state is of.
     """
 
     term: int
@@ -285,11 +399,12 @@ class Report:
     prepared: RoundId | None
     digest: bytes
     skip: bool
+    blocks: Span = Span(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """Follows every Welcome: the generation I am in, its members and shares in rank order.
+    """Follows every Welcome: the generation I am in, its members and shares in rank order, and its `cuts`.
 
     A coordinator that was started from a backup may not know it (commit rule 11).
     """
@@ -297,6 +412,7 @@ class Seated:
     term: int
     generation: int
     members: tuple[tuple[PeerId, int], ...]
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +489,13 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class Pausing:
+    """As Leave; its owner wants the machine for something else, and the worker means to come back."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The ledger ended the run on this worker."""
 
@@ -383,6 +506,14 @@ class Finished:
 @dataclass(frozen=True, slots=True)
 class StatusRequest:
     """From `gridtrain status`: no member, changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class BundleAsk:
+    """One block of the run's bundle; `digest` is the SHA-256 of the whole, as the status told it."""
+
+    digest: bytes
+    index: int
 
 
 # -- coordinator -> worker ---------------------------------------------------------------------
@@ -499,7 +630,10 @@ class View:
     """The next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
     `decided` is the round the verdict is about (None: no round was open).  `applied`, `history`
-    and `ledger` are those after the verdict: what every member must hold before READY.
+    and `ledger` are those after the verdict: what every member must hold before READY.  `exchange`: where
+    the run's script leaves it to the coordinator, what it has chosen, as `Exchange.describe` says it; empty:
+    nothing yet, and no round begins.  `cuts`: of a model in stages, where they begin in this generation, and
+    the number of its blocks.
     """
 
     term: int
@@ -507,6 +641,23 @@ class View:
     world_size: int
     verdict: Verdict
     decided: RoundId | None
+    applied: int
+    history: bytes
+    ledger: LedgerState
+    reason: str
+    exchange: str = ""
+    cuts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Spared:
+    """You are admitted and in no seat of this generation: the model has stages for so many only.
+
+    `applied`, `history` and `ledger` are the View's: who was a member before executes the same verdict.
+    """
+
+    term: int
+    generation: int
     applied: int
     history: bytes
     ledger: LedgerState
@@ -532,6 +683,24 @@ class Rejoin:
     """You are no member (any more): introduce yourself again with Join."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckupReply:
+    """`probe`: members that expect the asker's key, and where; `payload`: as of StatusReply."""
+
+    probe: tuple[tuple[PeerId, str], ...]
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class BundleBlock:
+    """Answer to BundleAsk: block `index` of `total`, 1 MiB but for the last one."""
+
+    digest: bytes
+    index: int
+    total: int
+    payload: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -637,12 +806,33 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
+class BurstAsk:
+    """Send me a burst with this nonce: `gridtrain doctor` measures the way back."""
+
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
 class StateRequest:
-    """A joining member asks its donor for the state; `whole` False: only what followers do not have."""
+    """A joining member asks for the state; `whole` False: only what followers do not have.
+
+    `have`: so many of its blocks are here.  `digest`: only that is wanted, as another member gives the rest.
+    """
 
     term: int
     generation: int
     whole: bool = True
+    have: int = 0
+    digest: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateDigest:
+    """A donor's answer to StateRequest before any block: blake2b-256 over the payloads of all blocks."""
+
+    term: int
+    generation: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,6 +841,34 @@ class StateBlock:
 
     term: int
     generation: int
+    index: int
+    total: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PieceAsk:
+    """Send me, with Copy, your checkpoint of these blocks after the View's step.
+
+    By the Roster I put my stage together from it.
+    """
+
+    term: int
+    generation: int
+    blocks: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Part `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
+
+    The receiver, which holds the next stage (after the last one the first), or has asked for it with
+    PieceAsk, keeps it on its disk as well.
+    """
+
+    term: int
+    generation: int
+    held: Held
     index: int
     total: int
     payload: Any
@@ -776,6 +994,8 @@ Message = (
     | Setup
     | Links
     | Rates
+    | About
+    | Kept
     | Beat
     | Report
     | Seated
@@ -785,8 +1005,14 @@ Message = (
     | Broken
     | NoRoute
     | Leave
+    | Pausing
+    | Checkup
+    | CheckupReply
+    | BurstAsk
     | Finished
     | StatusRequest
+    | BundleAsk
+    | BundleBlock
     | Welcome
     | Refused
     | Enrolled
@@ -798,6 +1024,7 @@ Message = (
     | Freeze
     | Roster
     | View
+    | Spared
     | Start
     | RunState
     | Rejoin
@@ -813,7 +1040,10 @@ Message = (
     | Burst
     | Landed
     | StateRequest
+    | StateDigest
     | StateBlock
+    | PieceAsk
+    | Copy
     | ImageAsk
     | ImageTable
     | BlocksAsk

@@ -62,6 +62,25 @@ def ring(world_size: int, slices: int) -> list[Move]:
     return moves
 
 
+def direct(world_size: int, slices: int) -> list[Move]:
+    """Each to each its chunk, then each sum to all, see `protocol.direct`; a segment travels in `slices`."""
+    part, others = 1 / (world_size * slices), range(1, world_size)
+    moves: list[Move] = []
+    came: dict[tuple[int, int], list[int]] = {}  # (owner, slice) -> the moves that bring its parts
+    for slice_ in range(slices):
+        for distance in others:
+            for src in range(world_size):
+                dst = (src + distance) % world_size
+                came.setdefault((dst, slice_), []).append(len(moves))
+                moves.append(Move(src, dst, part, Work.ADD))
+    for slice_ in range(slices):
+        for distance in others:
+            for src in range(world_size):
+                dst = (src + distance) % world_size
+                moves.append(Move(src, dst, part, Work.STORE, tuple(came[src, slice_])))
+    return moves
+
+
 BUNDLED = 32
 """An all-gather of more ranks moves what goes over an edge in one hop as one: P log P moves, not P * P."""
 

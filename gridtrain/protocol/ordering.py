@@ -5,7 +5,8 @@ Decides orders by predicted seconds (`costs`), not by rules of thumb; never meas
     ring        a thin link is in it once, or not at all; each line passes all segments
     butterfly   pairs rank with rank XOR 1, 2, 4: two sites with a thin line between meet in one hop only,
                 and members beyond a power of two, whose way is longest, are the well connected ones
-    star        rank 0, where all meet, has the best line of those that may be it
+    star, tree  rank 0, where all meet, has the best line of those that may be it
+    direct      everybody meets everybody; rank 0, where the vote is, as for a star
 
 Up to 7 members every order is looked at; above, a good start is improved by swapping two members, for as
 many trials as are allowed; above 128 only a star's root is chosen.  An order is looked at with `quick_s`,
@@ -23,7 +24,8 @@ from gridtrain.protocol import costs, gtopk
 from gridtrain.protocol.lines import Network
 from gridtrain.protocol.loads import Cpu, Kind, Load, count_moves, crossed_by, slices_of
 
-EXACT_MAX_PEERS = 7  # 720 orders, as rank 0 is given
+EXACT_MAX_PEERS = 7  # 720 orders for each that may be rank 0
+MOST_ROOTS = 3  # above that
 MAX_EDGES = 150_000  # looked at in one search, about 0.2 s: the coordinator has other things to do
 MOST_SEARCHED = 128  # members; above, they stay as they joined: a search would hold up the coordinator
 FINALISTS, WALKS = 24, 20_000  # so many orders are walked at least; more while they have fewer moves in all
@@ -42,7 +44,11 @@ class Ordered:
     joined_s: float
 
 
-CENTRED = (Kind.STAR, Kind.STAR_GTOPK)
+CENTRED = (Kind.STAR, Kind.STAR_GTOPK, Kind.DIRECT)
+"""All that matters is who is rank 0: of a direct exchange, where the vote is."""
+
+ROUND = (Kind.DENSE, Kind.TOPK)
+"""A ring may begin anywhere, and in a gather all ranks do the same."""
 
 
 def best_order(
@@ -52,20 +58,26 @@ def best_order(
 
     Args:
         network: members in the order of joining.
-        firsts: who may be rank 0; the first of them is, except in a star.
+        firsts: who may be rank 0; the first of them is where it makes no difference (`ROUND`).
         now: the order in which they stand, if they do: where the search begins as well.
     """
     members = range(network.size)
     walks = WALKS // max(1, count_moves(load, network.size, WALKED_MOVES))
-    roots = _best_lines(network, firsts, max(1, walks)) if load.kind in CENTRED else firsts[:1]
+    if load.kind in CENTRED:
+        roots = _best_lines(network, firsts, max(1, walks))
+    elif load.kind in ROUND or network.size > MOST_SEARCHED:
+        roots = list(firsts[:1])
+    else:
+        exact = network.size <= EXACT_MAX_PEERS
+        roots = _best_lines(network, firsts, network.size if exact else MOST_ROOTS)
     starts = [(first, *(m for m in members if m != first)) for first in roots]
     quick: Quick | None = None
     finalists = starts
     if 2 < network.size <= MOST_SEARCHED and load.kind not in CENTRED:
         quick = quick_s(load, network, cpu)
-        stand = [tuple(now)] if sorted(now) == list(members) and now[0] == firsts[0] else []
+        stand = [tuple(now)] if sorted(now) == list(members) and now[0] in roots else []
         search = _all_orders if network.size <= EXACT_MAX_PEERS else _improved_orders
-        found = search([starts[0], *stand], quick, network, load, max(FINALISTS, walks))
+        found = search([*starts, *stand], quick, network, load, max(FINALISTS, walks))
         finalists = [starts[0], *stand, *found]
     timed = {order: walked_s(load, network, cpu, order) for order in dict.fromkeys(finalists)}
     # Of equal ones that with the faster links in all; if these are equal too the first, that of joining.
@@ -87,7 +99,7 @@ def walked_s(load: Load, network: Network, cpu: Cpu, order: Sequence[int]) -> fl
 def quick_s(load: Load, network: Network, cpu: Cpu) -> Quick:
     """Seconds of an order by its edges alone: lines that several messages share are not queued for."""
     size = network.size
-    members, handling_s = range(size), 2 * cpu.message_s
+    members, handling_s = range(size), 2 * cpu.message_s + cpu.wake_s
     alpha_s = [[network.link(a, b).alpha_s + handling_s if a != b else 0.0 for b in members] for a in members]
     byte_s = [[1 / network.path_Bps(a, b) if a != b else 0.0 for b in members] for a in members]
     make = {Kind.DENSE: _quick_ring, Kind.TOPK: _quick_gather}.get(load.kind, _quick_hops)
@@ -95,7 +107,9 @@ def quick_s(load: Load, network: Network, cpu: Cpu) -> Quick:
     if not network.shared_Bps:
         return alone_s
     crossed = crossed_by(load, size)
-    part = load.unit_bytes / (size if load.kind is Kind.DENSE else 1)  # of one message of one slice
+    part = load.unit_bytes / (
+        size if load.kind in (Kind.DENSE, Kind.DIRECT) else 1
+    )  # of one message of one slice
     shared = [[network.link(a, b).shared if a != b else () for b in members] for a in members]
 
     def together_s(order: Sequence[int]) -> float:
@@ -169,8 +183,10 @@ def _quick_hops(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
 def _all_orders(
     starts: Sequence[Order], quick: Quick, network: Network, load: Load, most: int
 ) -> list[Order]:
-    joined = starts[0]
-    orders = ((joined[0], *others) for others in permutations(joined[1:]))
+    beginnings = {start[0]: start[1:] for start in reversed(starts)}
+    orders = (
+        (first, *others) for first, joined in reversed(beginnings.items()) for others in permutations(joined)
+    )
     return heapq.nsmallest(most, orders, key=quick)
 
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
 
 from gridtrain.protocol import messages as m
 
@@ -27,8 +29,8 @@ MOST_AHEAD = 1_000_000
 
 RAISE_GAP_S = 30.0
 
-Tale = tuple[int, tuple[tuple[m.PeerId, int], ...]]
-"""Generation, and its members with their shares in rank order."""
+Tale = tuple[int, tuple[tuple[m.PeerId, int], ...], tuple[int, ...]]
+"""Generation, its members with their shares in rank order, and its cuts where the model has stages."""
 
 
 class Recall:
@@ -53,12 +55,16 @@ class Recall:
         self._heard.add(peer)
         self.floor = max(self.floor, seated.generation)
         if peer in dict(seated.members):
-            self._told[peer] = (seated.generation, seated.members)
+            self._told[peer] = (seated.generation, seated.members, seated.cuts)
         return True
 
-    def leading(self) -> Tale | None:
-        """What most tell; of equals the one of more members, then the later one."""
-        votes = Counter(self._told.values())
+    def leading(self, may_be: Callable[[tuple[int, ...]], bool]) -> Tale | None:
+        """What most tell; of equals the one of more members, then the later one.
+
+        Args:
+            may_be: whether the run's model may be cut so.
+        """
+        votes = Counter(tale for tale in self._told.values() if may_be(tale[2]))
         return max(votes, key=lambda tale: (votes[tale], len(tale[1]), tale[0]), default=None)
 
 
@@ -91,5 +97,7 @@ class Raises:
 
 
 def is_credible(seated: m.Seated, term: int, generation: int) -> bool:
-    """No worker can know of so much more than the journal."""
-    return seated.term <= term + MOST_AHEAD and seated.generation <= generation + MOST_AHEAD
+    """No worker can know of so much more than the journal, nor of cuts that leave a stage empty."""
+    cuts = seated.cuts
+    is_cut = not cuts or (cuts[0] == 0 and len(cuts) > 1 and all(a < b for a, b in pairwise(cuts)))
+    return is_cut and seated.term <= term + MOST_AHEAD and seated.generation <= generation + MOST_AHEAD

@@ -6,12 +6,13 @@ The latest VIEW binds, whether or not a member has seen it: who comes back is to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import RunPhase
+from gridtrain.protocol.witnesses import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Recovered:
         view, roster: what its members were to be told, which binds; None, (): nobody held the model.
         started: a generation has trained, so that somebody holds a model worth waiting for.
         reached: where nobody held the model any more: steps that had been committed.
+        checkpoints: of a model in stages: which ones most members told of, and the digests of their stages
+            (`protocol.witnesses`).
     """
 
     reference: m.Setup | None
@@ -33,6 +36,7 @@ class Recovered:
     started: bool
     finished: bool
     reached: int = 0
+    checkpoints: Mapping[State, Mapping[m.Span, Iterable[bytes]]] = field(default_factory=dict)
 
 
 def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
@@ -40,23 +44,40 @@ def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
     reference: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
     state, started, reached = "", False, 0
+    known: dict[State, Mapping[m.Span, Iterable[bytes]]] = {}
     for kind, body in entries:
         match kind:
             case "run":
                 facts = tuple((str(name), str(text)) for name, text in dict(body["facts"]).items())
                 spec = m.LedgerSpec(**body["ledger"])
-                reference = m.Setup(facts, spec, 0, body["global_batch_size"])
+                model = _model(body["model"]) if body.get("model") else None
+                stages = body.get("stages", 1)
+                reference = m.Setup(facts, spec, 0, body["global_batch_size"], stages=stages, model=model)
             case "generation":
                 latest, state = body, ""
+            case "state" if "checkpoint" in body:  # the run's state is what it was
+                told = body["checkpoint"]
+                at = told["step"] - 1, bytes.fromhex(told["digest"]), ledger_of(told["ledger"])
+                known[at] = {m.Span(*span): [bytes.fromhex(d) for d in them] for span, them in told["blocks"]}
             case "state":
                 state, reached = body["state"], int(body.get("reached", 0))
                 started = state != RunPhase.WAITING and (started or state == RunPhase.TRAINING)
+                if "rollback" in body:
+                    known = {at: them for at, them in known.items() if at[0] < int(body["rollback"]["to"])}
     if latest is None:
         return Recovered(reference, 0, None, (), False, False)
     view, roster = _view(latest)
     if state == RunPhase.WAITING:
-        return Recovered(reference, view.generation, None, (), False, False, reached)
-    return Recovered(reference, view.generation, view, roster, started, state == RunPhase.FINISHED)
+        return Recovered(reference, view.generation, None, (), False, False, reached, known)
+    finished = state == RunPhase.FINISHED
+    return Recovered(reference, view.generation, view, roster, started, finished, checkpoints=known)
+
+
+def checkpoint_entry(state: State, digests: Mapping[m.Span, Collection[bytes]]) -> dict[str, Any]:
+    """What the journal says of a checkpoint that most members have told of; a later entry replaces it."""
+    applied, history, ledger = state
+    blocks = [[[span.start, span.stop], sorted(d.hex() for d in them)] for span, them in digests.items()]
+    return {"step": applied + 1, "digest": history.hex(), "ledger": ledger_entry(ledger), "blocks": blocks}
 
 
 def generation_entry(view: m.View, roster: Sequence[m.Member]) -> dict[str, Any]:
@@ -68,14 +89,38 @@ def generation_entry(view: m.View, roster: Sequence[m.Member]) -> dict[str, Any]
         "verdict": view.verdict.name,
         "decided": asdict(view.decided) if view.decided is not None else None,
         "digest": view.history.hex(),
-        "members": [{**asdict(member), "peer": member.peer.hex()} for member in roster],
+        "members": [
+            {
+                **asdict(member),
+                "peer": member.peer.hex(),
+                "digest": member.digest.hex(),
+                "piece_digests": [digest.hex() for digest in member.piece_digests],
+            }
+            for member in roster
+        ],
         "ledger": ledger_entry(view.ledger),
         "reason": view.reason,
+        "exchange": view.exchange,
+        "cuts": list(view.cuts),
     }
 
 
+def _model(body: Mapping[str, Any]) -> m.StagedModel:
+    blocks = tuple(m.Block(**block) for block in body["blocks"])
+    return m.StagedModel(**{**body, "cuts": tuple(body["cuts"]), "blocks": blocks})
+
+
+def _member(line: Mapping[str, Any]) -> m.Member:
+    pieces = tuple((m.Span(**blocks), int(rank)) for blocks, rank in line.get("pieces", ()))
+    peer, digest = bytes.fromhex(line["peer"]), bytes.fromhex(line.get("digest", ""))
+    told = [bytes.fromhex(text) for text in line.get("piece_digests", ())]
+    digests = tuple(told or [b""] * len(pieces))
+    known = {"peer": peer, "digest": digest, "pieces": pieces, "piece_digests": digests}
+    return m.Member(**{**line, **known})
+
+
 def _view(body: Mapping[str, Any]) -> tuple[m.View, tuple[m.Member, ...]]:
-    roster = tuple(m.Member(**{**line, "peer": bytes.fromhex(line["peer"])}) for line in body["members"])
+    roster = tuple(_member(line) for line in body["members"])
     view = m.View(
         term=body["term"],
         generation=body["generation"],
@@ -86,6 +131,8 @@ def _view(body: Mapping[str, Any]) -> tuple[m.View, tuple[m.Member, ...]]:
         history=bytes.fromhex(body["digest"]),
         ledger=ledger_of(body["ledger"]),
         reason=body["reason"],
+        exchange=body.get("exchange", ""),
+        cuts=tuple(body.get("cuts", ())),
     )
     return view, roster
 

@@ -48,7 +48,8 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 
 
 LARGEST_SLICE_BYTES = 2**20
-SMALLEST_SLICE_BYTES = 64 * 1024
+SMALLEST_SLICE_BYTES = 128 * 1024
+"""A message costs each end some 0.3 ms of computing, in which a line of 1 Gbit/s carries 40 KiB."""
 SLICES = 8
 """Of a segment, where that makes slices between these sizes: one is under way, one is added, others wait."""
 

@@ -6,6 +6,7 @@ as the others.  Never decides who is a member: that is `protocol.membership`.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.forming import Feed
 from gridtrain.protocol.sharing import Shares, Sharing
 
 MOST_NAME_BYTES = 64
@@ -31,7 +33,13 @@ class Worker:
         placed: it is known how others reach it (`protocol.routes`); until then it is not admitted.
         lost_s: when its connection broke; None: it has one.
         missed_s: when another member last said that its connection to this worker broke.
+        kept: checkpoints of stages on its disk.
+        unwritten: what it had in memory alone, and others were to have, it could not write to its disk.
+        spare: why it has no seat although it may enter; empty: it has, or may not.
         progress, moved_s: the latest of its beats that showed progress, and when.
+        loading: it takes over a state for a generation that forms, and is READY when it has: many that load
+            at once on few cores fall silent, and nobody waits for them but the generation itself.
+        feed: what it tells of a state that is on its way to it.
     """
 
     peer: m.PeerId
@@ -46,16 +54,27 @@ class Worker:
     probe_until_s: float = math.inf
     lost_s: float | None = None
     missed_s: float = -math.inf
+    kept: tuple[m.Held, ...] = ()
+    unwritten: bool = False
+    spare: str = ""
     progress: int = 0
     moved_s: float = 0.0
+    loading: bool = False
+    feed: Feed = field(default_factory=Feed)
     step: int = 0
     figures: dict[str, float] = field(default_factory=dict)
     rtt_s: dict[m.PeerId, float] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
 
     @property
     def follows(self) -> bool:
         """It takes over the state while the members train on, and may not enter yet."""
         return self.admitted and not self.caught and self.setup is not None and self.setup.follows
+
+    @property
+    def introduced(self) -> bool:
+        """It was told to measure its links; whoever comes later measures its own to this one."""
+        return self.admitted or self.probe_until_s < math.inf
 
     @property
     def enters(self) -> bool:
@@ -71,12 +90,16 @@ class Worker:
                 if both
                 else "its connection broke and did not come back"
             )
-        return f"silent for {limits.silence_s:.1f} s" if now_s >= self.heard_s + limits.silence_s else ""
+        silence_s = self._silence_s(limits)
+        return f"silent for {silence_s:.1f} s" if now_s >= self.heard_s + silence_s else ""
 
     def deadline_s(self, limits: Deadlines) -> float:
         """When to look at this worker again."""
         measured_by_s = math.inf if self.admitted else self.probe_until_s
-        return min(self.heard_s + limits.silence_s, self._back_by_s(limits), measured_by_s)
+        return min(self.heard_s + self._silence_s(limits), self._back_by_s(limits), measured_by_s)
+
+    def _silence_s(self, limits: Deadlines) -> float:
+        return max(limits.silence_s, limits.ready_s) if self.loading else limits.silence_s
 
     def _back_by_s(self, limits: Deadlines) -> float:
         """Until when a broken connection may come back.
@@ -93,7 +116,8 @@ class Worker:
 
     def line(self, rank: int | None, roster: Sequence[m.Member], now_s: float) -> dict[str, Any]:
         """For `gridtrain status`; JSON-able."""
-        state = "following" if self.follows else "admitted" if self.admitted else "joining"
+        admitted = "spare" if self.spare else "admitted"
+        state = "following" if self.follows else admitted if self.admitted else "joining"
         state = "active" if rank is not None else state
         return {
             "rank": rank,
@@ -102,10 +126,12 @@ class Worker:
             "state": "suspect" if self.lost_s is not None else state,
             "address": self.address,
             "share": roster[rank].share if rank is not None else 0,
+            "spare": self.spare if rank is None else "",
             "step": self.step,
             "progress": self.progress,
             "last_heard_s": round(now_s - self.heard_s, 3),
             "figures": self.figures,
+            "about": self.about,
         }
 
 
@@ -152,6 +178,15 @@ def differences(reference: m.Setup, setup: m.Setup) -> list[str]:
     ]
 
 
+def _model_lines(model: m.StagedModel | None) -> dict[str, str]:
+    """What its stages are made of; measured times may differ, and the first worker's count."""
+    if model is None:
+        return {}
+    sizes = ", ".join(f"{b.parameter_bytes} {b.trainable_bytes}" for b in model.blocks)
+    digest = hashlib.blake2b(sizes.encode(), digest_size=6).hexdigest()
+    return {"cuts": str(list(model.cuts)), "blocks": f"{len(model.blocks)}, digest {digest}"}
+
+
 def _described(setup: m.Setup) -> dict[str, str]:
     spec = setup.ledger
     length = f"{spec.epochs} epochs" if spec.epochs is not None else f"{spec.steps} steps"
@@ -159,4 +194,6 @@ def _described(setup: m.Setup) -> dict[str, str]:
         **dict(setup.facts),
         "end of the run": f"{length} over {spec.size} samples with data seed {spec.seed}",
         "global batch size": str(setup.global_batch_size),
+        "stages": str(setup.stages),
+        **_model_lines(setup.model),
     }

@@ -83,6 +83,11 @@ class Routes:
         place = self._places.get(peer)
         return "?" if place is None else "direct" if place.proven else "behind NAT"
 
+    def is_plain(self, peer: PeerId) -> bool:
+        """Everybody can dial it, and nobody has tried in vain."""
+        place = self._places.get(peer)
+        return place is not None and bool(place.proven) and not self._blocked
+
     def learn(self, peer: PeerId, place: Place) -> None:
         """The worker is there now; what was tried in vain with another place is forgotten."""
         if self._places.get(peer) != place:
@@ -108,6 +113,9 @@ class Routes:
         Args:
             relays: members to choose from, in the order of ranks.
         """
+        here, there = self._places.get(viewer), self._places.get(other)
+        if here and there and here.proven and there.proven and not self._blocked:
+            return there.proven if viewer > other else ""  # as below, for a million pairs
         forward, backward = self._direct(viewer, other), self._direct(other, viewer)
         if forward and backward:
             better = (forward.proven, viewer) > (backward.proven, other)

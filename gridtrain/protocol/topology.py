@@ -39,6 +39,7 @@ Pair = tuple[PeerId, PeerId]
 _KINDS = {
     ("dense", ""): Kind.DENSE,
     ("dense", "ring"): Kind.DENSE,
+    ("dense", "direct"): Kind.DIRECT,
     ("dense", "star"): Kind.STAR,
     ("topk", ""): Kind.TOPK,
     ("gtopk", ""): Kind.GTOPK,
@@ -48,7 +49,13 @@ _KINDS = {
 }
 _EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
 _PARAMETERS = re.compile(r"(\d{1,18}) parameters")
-_SHAPES = {Kind.DENSE: "ring", Kind.TOPK: "all-gather", Kind.GTOPK: "butterfly", Kind.TREE: "tree"}
+_SHAPES = {
+    Kind.DENSE: "ring",
+    Kind.DIRECT: "direct exchange",
+    Kind.TOPK: "all-gather",
+    Kind.GTOPK: "butterfly",
+    Kind.TREE: "tree",
+}
 
 
 def load_of(setup: Setup | None) -> Load | None:
@@ -205,7 +212,7 @@ def plan(
     Args:
         load: None: not known; then, and where only a ring's round trips are known, the ring goes by these.
         peers: the members in the order of joining, all different.
-        firsts: who may be rank 0, the one that is if it makes no difference first.  Only in a star it does.
+        firsts: who may be rank 0, the one that is if it makes no difference first.
         roster: the order in which members stand; those who are new come last in it.
     """
     rates = bool(measured.sent_Bps or measured.came_Bps)
@@ -215,6 +222,12 @@ def plan(
     found = _best(load, network, peers, firsts, roster)
     order = tuple(peers[member] for member in found.order)
     return Plan(order, _reason(load, network, found.order, found.exchange_s, found.joined_s, rates))
+
+
+def as_joined(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> Plan:
+    """The order of joining, as the owner wants it; rank 0 is the first of `firsts`, who may be it."""
+    order = (firsts[0], *(peer for peer in peers if peer != firsts[0]))
+    return Plan(order, "ranks by the order of joining, as ordered")
 
 
 def worth(

@@ -39,7 +39,11 @@ class Outcome:
 
 
 def judge(
-    reports: Mapping[m.PeerId, m.Report], spec: m.LedgerSpec, shares: Sequence[tuple[m.PeerId, int]]
+    reports: Mapping[m.PeerId, m.Report],
+    spec: m.LedgerSpec,
+    shares: Sequence[tuple[m.PeerId, int]],
+    *,
+    in_stages: bool = False,
 ) -> Outcome:
     """The verdict, and what every member must hold after it.
 
@@ -47,6 +51,8 @@ def judge(
         reports: of the members that hold a state, at least one; the longest-serving first: where
             histories differ, the one of most members is the run's, and the others are sent the state.
         shares: of the frozen generation, in rank order.
+        in_stages: the model has stages, so that a gradient is of all members of a pipeline: an aborted step
+            is handed out anew as a whole, and computed anew.
     """
     applied = _highest_believed([report.applied for report in reports.values()])
     reports = {peer: report for peer, report in reports.items() if report.applied <= applied}
@@ -59,7 +65,9 @@ def judge(
         history = extend_history(history, first.digest)
         state = ledger.commit(spec, state, ledger.assign(spec, state, shares), skipped=first.skip)
     elif not ledger.finished(spec, state):
-        state = ledger.reassign(spec, state, ledger.assign(spec, state, shares), set(reports))
+        kept_by = () if in_stages else set(reports)
+        state = ledger.reassign(spec, state, ledger.assign(spec, state, shares), kept_by)
+        state = ledger.released(spec, state) if in_stages else state
     holders = frozenset(peer for peer, report in reports.items() if _will_hold(report, applied, history))
     return Outcome(verdict, decided, applied, history, state, holders)
 

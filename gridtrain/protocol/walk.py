@@ -74,7 +74,7 @@ class Walk:
         size = self.network.size
         self._workers = _Workers(size, self.host_cores)
         self.sent_bytes, self.received_bytes = [0.0] * size, [0.0] * size
-        self.cpu_s = [start_work_s(self.load, self.cpu)] * size
+        self.cpu_s = [start_work_s(self.load, self.cpu) + self.cpu.begin_s] * size
         self._waiting = [len(move.needs) for move in self.moves]
         self._held = [len(move.after) for move in self.moves]
         self._followers = [[] for _ in self.moves]
@@ -88,7 +88,8 @@ class Walk:
     def run(self) -> list[float]:
         """When each member has everything, and the digest of it; in seconds from the start."""
         size = self.network.size
-        begin_s = [self._workers.work(rank, 0.0, start_work_s(self.load, self.cpu)) for rank in range(size)]
+        start_s = start_work_s(self.load, self.cpu) + self.cpu.begin_s / 2
+        begin_s = [self._workers.work(rank, 0.0, start_s) for rank in range(size)]
         self._ends_s = list(begin_s)
         traffic = Traffic(self.network)
         for index, move in enumerate(self.moves):
@@ -99,12 +100,15 @@ class Walk:
             index = abs(key)
             move = self.moves[index]
             if stage == _LEAVE:
+                if (turn_s := traffic.turn_s(move.src, move.dst)) > now_s:
+                    heapq.heappush(self._agenda, (turn_s, index, _LEAVE, 0.0))
+                    continue
                 reached_s, last_s = traffic.leave(move.src, move.dst, self._on_wire(move), now_s)
                 self._send(move)
                 # Two that share a download end together: at a tie the one that is needed sooner comes second.
                 heapq.heappush(self._agenda, (reached_s, -index, _REACH, last_s))
             elif stage == _REACH:
-                there_s = traffic.reach(move.dst, self._on_wire(move), now_s, until_s)
+                there_s = traffic.reach(move.dst, self._on_wire(move), now_s, until_s) + self.cpu.wake_s
                 heapq.heappush(self._agenda, (there_s, index, _ARRIVE, 0.0))
             else:
                 self._arrive(index, now_s)
@@ -114,6 +118,27 @@ class Walk:
         if self.host_cores is not None:
             end_s += ahead_s  # on cores that all members share there is no idle moment for it
         return [self._workers.work(rank, ready_s, end_s) for rank, ready_s in enumerate(self._ends_s)]
+
+    def vote(self, ends_s: Sequence[float]) -> float:
+        """After `run`: all tell the root (rank 0) that they are prepared, and it tells all what is decided.
+
+        It deals with one vote after the other, and sends one decision after the other.  Returns when the last
+        member knows.
+        """
+        size, cpu, work = self.network.size, self.cpu, self._workers.work
+        heard = []
+        for rank in range(1, size):
+            out_s = work(rank, ends_s[rank], cpu.message_s)
+            heard.append(out_s + self.network.link(rank, 0).alpha_s + cpu.wake_s)
+        decided_s = max([ends_s[0], *(work(0, there_s, cpu.message_s) for there_s in sorted(heard))])
+        told = []
+        for rank in range(1, size):
+            out_s = work(0, decided_s, cpu.message_s)
+            told.append((out_s + self.network.link(0, rank).alpha_s + cpu.wake_s, rank))
+        self.cpu_s = [spent_s + 2 * cpu.message_s for spent_s in self.cpu_s]
+        self.cpu_s[0] += 2 * (size - 2) * cpu.message_s
+        known = [work(rank, there_s, cpu.message_s + cpu.begin_s / 2) for there_s, rank in sorted(told)]
+        return max([work(0, decided_s, cpu.begin_s / 2), *known])
 
     def _ready(self, index: int, now_s: float) -> None:
         """Its sender takes its turn, before it deals with anything else that has come."""

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import CallBack, Effect, Note, Send
 from gridtrain.protocol.roll import Worker
-from gridtrain.protocol.routes import Place, Routes, candidates, relay_of
+from gridtrain.protocol.routes import RELAY, Place, Routes, candidates, relay_of
+
+MOST_LISTED = 32  # members whose relays the status shows
 
 
 class Whereabouts:
@@ -31,6 +34,8 @@ class Whereabouts:
         self._routes = Routes(coordinator)
         self._hosts: dict[m.PeerId, str] = {}  # where the connections that stand come from
         self._relays: tuple[m.PeerId, ...] = ()  # of the generation
+        self._given_up: set[frozenset[m.PeerId]] = set()  # pairs whose way of the generation does not work
+        self._as_told: dict[tuple[m.PeerId, str], tuple[m.Member, m.Member]] = {}  # of it, too: see _with
 
     def came(self, peer: m.PeerId, host: str) -> None:
         self._hosts[peer] = host
@@ -80,21 +85,64 @@ class Whereabouts:
         probe = tuple((other, self._routes.address(newcomer, other, relays)) for other in others)
         return [*effects, Send(newcomer, m.Admitted(probe))]
 
+    def lend(
+        self, guest: m.PeerId, members: Sequence[m.PeerId], most: int
+    ) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
+        """Some members expect a guest that wants to measure its line to them; they need not dial it."""
+        places = ((peer, self._routes.place(peer)) for peer in members)
+        probe = [(peer, place.proven) for peer, place in places if place is not None and place.proven][:most]
+        return [Send(peer, m.Expect(((guest, ""),))) for peer, _ in probe], tuple(probe)
+
     def address(self, viewer: m.PeerId, other: m.PeerId) -> str:
         """How the one reaches the other, over the relays of the generation if it has to be."""
         return self._routes.address(viewer, other, self._relays)
 
+    def relayed(self, roster: Sequence[m.PeerId]) -> list[list[int]]:
+        """For people: [rank, other rank, rank of the relay or -1: the coordinator] of the first members."""
+        shown = roster[:MOST_LISTED]
+        if all(self._routes.is_plain(peer) for peer in shown):
+            return []
+        rank_of = {peer: rank for rank, peer in enumerate(roster)}
+        ways = [
+            (a, b, relay_of(self._routes.address(shown[a], shown[b], self._relays)))
+            for a in range(len(shown))
+            for b in range(a + 1, len(shown))
+        ]
+        return [[a, b, rank_of.get(relay, -1)] for a, b, relay in ways if relay is not None]
+
+    def all_direct(self, members: Sequence[m.PeerId]) -> bool:
+        """Any two of them can connect without a third, as far as is known."""
+        pairs = combinations(members, 2)
+        return all(relay_of(self._routes.address(viewer, other, ())) is None for viewer, other in pairs)
+
     def plan(self, members: Iterable[m.PeerId]) -> None:
         """A generation of these is being made."""
+        self._as_told.clear()
+        self._given_up.clear()
         self._relays = self._routes.willing(members)
 
     def told(self, viewer: m.PeerId, roster: Iterable[m.Member]) -> tuple[m.Member, ...]:
         """The roster with each member's address as `viewer` is to use it."""
         return tuple(
-            replace(x, address=self._routes.address(viewer, x.peer, self._relays) if x.peer != viewer else "")
+            self._with(x, self._routes.address(viewer, x.peer, self._relays) if x.peer != viewer else "")
             for x in roster
         )
 
+    def _with(self, member: m.Member, address: str) -> m.Member:
+        """The member with this address, made once: of N members N are told.  Over a relay hardly two of them
+        are told the same."""
+        if address.startswith(RELAY):
+            return replace(member, address=address)
+        known = self._as_told.get((member.peer, address))
+        if known is None or known[0] is not member:
+            known = self._as_told[member.peer, address] = member, replace(member, address=address)
+        return known[1]
+
     def give_up(self, viewer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
-        """These could not be reached as planned; returns the ways that are not taken again."""
-        return [self._routes.block(viewer, other, self._relays) for other in others]
+        """These could not be reached as planned; returns the ways that are not taken again.
+
+        Once for each pair in a generation: the way after that one nobody was told yet.
+        """
+        new = [other for other in others if frozenset((viewer, other)) not in self._given_up]
+        self._given_up |= {frozenset((viewer, other)) for other in new}
+        return [self._routes.block(viewer, other, self._relays) for other in new]

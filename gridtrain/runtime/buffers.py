@@ -11,7 +11,7 @@ when (the core does), and never commits: a workspace is dropped whole when its r
     GatherWorkspace     AllGather   one payload for each rank, summed in rank order at the end
     ButterflyWorkspace  Butterfly   mine: one payload, replaced by each merge; kept: goes to the residual
 
-(Those of the tree and the star are in `runtime.stars`.)
+(Those of the tree and the star are in `runtime.stars`, that of the direct exchange in `runtime.direct`.)
 
 No honest member brings more than `largest_summable` into a sum, so a sum over m members is at most m times
 that.  A payload above it (or not finite) is refused where it arrives, when it is known who sent it: what an
@@ -97,29 +97,26 @@ class DenseWorkspace:
         slice_bytes: the largest slice; None: what all members choose for this length and world size.
     """
 
+    resumes = True
+    """A retry in the same generation takes the same workspace."""
+
+    slices_of = staticmethod(slices_of)
+
     def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int | None = None) -> None:
-        if (
-            contribution_N.ndim != 1
-            or contribution_N.dtype != _FLOAT
-            or not contribution_N.flags.c_contiguous
-        ):
-            raise LocalProtocolError(
-                f"contribution is {contribution_N.dtype} of shape {contribution_N.shape}: "
-                "must be float32 of shape (n,), contiguous"
-            )
+        _check_contribution(contribution_N)
         self.update_N = contribution_N
         self._ring: Ring | None = None
         self._world_size = world_size
         longest_segment_bytes = -(-contribution_N.size // world_size) * _FLOAT.itemsize
         if slice_bytes is None:
-            self.slices = slices_of(longest_segment_bytes)
+            self.slices = self.slices_of(longest_segment_bytes)
         else:
             self.slices = max(1, -(-longest_segment_bytes // slice_bytes))
         self._final: deque[tuple[int, int]] = deque()  # slices that are not written to again, not hashed yet
         self._checked: set[tuple[int, int]] = set()  # as they came, so they are finite
         self._hashes: dict[tuple[int, int], bytes] = {}
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Ring:
+    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         _check_world_size(world_size, self._world_size)
         if self._ring is not None:
             self._ring = self._ring.retry()
@@ -386,6 +383,14 @@ def seal_of(update: Sparse) -> bytes:
     digest.update(update.indices.astype("<u4").data)
     digest.update(update.values.astype(_FLOAT, copy=False).data)
     return digest.digest()
+
+
+def _check_contribution(contribution_N: FloatArray) -> None:
+    if contribution_N.ndim != 1 or contribution_N.dtype != _FLOAT or not contribution_N.flags.c_contiguous:
+        raise LocalProtocolError(
+            f"contribution is {contribution_N.dtype} of shape {contribution_N.shape}: "
+            "must be float32 of shape (n,), contiguous"
+        )
 
 
 def _check_world_size(asked: int, made_for: int) -> None:

@@ -32,6 +32,9 @@ MOST_TRAINS, TRAINS_S = 64, 60.0
 """So many bursts of one peer in such a time are let pass.  An honest one measures when it is admitted, as a
 script that dies and is started again is every other second."""
 
+MOST_ASKED = 4
+"""Bursts that one peer may ask for in that time."""
+
 FRESH_S = 300.0
 """What was measured is told again, and not measured again, where this process is admitted anew so soon."""
 
@@ -61,9 +64,8 @@ class Bursts:
     """One burst under way at a time; and what bursts of others have shown.
 
     Args:
-        rng: draws the peers where there are more than `MOST_TARGETS`, and their order: workers that join
-            together do not all begin with the same one.  And what Landed has to prove, so peers must not be
-            able to foretell it.
+        rng: draws the peers where there are more than `MOST_TARGETS`, and what Landed has to prove, so peers
+            must not be able to foretell it.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -77,16 +79,18 @@ class Bursts:
         self._came_Bps: dict[PeerId, float] = {}
         self._coming: dict[PeerId, _Coming] = {}
         self._arrivals: dict[PeerId, deque[float]] = {}
+        self._asked: dict[PeerId, deque[float]] = {}
         self._untold = False
 
     def begin(self, rtt_s: Mapping[PeerId, float], until_s: float, now_s: float) -> None:
-        """Measure to some of these peers, whose round trips are known."""
+        """Measure to some of these peers, whose round trips are known, one after the other in this order."""
         self._rtt_s = dict(rtt_s)
         fresh = {p: rate for p, (rate, at_s) in self._known.items() if p in rtt_s and now_s < at_s + FRESH_S}
         self._sent_Bps |= fresh
         self._untold = self._untold or bool(fresh)
-        targets = sorted(rtt_s.keys() - fresh)
-        self._left = self._rng.sample(targets, min(MOST_TARGETS, len(targets)))
+        targets = [peer for peer in rtt_s if peer not in fresh]
+        drawn = set(self._rng.sample(targets, min(MOST_TARGETS, len(targets))))
+        self._left = [peer for peer in reversed(targets) if peer in drawn]
         self._until_s, self._under_way = until_s, None
 
     def turn(self, transport: Transport, now_s: float) -> bool:
@@ -107,6 +111,14 @@ class Bursts:
                 continue  # its connection broke: not measured
             self._under_way = _UnderWay(peer, answer, now_s, until_s)
         return self._under_way is not None
+
+    def asked(self, peer: PeerId, nonce: int, now_s: float) -> list[Burst]:
+        """A peer wants to measure the way from here: a burst, and none where it asks too often."""
+        asked = self._asked.setdefault(peer, deque(maxlen=MOST_ASKED))
+        if len(asked) == asked.maxlen and now_s - asked[0] < TRAINS_S:
+            return []
+        asked.append(now_s)
+        return [Burst(nonce, index, bytes(BURST_BYTES)) for index in range(BURSTS)]
 
     def landed(self, peer: PeerId, answer: Landed, now_s: float) -> None:
         """A peer says that the whole burst is there."""
@@ -143,6 +155,8 @@ class Bursts:
 
     def forget(self, peer: PeerId) -> None:
         """Its connection broke."""
+        if len(self._asked) > MOST_TARGETS * MOST_TRAINS:
+            self._asked.clear()
         self._coming.pop(peer, None)
         if self._under_way is not None and self._under_way.peer == peer:
             self._under_way = None

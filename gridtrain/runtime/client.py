@@ -1,22 +1,20 @@
 """Asking a coordinator something: how its run stands, to be let in, or what its operator orders.
 
-Decides what an address may look like and how long to wait for an answer.  Joins nothing: whoever
+Decides how long to wait for an answer.  Joins nothing: whoever
 asks is no member.
 
-    CoordinatorClient -- Hello, StatusRequest | Enrol | Invite | Expel | Pardon --> coordinator
-                      <------- StatusReply | Enrolled | Done | Refused ------------
+    CoordinatorClient -- Hello, StatusRequest | Enrol | Invite | Expel | Pardon | BundleAsk --> coordinator
+                      <------- StatusReply | Enrolled | Done | BundleBlock | Refused ----------
 """
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from types import TracebackType
 from typing import Any
 
 from gridtrain._version import __version__
-from gridtrain.config import DEFAULT_PORT
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
@@ -24,7 +22,10 @@ from gridtrain.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from gridtrain.options.addresses import coordinator_address as coordinator_address
+from gridtrain.options.addresses import explicit_address as explicit_address
 from gridtrain.protocol.messages import (
+    BundleBlock,
     Done,
     Enrolled,
     Message,
@@ -41,46 +42,6 @@ MAX_TEXT = 512
 MAX_NUMBER = 1e18
 DENIED = "denied"
 """Code of the refusal of a key that the coordinator does not know (any more)."""
-
-_HOST = r"\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
-_ADDRESS = re.compile(rf"(?:tcp://)?({_HOST})(?::(\d{{1,5}}))?")
-
-
-def coordinator_address(text: str) -> str:
-    """ "tcp://host:port" from that, from "host:port", or from "host" (port 7700).
-
-    Raises `ConfigError` for anything else.
-    """
-    match = _ADDRESS.fullmatch(text.strip())
-    if match is None or not 1 <= (port := int(match[2] or DEFAULT_PORT)) <= 65535:
-        raise ConfigError(
-            f"an address is tcp://host:port, got {text!r}",
-            remedy=f"write for instance tcp://192.168.1.20:{DEFAULT_PORT}; the coordinator prints its own",
-        )
-    return f"tcp://{match[1]}:{port}"
-
-
-def explicit_address(option: str, text: str, *, any_port: bool = False) -> str:
-    """As `coordinator_address`, of something that has to say both host and port.
-
-    Args:
-        option: where it was given, for people.
-        any_port: port 0 is fine: any free one.
-    """
-    plain = text.strip()
-    match = _ADDRESS.fullmatch(plain)
-    if plain.removeprefix(":").isdigit():
-        port = plain.removeprefix(":")
-        raise ConfigError(
-            f"{option} {text} does not say on which interface",
-            remedy=f"write tcp://0.0.0.0:{port} for all, or tcp://127.0.0.1:{port} for this machine only",
-        )
-    if match is None or match[2] is None or not (0 if any_port else 1) <= int(match[2]) <= 65535:
-        raise ConfigError(
-            f"{option} has to be tcp://host:port, got {text!r}",
-            remedy=f"write for instance tcp://192.168.1.20:{DEFAULT_PORT}",
-        )
-    return f"tcp://{match[1]}:{int(match[2])}"
 
 
 class CoordinatorClient:
@@ -138,11 +99,12 @@ class CoordinatorClient:
         reply = self.ask(StatusRequest(), timeout_s)
         if not isinstance(reply, StatusReply):
             raise RemoteProtocolError(
-                f"{self.address} answered a question of status with {type(reply).__name__}"
+                f"{self.address} answered a question of status with {type(reply).__name__}",
+                remedy="use the coordinator's own version of gridtrain",
             )
         return _parsed(self.address, bytes(reply.payload))
 
-    def ask(self, question: Message, timeout_s: float) -> Enrolled | Done | StatusReply:
+    def ask(self, question: Message, timeout_s: float) -> Enrolled | Done | StatusReply | BundleBlock:
         """Send `question`, and again after a reconnect, until it is answered.
 
         Raises:
@@ -160,7 +122,7 @@ class CoordinatorClient:
                     case PeerUp():
                         greeted = True
                         self._send(question)
-                    case Received(_, Enrolled() | Done() | StatusReply() as answer):
+                    case Received(_, Enrolled() | Done() | StatusReply() | BundleBlock() as answer):
                         return answer
                     case Received(_, Refused(code, reason, remedy)):
                         raise JoinRefused(code, reason, remedy=remedy)
@@ -218,7 +180,9 @@ def _printable(value: Any) -> Any:
 
 def _refused(address: str, reason: str) -> JoinRefused | RemoteProtocolError:
     if "protocol" in reason:
-        return JoinRefused("version", f"{address}: {reason}")
+        return JoinRefused(
+            "version", f"{address}: {reason}", remedy="install the gridtrain that the coordinator has"
+        )
     return RemoteProtocolError(
         f"{address} answered with something else: {reason}",
         remedy="check that the address is the coordinator's",

@@ -15,13 +15,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from random import SystemRandom
 from typing import Any
 
 from gridtrain.config import JoinConfig
 from gridtrain.errors import (
+    BudgetSpent,
     CoordinatorUnreachable,
     GridtrainError,
     JoinRefused,
@@ -31,18 +32,22 @@ from gridtrain.errors import (
 )
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.collective import Collective
+from gridtrain.protocol.forming import STATE_LEFT
 from gridtrain.protocol.member import MemberCore
 from gridtrain.protocol.routes import relay_of
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buckets import BucketedWorkspace, by_channel
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace, Workspace
 from gridtrain.runtime.bursts import Bursts
+from gridtrain.runtime.copies import Copies, CopyDisk
 from gridtrain.runtime.donating import Donating, Parts
 from gridtrain.runtime.following import Bar, Following, ImageWork, Work
 from gridtrain.runtime.handover import Inheritance
+from gridtrain.runtime.passing_on import PassingOutlet
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
-from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake, StateOutlet
+from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake, StateOutlet, state_digest
 from gridtrain.runtime.updates import StepUpdate, vote_digest
 from gridtrain.transport import buffering
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
@@ -56,8 +61,18 @@ DENIED_S = 60.0
 """A member that is denied for that long on end gives up."""
 
 CAUGHT_AGAIN_S = 1.0
-FROM_PEERS = io.Fill | io.TakeBlock | io.Feed | io.TakePiece
+
+CHORES_S = 0.005
+"""While payloads come and go one after the other, everything that is not theirs waits for so long."""
+
+FROM_PEERS = io.Fill | io.TakeBlock | io.TakeCopy | io.Feed | io.TakePiece
 """What a peer has sent: it answers for what is wrong with it."""
+
+OF_PAYLOADS = io.Fill | io.Ship | io.Reached
+"""What follows from a payload while a round goes its way; the trainer is told of it without a picture."""
+
+OF_ROUNDS = (m.Data, m.Vote)
+"""Messages that change nothing but the round they are of: a vote, until the last one is there."""
 
 LOUD = ("drifted", "stalled", "coordinator_away", "offence", "no_route")
 LEFT_BEHIND = (
@@ -69,6 +84,13 @@ UNREACHABLE = (
     "it dials the others itself, or is relayed, so it can train all the same"
 )
 
+
+CALLED = {
+    "named": "another worker of this run is called %(asked)s: this one is called %(name)s here",
+    "namesake": "another worker that wanted this one's name has joined: it is called %(other)s, "
+    "this one stays %(name)s",
+}
+"""Said where two workers want one name, to both of them."""
 
 _NO_LEDGER = m.LedgerState()
 
@@ -87,7 +109,19 @@ class Picture:
         shares: of the generation's members, in rank order.
         offered_state: the donor's state is complete and waits to be restored.
         inherited: residuals of members that have left wait to be added to this worker's.
+        synced: this worker holds the state that `applied` and `history` name.
+        touched: the model is not the one any more that the script made, or a checkpoint had.
         heir: this worker takes residuals over, or has acknowledged some that do not count yet.
+        doomed: the round that the trainer has submitted to cannot be committed.
+        reload: of a model in stages, this worker's checkpoint that is to be loaded.
+        donor, due_digest: who gives this worker its state, and what it is known to be; empty: not known.
+        wanted_kept: generation, and this worker's checkpoint that another member waits for.
+        discard_after: checkpoints after this step are of no use any more.
+        name: what the run calls this worker; "": it is in no generation yet.
+        exchange: what the coordinator has chosen for this generation, if that is its to do.
+        aside: the state in memory, which is to be written to the disk.
+        cuts: of a model in stages, where the generation's stages begin, and the number of blocks.
+        first_step: of this generation.
     """
 
     welcomed: bool = False
@@ -110,12 +144,33 @@ class Picture:
     offered_work: bool = False
     compares_next: bool = False
     inherited: bool = False
+    synced: bool = False
+    touched: bool = False
     heir: bool = True
+    doomed: m.RoundId | None = None
+    reload: io.Reload | None = None
+    donor: m.PeerId | None = None
+    due_digest: bytes = b""
+    wanted_kept: tuple[int, m.Held] | None = None
+    discard_after: int | None = None
+    name: str = ""
+    exchange: str = ""
+    aside: m.Held | None = None
+    cuts: tuple[int, ...] = ()
+    first_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One collective of a round, and its numbers."""
+
+    collective: Collective
+    workspace: Workspace
 
 
 @dataclass(slots=True)
-class _OpenRound:
-    """`workspaces`: those that were submitted, by channel; `whole`: the round's, in order."""
+class OpenRound:
+    """`workspaces`: those that were submitted, by channel; `whole`: those that are voted on, in order."""
 
     id: m.RoundId
     workspaces: dict[m.Channel, Workspace]
@@ -124,6 +179,8 @@ class _OpenRound:
     outcome: RoundOutcome | None = None
     seals: tuple[bytes, ...] = ()
     spoilt: bool = False  # a payload was refused: nothing more is computed, sent on or sealed
+    why: str = ""  # it did not commit
+    reached: dict[m.Channel, bool] = field(default_factory=dict)  # complete collectives, and who skips
 
 
 @dataclass(slots=True)
@@ -131,7 +188,8 @@ class _Inbox:
     """Commands of the trainer's thread, guarded by the driver's condition."""
 
     events: deque[io.Event] = field(default_factory=deque)
-    captured: tuple[int, Sequence[bytes | memoryview]] | None = None
+    captured: tuple[int, Sequence[bytes | memoryview], bytes] | None = None
+    kept: list[tuple[m.Held, int, Sequence[bytes | memoryview] | None]] = field(default_factory=list)
 
 
 class Driver:
@@ -155,9 +213,13 @@ class Driver:
         self._picture = Picture()
         self._error: BaseException | None = None
         self._stopping = False
-        self._open: _OpenRound | None = None
+        self._open: OpenRound | None = None
         self._may_hash = False  # a dense sum has slices to be hashed before the end
-        self._ended: list[tuple[_OpenRound, RoundOutcome]] = []
+        self._awaited: Callable[[Picture], bool] | None = None  # the trainer sleeps until that is so
+        self._stale = True  # the picture may have to change
+        self._only_payloads = False  # all that came in this turn went into numbers and on to others, or left
+        self._chores_s = -math.inf  # when they were done last
+        self._ended: list[tuple[OpenRound, RoundOutcome]] = []
         self._mean: list[float | None] = []  # the answer that the trainer waits for
         self._prober = Prober()
         self._bursts = Bursts(SystemRandom())
@@ -165,8 +227,9 @@ class Driver:
         self._measured: io.Probed | None = None  # round trips, while bursts are under way
         self._intake = StateIntake()
         self._outlet = StateOutlet()
+        self._passing = PassingOutlet(self._intake)
         rate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
-        self._donating = Donating(rate_Bps, transport.wake)
+        self._donating = Donating(rate_Bps, self._wake)
         self._following: Following | None = None
         self._bounds = (MAX_STATE_BYTES, 0)  # of the largest state, and elements of the flat gradient
         self._caught_again_s = -math.inf
@@ -174,7 +237,13 @@ class Driver:
         self._bar = Bar()
         self._inheritance = Inheritance()
         self._handed: io.Handed | None = None
-        self._latest: _OpenRound | None = None  # that this worker has submitted to
+        self._reload: io.Reload | None = None
+        self._aside: m.Held | None = None
+        self._copies: Copies | None = None  # of checkpoints of stages
+        self._kept_outlets: dict[m.Held, StateOutlet] = {}  # of checkpoints, for members of other stages
+        self._asked_in = 0  # the generation of which all that is asked for in the outlets is
+        self._discard_after: int | None = None
+        self._latest: OpenRound | None = None  # that this worker has submitted to
         self._submitted = False  # since `begin_attempt`
         self._progress = 0
         self._inside = False  # the trainer waits in one of our calls
@@ -184,6 +253,9 @@ class Driver:
         self._denied_since_s: float | None = None
         self._figures: dict[str, float] = {}
         self._pulse_s = 0.0
+        self.spent: Callable[[], str] = lambda: (
+            ""
+        )  # asked each turn: why nothing more may be sent or received
         self._assigned: tuple[m.RoundId, tuple[m.Span, ...], int] | None = None
         self._thread = threading.Thread(target=self._main, name="gridtrain-io", daemon=True)
 
@@ -223,10 +295,11 @@ class Driver:
                     left_s = until_s - time.monotonic()
                     if left_s <= 0:
                         return None
+                    self._awaited = ready
                     self._changed.wait(min(left_s, 1.0))  # bounded, so that Ctrl-C is noticed
                 return self._picture
             finally:
-                self._inside = False
+                self._inside, self._awaited = False, None
                 self._progress += 1
 
     def look(self) -> Picture:
@@ -235,7 +308,24 @@ class Driver:
                 raise self._error
             return self._picture
 
+    @property
+    def last(self) -> Picture:
+        """As `look`, also when the loop has ended."""
+        with self._changed:
+            return self._picture
+
     def command(self, event: io.Event) -> None:
+        with self._changed:
+            self._inbox.events.append(event)
+        self._wake()
+
+    def _wake(self) -> None:
+        """The picture has to change, or this thread has something to do; from any thread."""
+        self._stale = True
+        self._transport.wake()
+
+    def _bring(self, event: io.Extend | io.Submit) -> None:
+        """As `command`, with what changes no picture as long as the round goes its way."""
         with self._changed:
             self._inbox.events.append(event)
         self._transport.wake()
@@ -248,9 +338,9 @@ class Driver:
         collective = workspace.collective(picture.rank, picture.world_size, skip)
         with self._changed:
             if self._open is None or self._open.id != round_id:
-                self._open = _OpenRound(round_id, {})
+                self._open = OpenRound(round_id, {})
             self._open.workspaces[channel] = workspace
-        self.command(io.Submit(round_id, {channel: collective}, whole=False))
+        self._bring(io.Submit(round_id, {channel: collective}, whole=False))
 
     def run_round(
         self,
@@ -266,7 +356,7 @@ class Driver:
         with self._changed:
             begun = self._open if self._open is not None and self._open.id == round_id else None
             channels = by_channel(workspaces)
-            mine = begun or _OpenRound(round_id, {}, spoilt=self._spoilt_before(channels.values()))
+            mine = begun or OpenRound(round_id, {}, spoilt=self._spoilt_before(channels.values()))
             rest = {c: w for c, w in channels.items() if c not in mine.workspaces}
         collectives = {
             channel: workspace.collective(picture.rank, picture.world_size, skip)
@@ -284,6 +374,71 @@ class Driver:
         self.wait(lambda _: mine.outcome is not None)
         assert mine.outcome is not None
         return mine.outcome
+
+    def open_round(self, round_id: m.RoundId, parts: Mapping[m.Channel, Part], settings: bytes) -> OpenRound:
+        """Open a round whose collectives are not all known yet; `extend` brings the others."""
+        mine = OpenRound(round_id, {channel: part.workspace for channel, part in parts.items()})
+        mine.settings = settings
+        with self._changed:
+            self._open = self._latest = mine
+            self._submitted = True
+        self.command(io.Submit(round_id, {channel: p.collective for channel, p in parts.items()}, more=True))
+        return mine
+
+    def extend(self, mine: OpenRound, parts: Mapping[m.Channel, Part]) -> None:
+        """Further collectives of the round, not the last ones."""
+        with self._changed:
+            mine.workspaces |= {channel: part.workspace for channel, part in parts.items()}
+        self._bring(io.Extend(mine.id, {channel: part.collective for channel, part in parts.items()}))
+
+    def complete_round(self, mine: OpenRound, channel: m.Channel, part: Part) -> RoundOutcome:
+        """The last collective: its workspace is sealed and voted on.  Waits for the outcome."""
+        with self._changed:
+            mine.workspaces[channel] = part.workspace
+            mine.whole = (part.workspace,)
+        self._bring(io.Extend(mine.id, {channel: part.collective}, more=False))
+        return self.end_round(mine)
+
+    def end_round(self, mine: OpenRound) -> RoundOutcome:
+        """Wait for the outcome, whatever this worker's part in it was."""
+        self.wait(lambda _: mine.outcome is not None)
+        assert mine.outcome is not None
+        return mine.outcome
+
+    def fail_round(self, mine: OpenRound, reason: str) -> None:
+        """Vote NO in this round, unless it is over already or voted on."""
+        if mine.outcome is None:
+            self.command(io.Extend(mine.id, {}, reason=reason))
+
+    def blame(self, mine: OpenRound, rank: int, reason: str) -> None:
+        """What this rank sent in the round is no honest member's, which only the trainer could see."""
+        picture = self.look()
+        if picture.generation == mine.id.generation and rank < len(picture.shares):
+            self.command(io.Offence(picture.shares[rank][0], reason))
+
+    def blame_donor(self, generation: int, reason: str) -> None:
+        """What was given as this worker's state is not that."""
+        picture = self.look()
+        if picture.generation == generation and picture.donor is not None:
+            self.command(io.Offence(picture.donor, reason))
+
+    def await_channels(self, mine: OpenRound, channels: Collection[m.Channel]) -> bool:
+        """Wait until these collectives are complete; False: they never will be, as the round is lost."""
+
+        def there() -> bool:
+            return all(channel in mine.reached for channel in channels)
+
+        def settled(picture: Picture) -> bool:
+            return there() or mine.outcome is not None or picture.doomed == mine.id
+
+        if not there():
+            self.wait(settled)
+        return there()
+
+    def is_lost(self, mine: OpenRound) -> bool:
+        """This round cannot be committed."""
+        picture = self.look()
+        return mine.outcome is not None or picture.doomed == mine.id
 
     def _spoilt_before(self, workspaces: Iterable[Workspace]) -> bool:
         """A retry is about to go on from numbers of an attempt in which something was refused."""
@@ -325,7 +480,7 @@ class Driver:
         """What members that have left have handed over: to be added to this worker's residual now."""
         with self._changed:
             counting, self._inheritance.counting = self._inheritance.counting, []
-        self._transport.wake()  # the picture has to change
+        self._wake()  # the picture has to change
         return counting
 
     def last_call(self, timeout_s: float) -> None:
@@ -349,9 +504,44 @@ class Driver:
 
     def give_state(self, generation: int, blobs: Sequence[bytes | memoryview]) -> None:
         """The trainer captured its state for the joiners of `generation`."""
+        digest = state_digest(blobs) if len(blobs) > 1 else b""
         with self._changed:
-            self._inbox.captured = (generation, blobs)
-        self._transport.wake()
+            self._inbox.captured = (generation, blobs, digest)
+        self._wake()
+
+    def give_kept(self, held: m.Held, generation: int, blobs: Sequence[bytes | memoryview] | None) -> None:
+        """A checkpoint on this worker's disk, read for a member that begins from it; None: it cannot be, and
+        nobody is given it."""
+        with self._changed:
+            self._inbox.kept.append((held, generation, blobs))
+        self._wake()
+
+    def attach_copies(self, disk: CopyDisk, max_bytes: int) -> None:
+        """Where copies of other stages' checkpoints go, and ours are; before this worker enters the group."""
+        if self._copies is not None:
+            return
+        rate_Bps = parse_rate(self._config.donate_limit) if self._config.donate_limit else None
+        self._copies = Copies(disk, rate_Bps, max_bytes)
+
+    def cannot_reload(self, states: tuple[m.Held, ...]) -> None:
+        """What was to be loaded cannot be; these are on the disk."""
+        with self._changed:
+            self._reload = None
+        self.command(io.Keeping(states))
+
+    def put_aside(self, held: m.Held) -> None:
+        """It is on the disk, or cannot be."""
+        with self._changed:
+            if self._aside == held:
+                self._aside = None
+        self._wake()
+
+    def discarded(self, after: int) -> None:
+        """No checkpoint after this step is on the disk any more."""
+        with self._changed:
+            if self._discard_after == after:
+                self._discard_after = None
+        self._wake()
 
     def allow_state(self, max_bytes: int) -> None:
         """The largest state that a donor may send."""
@@ -389,24 +579,33 @@ class Driver:
         with self._changed:
             if self._following is not None:
                 self._following.failed = self._following.failed or reason
-        self._transport.wake()
+        self._wake()
 
     def did_work(self, work: Work) -> None:
         with self._changed:
             self._progress += 1
             if self._following is not None:
                 self._following.done(work)
-        self._transport.wake()
+        self._wake()
 
-    def take_state(self) -> tuple[int, int, list[bytes]]:
-        """Term, generation and blobs of the donor's state, complete; `Restored` is to follow."""
+    def take_state(self) -> tuple[int, int, list[bytes]] | None:
+        """Term, generation and blobs of the donor's state, complete; `Restored` is to follow.
+
+        None: the one that was offered is gone, as that of the next generation has begun to come.
+        """
         with self._changed:
-            return self._intake.blobs()
+            return self._intake.blobs() if self._intake.complete else None
 
     def note(self, figures: Mapping[str, float]) -> None:
         with self._changed:
             self._figures.update(figures)
             self._progress += 1
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What was noted so far."""
+        with self._changed:
+            return dict(self._figures)
 
     def busy(self, inside: bool) -> None:
         """The trainer is legitimately busy (an evaluation) and counts as making progress."""
@@ -425,13 +624,16 @@ class Driver:
         names = set(counts.sent_bytes) | set(counts.received_bytes)
         return {n: (counts.sent_bytes.get(n, 0), counts.received_bytes.get(n, 0)) for n in names}
 
-    def stop(self, reason: str = "") -> None:
-        """Leave (if `reason` is given), flush and release everything; idempotent."""
+    def stop(self, reason: str = "", *, pausing: bool = False) -> None:
+        """Leave (if `reason` is given), flush and release everything; idempotent.
+
+        `pausing`: this worker means to come back, over another driver.
+        """
         if reason and self._error is None and self._thread.is_alive():
-            self.command(io.Depart(reason))
+            self.command(io.Depart(reason, pausing))
         with self._changed:
             self._stopping = True
-        self._transport.wake()
+        self._wake()
         if self._thread.ident is not None:
             self._thread.join(timeout=10.0)
 
@@ -443,13 +645,16 @@ class Driver:
             while True:
                 with self._changed:
                     stopping = self._stopping
-                    events, self._inbox.events = self._inbox.events, deque()
                     captured, self._inbox.captured = self._inbox.captured, None
-                for command in events:
-                    self._handle(command)
-                if captured is not None:
+                    kept, self._inbox.kept = self._inbox.kept, []
+                self._obey()
+                if captured is not None and self._core is not None and captured[0] == self._core.generation:
                     self._outlet.fill(*captured)
-                self._publish()  # before the next wait: a lone worker's round is over already
+                for held, generation, blobs in kept:
+                    self._fill_kept(held, generation, blobs)
+                if self._stale or self._ended:
+                    self._stale = False  # before: what another thread changes meanwhile is published next
+                    self._publish()  # before the next wait: a lone worker's round is over already
                 if stopping:
                     return
                 self._turn()
@@ -462,16 +667,50 @@ class Driver:
         finally:
             self._transport.close()
 
+    def _fill_kept(self, held: m.Held, generation: int, blobs: Sequence[bytes | memoryview] | None) -> None:
+        if blobs is None:
+            self._kept_outlets.pop(held, None)
+        elif held in self._kept_outlets:
+            self._kept_outlets[held].fill(generation, blobs)
+
+    def _obey(self) -> bool:
+        """Do what the trainer's thread has brought; True: it was something."""
+        with self._changed:
+            events, self._inbox.events = self._inbox.events, deque()
+        for command in events:
+            if not _is_payload(command):
+                self._only_payloads = False
+            self._handle(command)
+        return bool(events)
+
     def _turn(self) -> None:
+        if why := self.spent():
+            raise BudgetSpent(why, remedy="nothing: this worker trains again when there are bytes again")
         now_s = time.monotonic()
         deadline_s = min(self._pulse_s, self._core.deadline_s if self._core else math.inf)
         deadline_s = min(deadline_s, self._donating.due_s(self._transport))
-        at_once = self._outlet.ready(self._transport) or self._may_hash
+        if self._copies is not None:
+            deadline_s = min(deadline_s, self._copies.due_s)
+        at_once = any(outlet.ready(self._transport) for outlet in self._outlets) or self._may_hash
+        at_once = at_once or self._passing.ready(self._transport)
         timeout_s = 0.0 if at_once else max(0.0, deadline_s - now_s)
-        for event in self._transport.poll(min(timeout_s, self._config.deadlines.beat_s)):
+        events = self._transport.poll(min(timeout_s, self._config.deadlines.beat_s))
+        self._only_payloads = self._core is not None
+        for event in events:
+            if not (type(event) is Received and type(event.message) in OF_ROUNDS):
+                self._only_payloads = False
             self._transport_event(event)
+        brought = self._obey()  # a payload that is to leave waits for no chore
+        self._only_payloads = self._only_payloads and (brought or bool(events))
+        if self._ended:
+            self._publish()  # nor does the trainer, which waits for the outcome
         self._hash_ahead()
         now_s = time.monotonic()
+        if self._only_payloads and now_s < self._chores_s + CHORES_S:
+            self._give_credit()
+            return
+        self._chores_s = now_s
+        self._stale = True
         if self._core is not None:
             self._give_credit()
             if now_s >= self._pulse_s:
@@ -487,12 +726,21 @@ class Driver:
             self._mind_bursts(now_s)
             self._post(self._donating.turn(self._transport, now_s))
             self._mind_following(now_s)
-            sent = self._outlet.pump(self._transport)
+            sent = sum(outlet.pump(self._transport) for outlet in self._outlets)
+            sent += self._passing.pump(self._transport)
+            if self._copies is not None:
+                sent += self._copies.turn(self._transport, now_s, self._core.generation)
             with self._changed:
                 self._progress += sent
             if self._core.stage is io.Stage.RUNNING:
                 self._outlet.forget()
+                self._passing.forget()
+                self._kept_outlets.clear()
             self._mind_pause(self._core.paused, now_s)
+
+    @property
+    def _outlets(self) -> list[StateOutlet]:
+        return [self._outlet, *self._kept_outlets.values()]
 
     def _hash_ahead(self) -> None:
         """While the wire is busy: one slice each time, so that what comes meanwhile waits for no more."""
@@ -549,7 +797,11 @@ class Driver:
             figures = tuple(sorted(self._figures.items()))
         sent = float(sum(out for out, _ in traffic.values()))
         received = float(sum(back for _, back in traffic.values()))
-        counts = (("received_bytes", received), ("sent_bytes", sent))
+        exchanged = float(sum(traffic.get(kind, (0, 0))[0] for kind in ("Data", "Relay", "Relayed")))
+        counts = [("exchanged_bytes", exchanged), ("received_bytes", received), ("sent_bytes", sent)]
+        assert self._core is not None
+        if left_bytes := self._intake.left_bytes(self._core.generation):
+            counts.append((STATE_LEFT, float(left_bytes)))
         self._handle(io.Pulse(progress, waiting, (*figures, *counts)))
 
     def _transport_event(self, event: TransportEvent) -> None:
@@ -583,6 +835,9 @@ class Driver:
                 self._prober.pong(nonce, self._transport, time.monotonic())
             case Received(peer, m.Burst() as burst, nbytes):
                 self._burst(peer, burst, nbytes)
+            case Received(peer, m.BurstAsk(nonce)):
+                for burst in self._bursts.asked(peer, nonce, time.monotonic()):
+                    self._send(peer, burst)
             case Received(peer, m.Landed() as answer):
                 self._bursts.landed(peer, answer, time.monotonic())
             case Received(peer, message, nbytes):
@@ -614,6 +869,9 @@ class Driver:
     def _handle(self, event: io.Event) -> None:
         """What a peer did wrong costs the round and the peer, never this worker."""
         assert self._core is not None
+        if _is_payload(event):
+            self._handle_payload(event)
+            return
         try:
             effects = self._core.handle(event, time.monotonic())
         except RemoteProtocolError as error:
@@ -621,6 +879,20 @@ class Driver:
                 raise
             effects = self._core.handle(io.Offence(event.peer, error.reason), time.monotonic())
         self._acquaintances.replace(self._core.acquaintances)
+        self._carry_out(effects)
+
+    def _handle_payload(self, event: io.Event) -> None:
+        """The usual thing, hundreds of times in a step: numbers are summed and sent on, and nothing else."""
+        assert self._core is not None
+        try:
+            effects = self._core.handle(event, time.monotonic())
+        except RemoteProtocolError as error:
+            if not isinstance(event, io.Heard):
+                raise
+            effects = self._core.handle(io.Offence(event.peer, error.reason), time.monotonic())
+        if not all(isinstance(effect, OF_PAYLOADS) for effect in effects):
+            self._only_payloads = False
+            self._acquaintances.replace(self._core.acquaintances)
         self._carry_out(effects)
 
     def _carry_out(self, effects: list[io.Effect]) -> None:
@@ -632,6 +904,7 @@ class Driver:
             try:
                 queue.extend(self._do(effect))
             except RemoteProtocolError as error:
+                self._only_payloads = False
                 if self._open is not None:
                     self._open.spoilt = True  # else what was refused would be sent on, or missed in the sum
                 culprit = effect.peer if isinstance(effect, FROM_PEERS) else None
@@ -639,11 +912,14 @@ class Driver:
                 queue.extend(self._core.handle(event, time.monotonic()))
                 self._acquaintances.replace(self._core.acquaintances)
             except TransportError as error:
+                self._only_payloads = False
                 queue.extend(self._core.handle(io.Broke(str(error)), time.monotonic()))
 
     def _do(self, effect: io.Effect) -> list[io.Effect]:
         assert self._core is not None
         match effect:
+            case io.Post(peer, m.StateRequest() as ask):
+                self._ask_state(peer, ask)
             case io.Post(peer, message):
                 self._send(peer, message)
             case io.Ship(peer, round_id, channel, place, skip):
@@ -654,6 +930,12 @@ class Driver:
             case io.Fill(channel, fill):
                 if self._open is not None and not self._open.spoilt:
                     self._open.workspaces[channel].apply(fill)
+            case io.Reached(channel, skip):
+                with self._changed:
+                    if self._open is not None and not self._open.spoilt:
+                        self._open.reached[channel] = skip
+                        self._progress += 1
+                        self._wake_trainer()
             case io.Seal(skip):
                 return self._seal(skip)
             case io.Resolve(round_id, committed, skip, reason):
@@ -670,8 +952,29 @@ class Driver:
             case io.Probe(targets):
                 self._relayed = {peer for peer, address in targets if relay_of(address) is not None}
                 self._prober.begin(targets, self._transport, time.monotonic(), self._config.deadlines.probe_s)
-            case io.GiveState(peer, _, generation, whole):
-                self._outlet.ask(peer, self._core.term, generation, whole=whole)
+            case io.GiveState(peer, _, generation, whole, kept, have, digest):
+                outlet = self._outlet
+                if kept is not None:
+                    outlet = self._kept_outlets.setdefault(kept, StateOutlet())
+                outlet.ask(peer, self._core.term, generation, whole=whole, have=have, digest=digest)
+            case io.PassOn(peer, term, generation, have):
+                self._passing.ask(peer, term, generation, have)
+            case io.TakeDigest(generation, due):
+                with self._changed:
+                    self._intake.expect(generation, due)
+                return self._refuted()
+            case io.SendCopy() if self._copies is not None:
+                self._copies.send(effect)
+            case io.TakeCopy(_, copied) if self._copies is not None:
+                with self._changed:
+                    self._progress += 1
+                self._copies.take(copied)
+            case io.PutAside(held):
+                self._aside = held
+            case io.Reload():
+                self._reload = effect
+            case io.Discard(after):
+                self._discard_after = after
             case io.Follow() | io.DonorUp() | io.DonorDown() | io.Arrive():
                 self._follow(effect)
             case io.Feed(peer, message) if self._core.seat is None or not self._core.synced:
@@ -683,10 +986,12 @@ class Driver:
                 self._post([(peer, answer) for answer in self._donating.heard(peer, message)])
             case io.Donating():
                 self._donating.told(effect)
-            case io.TakeBlock(_, block):
+            case io.TakeBlock(peer, block):
                 with self._changed:
                     self._progress += 1
-                    self._intake.take(block)
+                    self._intake.keeps = self._core.passes_on
+                    self._intake.take(block, vouched=peer == self._core.donor)
+                return self._refuted()
             case io.TakePiece(peer, piece, world_size):
                 with self._changed:
                     self._progress += 1
@@ -707,6 +1012,25 @@ class Driver:
             case io.Note(event, fields):
                 self._log(event, fields)
         return []
+
+    def _ask_state(self, peer: m.PeerId, ask: m.StateRequest) -> None:
+        """For what is not here yet."""
+        have = self._intake.have(ask.generation) if ask.whole and not ask.digest else 0
+        if not have or self._intake.left_bytes(ask.generation):
+            self._send(peer, replace(ask, have=have))
+        elif self._intake.lacks_word(ask.generation):
+            self._send(peer, replace(ask, digest=True))
+
+    def _refuted(self) -> list[io.Effect]:
+        """All of a state has come, and the donor's has another digest: begin anew, with the donor itself."""
+        assert self._core is not None
+        generation = self._core.generation
+        with self._changed:
+            if not self._intake.is_refuted(generation):
+                return []
+            self._intake.forget()
+            self._passing.stop()
+        return self._core.handle(io.Refuted(generation), time.monotonic())
 
     def _follow(self, effect: io.Follow | io.DonorUp | io.DonorDown | io.Arrive) -> None:
         asks: Sequence[tuple[m.PeerId, m.Message]] = ()
@@ -785,9 +1109,11 @@ class Driver:
         if ended is not None:
             if committed:
                 self._remember(ended, skip)
+            else:
+                ended.why = reason
             self._ended.append((ended, RoundOutcome(committed, skip)))
 
-    def _remember(self, mine: _OpenRound, skip: bool) -> None:
+    def _remember(self, mine: OpenRound, skip: bool) -> None:
         """For followers: only sparse updates are small enough to be kept and sent."""
         workspace = mine.whole[0]
         if isinstance(workspace, BucketedWorkspace) and not workspace.is_sparse:
@@ -808,6 +1134,9 @@ class Driver:
         if event == "rejoin":
             log.warning("the coordinator has let this worker go while it was away; it joins again")
             return
+        if event in CALLED:
+            log.warning(CALLED[event], fields)
+            return
         if event == "reach":
             log.info(
                 "%s", f"others reach this worker at {fields['address']}" if fields["address"] else UNREACHABLE
@@ -821,17 +1150,19 @@ class Driver:
         here = self._core
         if here is None:
             return
+        self._forget_asked(here.generation)
         seat, open_round = here.seat, here.next_round
         spans: tuple[m.Span, ...] = ()
         total = 0
         if open_round is not None:
             if self._assigned is None or self._assigned[0] != open_round:
-                assignment = here.assignment()
-                lengths = (s.stop - s.start for held in assignment.values() for s in held)
-                self._assigned = (open_round, assignment.get(here.me, ()), sum(lengths))
+                self._assigned = (open_round, *here.positions())
             _, spans, total = self._assigned
         # A follower loads what it lacks when it has replayed all updates: they begin from what it has.
         may_load = self._following is None or self._following.arrived
+        reload = self._reload
+        if reload is None or here.synced or (reload.term, reload.generation) != (here.term, here.generation):
+            reload = self._reload = None
         picture = Picture(
             welcomed=here.welcomed,
             stage=here.stage,
@@ -848,19 +1179,59 @@ class Driver:
             finished=here.finished and here.stage is io.Stage.RUNNING,
             run_state=here.run_state,
             wanted_state=self._outlet.wanted,
-            offered_state=self._intake.complete_for(here.generation) and not here.synced and may_load,
+            offered_state=(self._intake.complete_for(here.generation) and not here.synced and may_load)
+            or reload is not None,
             wanted_image=self._donating.wanted,
             offered_work=self._following is not None and self._following.has_work,
             compares_next=here.compares_next,
             inherited=bool(self._inheritance.counting),
+            synced=here.synced,
+            touched=here.touched,
             heir=here.takes_over or self._inheritance.open,
+            doomed=here.doomed,
+            reload=reload,
+            donor=here.donor,
+            due_digest=seat.roster[seat.rank].digest if seat is not None else b"",
+            wanted_kept=next(
+                ((outlet.wanted[0], held) for held, outlet in self._kept_outlets.items() if outlet.wanted[0]),
+                None,
+            ),
+            discard_after=self._discard_after,
+            name=seat.roster[seat.rank].name if seat is not None else "",
+            exchange=here.seat.exchange if here.seat is not None else "",
+            aside=self._aside,
+            cuts=seat.cuts if seat is not None else (),
+            first_step=here.first_step,
         )
         with self._changed:
-            if picture == self._picture and not self._ended:
+            if not self._ended and picture == self._picture:
                 return
             # Together, so that the trainer never sees an outcome beside the picture from before it.
             self._picture = picture
             for ended, outcome in self._ended:
                 ended.outcome = outcome
             self._ended.clear()
+            self._wake_trainer()
+
+    def _forget_asked(self, generation: int) -> None:
+        """What was asked for in an earlier generation is of another seat, perhaps, and nobody's any more."""
+        if generation == self._asked_in:
+            return
+        self._asked_in = generation
+        self._outlet.forget_others(generation)
+        for held, outlet in list(self._kept_outlets.items()):
+            outlet.forget_others(generation)
+            if not outlet.wanted[0]:
+                del self._kept_outlets[held]
+
+    def _wake_trainer(self) -> None:
+        """Locked.  Not for what it does not wait for, such as what it sent itself."""
+        if self._awaited is None or self._awaited(self._picture):
             self._changed.notify_all()
+
+
+def _is_payload(event: io.Event) -> bool:
+    """Of a round alone: what a peer sends for it, what the trainer adds to it or begins before it."""
+    if type(event) is io.Heard:
+        return type(event.message) in OF_ROUNDS
+    return type(event) is io.Extend or (type(event) is io.Submit and not event.whole)

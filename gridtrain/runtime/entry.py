@@ -3,30 +3,38 @@
 Decides which of this machine's identities a worker uses, and when the invitation has to be shown.
 Joins nothing.
 
-    enter(invitation)   a free identity of this run --status?--> known: go on
-                                                    --denied---> Enrol, over the invitation's own key
-                                                                 Enrolled: go on    Refused, denied: stop
+    enter(invitation)   each free identity of this run --status?--> known: go on
+                        none is known    --> Enrol, over the invitation's own key, of one that was put out,
+                                             else of a new one
+                                             Enrolled: go on      Refused, denied: stop, and say why
 
-The invitation's token is the secret half of a key pair that only lets its holder ask for enrolment.
-It never leaves this process; neither does the worker's own secret key, which lies in a 0600 file.
+A machine whose worker was put out does not make itself another key for the same invitation.
+
+The invitation's token is the secret half of a key pair that only lets its holder ask for enrolment.  It is
+kept where it was not needed (`guestbook`), beside the worker's own secret key, in 0600 files;
+neither is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
+from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.protocol.messages import Enrol, PeerId
 from gridtrain.runtime.client import DENIED, CoordinatorClient
+from gridtrain.runtime.guestbook import Guestbook
 from gridtrain.runtime.naming import state_directory
-from gridtrain.transport.curve import Identity, claim
+from gridtrain.transport.curve import Identity, claim_known
 
 NOT_VALID = "this invitation is not valid: it was used up, has expired, was withdrawn, or never was"
+
+INVITATION, PUT_OUT = "invitation", "put-out"
+"""Codes of refusals: of an invitation that is not valid, and of a key that was a member's."""
 
 CLEAR_ANSWER_S = 1.0
 """In the clear there is no handshake that could be refused: who is not known hears nothing."""
@@ -69,7 +77,7 @@ def enter(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False
 
     Raises:
         CoordinatorUnreachable: nobody answered in time.
-        JoinRefused: the invitation is not valid (any more), or this identity is banned.
+        JoinRefused: the invitation is not valid (any more), or this identity was put out or banned.
         ConfigError: the key files cannot be used.
     """
     if invitation.encrypted == unencrypted:
@@ -81,11 +89,7 @@ def enter(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False
             else "ask its owner for an encrypted run; for a benchmark add --unencrypted",
         )
     folder = state_directory(invitation.run) / "identities" / invitation.coordinator.hex()[:16]
-    with claim(folder) as (identity, path):
-        status = _status_if_known(invitation, identity, timeout_s)
-        if status is None:
-            enrol(invitation, identity.public, timeout_s)
-            status = ask_status(invitation, identity, timeout_s)
+    with _let_in(invitation, folder, timeout_s) as (path, status):
         yield Entry(
             coordinator=invitation.address,
             coordinator_key=invitation.coordinator,
@@ -94,6 +98,116 @@ def enter(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False
             identity=path,
             status=status,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Claimed:
+    """An identity that nobody else uses until `lock` is left."""
+
+    identity: Identity
+    path: Path
+    lock: contextlib.ExitStack
+
+
+@contextlib.contextmanager
+def _let_in(invitation: Invitation, folder: Path, timeout_s: float) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Hold an identity that the coordinator lets in, and ask how the run stands.  Raises as `enter`."""
+    book = Guestbook(folder)
+    with contextlib.ExitStack() as others:  # which nobody else has to try meanwhile
+        chosen, status = _chosen(book, invitation, folder, timeout_s, others)
+    with chosen.lock:
+        yield chosen.path, status or ask_status(invitation, chosen.identity, timeout_s)
+
+
+def _chosen(
+    book: Guestbook, invitation: Invitation, folder: Path, timeout_s: float, others: contextlib.ExitStack
+) -> tuple[_Claimed, dict[str, Any] | None]:
+    """An identity that is let in now, still locked; with the run's status if it was so before."""
+    put_out: list[_Claimed] = []
+    while (one := _claim(book, invitation, folder, fresh=not put_out)) is not None:
+        lock = others.enter_context(one.lock)
+        status = _status_if_known(invitation, one.identity, timeout_s)
+        if status is not None:
+            book.is_known(one.path)
+            return replace(one, lock=lock.pop_all()), status
+        if book.was_let_in(one.path):
+            put_out.append(one)
+        elif not put_out:
+            _enrol_new(book, invitation, one.identity, one.path, timeout_s)
+            return replace(one, lock=lock.pop_all()), None
+    one = put_out[0]
+    try:
+        enrol(invitation, one.identity.public, timeout_s)
+    except JoinRefused as refusal:
+        raise (put_out_of(invitation, one.identity) if refusal.code == INVITATION else refusal) from None
+    book.came_in(one.path, invitation)
+    return replace(one, lock=one.lock.pop_all()), None
+
+
+def _claim(book: Guestbook, invitation: Invitation, folder: Path, *, fresh: bool) -> _Claimed | None:
+    """One that neither we nor anybody else holds; None: none is left that was made before."""
+    with book.locked(), contextlib.ExitStack() as lock:
+        claimed = lock.enter_context(claim_known(folder, fresh=fresh))
+        if claimed is None:
+            return None
+        book.arrives(claimed[1], invitation)
+        return _Claimed(*claimed, lock.pop_all())
+
+
+def _enrol_new(
+    book: Guestbook, invitation: Invitation, identity: Identity, path: Path, timeout_s: float
+) -> None:
+    """With this invitation, or else with one that another worker of this machine did not need."""
+    try:
+        enrol(invitation, identity.public, timeout_s)
+        book.came_in(path, invitation)
+        return
+    except JoinRefused as refusal:
+        if refusal.code != INVITATION:
+            raise
+        refused = refusal
+    for other in book.spare(invitation):
+        if other.encrypted != invitation.encrypted:
+            continue
+        try:
+            enrol(replace(other, address=invitation.address), identity.public, timeout_s)
+        except JoinRefused:
+            book.is_worthless(other)
+            continue
+        book.came_in(path, other)
+        return
+    if book.has_other_keys(path):
+        raise JoinRefused(
+            INVITATION,
+            f"{refused.reason}; the keys of this machine that were let in are in use by other workers of it",
+            remedy="ask the run's owner for one more invitation; `gridtrain worker show` lists these workers",
+        )
+    raise refused
+
+
+def put_out_of(invitation: Invitation, identity: Identity) -> JoinRefused:
+    """A key that was let in before, and is not any more."""
+    digits = identity.public.hex()[:12]
+    return JoinRefused(
+        PUT_OUT,
+        f'this worker, key {digits}, was put out of the run "{invitation.run}", and this invitation does not '
+        "let it in again",
+        remedy=f"ask the run's owner for a new invitation (after a ban: and for gridtrain unban {digits})",
+    )
+
+
+def still_let_in(entry: Entry, timeout_s: float) -> bool:
+    """False: the coordinator does not know this worker's key any more.  True also where nobody answers."""
+    try:
+        with CoordinatorClient(
+            entry.coordinator, entry.coordinator_key, Identity.read(entry.identity), encrypted=entry.encrypted
+        ) as client:
+            client.status(timeout_s)
+    except JoinRefused as refusal:
+        return refusal.code != DENIED
+    except GridtrainError:
+        pass
+    return True
 
 
 def _status_if_known(invitation: Invitation, identity: Identity, timeout_s: float) -> dict[str, Any] | None:
@@ -133,4 +247,4 @@ def enrol(invitation: Invitation, peer: PeerId, timeout_s: float) -> None:
     except JoinRefused as refusal:
         if refusal.code != DENIED:
             raise
-        raise JoinRefused("invitation", NOT_VALID, remedy="ask the run's owner for a new one") from None
+        raise JoinRefused(INVITATION, NOT_VALID, remedy="ask the run's owner for a new one") from None

@@ -7,6 +7,9 @@ coordinator and to `Grid`), because it puts all of them together.
     local(train, workers=4)      coordinator thread
                                  4 x thread: train(grid)  --> [result of each]
                                              raises       --> the others are ended; raised again here
+
+What the coordinator knows changes in its thread at any time, so it is looked at in that thread, between two
+of its turns: `LocalGroup.snapshot` asks, and waits for the answer.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.errors import ConfigError
@@ -25,11 +29,14 @@ from gridtrain.optim.grid import Grid
 from gridtrain.protocol.door import Door
 from gridtrain.protocol.messages import PeerId
 from gridtrain.runtime.acquaintances import Acquaintances
+from gridtrain.runtime.owner import Owner
+from gridtrain.transport.credits import CreditTransport
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.injection import Faults
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 from gridtrain.transport.stack import over
 from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.log import Log, silent
 from gridtrain_coordinator.reception import gate_of
 from gridtrain_coordinator.store import Store
 
@@ -49,6 +56,7 @@ class LocalGroup:
         min_workers: the run starts with so many.
         hub: the network; give one with a `FaultPlan` to see what happens.
         faults: of the workers, at chosen steps: see `gridtrain.testing.Faults`.
+        log: gets one call for each event, in the coordinator's thread: level, event, fields.
 
     Attributes:
         keys: of the workers by name, for `FaultPlan`, `hub.kill` and the like.
@@ -63,6 +71,7 @@ class LocalGroup:
         hub: MemoryHub | None = None,
         deadlines: Deadlines | None = None,
         faults: Faults | None = None,
+        log: Log = silent,
     ) -> None:
         self.hub = hub or MemoryHub()
         self._faults = faults or Faults()
@@ -77,15 +86,21 @@ class LocalGroup:
         self._stop = threading.Event()
         self.keys: dict[str, PeerId] = {}
         self._joining = threading.Lock()  # guards `keys`, and that nobody joins behind `__exit__`'s back
-        store = Store.open(":memory:")
+        store, self._window = Store.open(":memory:"), _Window()
         self.coordinator = Coordinator.of_run(
-            self._transport, store, door, run="local", min_workers=min_workers, deadlines=self._deadlines
+            self._transport,
+            store,
+            door,
+            run="local",
+            min_workers=min_workers,
+            deadlines=self._deadlines,
+            window=self._window,
+            log=log,
         )
-        self._thread = threading.Thread(
-            target=self.coordinator.run, args=(self._stop,), name="gridtrain-coordinator", daemon=True
-        )
+        self._thread = threading.Thread(target=self._coordinate, name="gridtrain-coordinator", daemon=True)
 
     def __enter__(self) -> LocalGroup:
+        self._window.open_onto(self.coordinator)
         self._thread.start()
         return self
 
@@ -97,6 +112,14 @@ class LocalGroup:
         self._transport.wake()
         self._thread.join(END_S)
 
+    def snapshot(self) -> dict[str, Any]:
+        """What the coordinator knows now: its phase, members, latest events.  From any thread."""
+        answer = self._window.ask()
+        if answer is None:
+            return self.coordinator.snapshot()
+        self._transport.wake()
+        return answer.result()
+
     def join(
         self,
         name: str = "",
@@ -105,23 +128,20 @@ class LocalGroup:
         hidden: bool = False,
         checkpoint_every: int = 0,
         state_dir: str = "",
+        owner: Owner | None = None,
     ) -> Grid:
         """One more worker; to be used from one thread.  Raises `EndpointKilled` after the group's end.
 
         `hidden`: nobody can dial it, as behind NAT.  Checkpoints as in `gridtrain.join`, but none by default.
+        `owner`: may pause it.
         """
         with self._joining:
             name = name or f"worker-{len(self.keys) + 1}"
             if self.keys.get(name) in self.hub.endpoints:
                 raise ConfigError(f"there is a worker {name!r} in the group", remedy="choose another name")
-            identity, acquaintances = Identity.generate(), Acquaintances(self.key)
-            host = name if hidden else "memory"  # a router of its own: nobody else is behind the same one
-            transport = MemoryTransport(identity.public, self.hub, gate=acquaintances, host=host)
-            self.keys[name] = transport.me
-            if self._stop.is_set():
-                self.hub.kill(transport.me)
-            if hidden:
-                self.hub.hide(transport.me)
+            identity = Identity.generate()
+            self.keys[name] = identity.public
+            transport, acquaintances = self._endpoint(identity, name, hidden)
         config = JoinConfig(
             coordinator=self.ADDRESS,
             coordinator_key=self.key.hex(),
@@ -133,9 +153,77 @@ class LocalGroup:
             state_dir=state_dir,
             deadlines=self._deadlines,
         )
-        faulty = partial(self._faults.over, name=name, die=partial(self.hub.kill, transport.me))
-        stack = over(transport, identity, may_relay=acquaintances.may_relay, with_faults=faulty)
-        return Grid(stack, config, acquaintances)
+        grid = Grid(transport, config, acquaintances)
+        if owner is not None:
+            grid.led_by(owner, partial(self._endpoint, identity, name, hidden), _no_rates)
+        return grid
+
+    def _coordinate(self) -> None:
+        try:
+            self.coordinator.run(self._stop)
+        finally:
+            self._window.close()
+
+    def _endpoint(self, identity: Identity, name: str, hidden: bool) -> tuple[CreditTransport, Acquaintances]:
+        acquaintances = Acquaintances(self.key)
+        host = name if hidden else "memory"  # a router of its own: nobody else is behind the same one
+        memory = MemoryTransport(identity.public, self.hub, gate=acquaintances, host=host)
+        if self._stop.is_set():
+            self.hub.kill(identity.public)
+        if hidden:
+            self.hub.hide(identity.public)
+        faulty = partial(self._faults.over, name=name, die=partial(self.hub.kill, identity.public))
+        return over(memory, identity, may_relay=acquaintances.may_relay, with_faults=faulty), acquaintances
+
+
+def _no_rates(upload_Bps: float | None, download_Bps: float | None) -> None:
+    """Memory has no line."""
+
+
+class _Window:
+    """Through which the group's own process looks in; see `gridtrain_coordinator.daemon.Window`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._coordinator: Coordinator | None = None  # its thread runs
+        self._asked: list[Future[dict[str, Any]]] = []
+
+    def open_onto(self, coordinator: Coordinator) -> None:
+        with self._lock:
+            self._coordinator = coordinator
+
+    def close(self) -> None:
+        with self._lock:
+            try:
+                self._answer()
+            finally:
+                self._coordinator = None
+
+    def ask(self) -> Future[dict[str, Any]] | None:
+        """None: no thread changes anything, whoever asks may look by itself."""
+        with self._lock:
+            if self._coordinator is None:
+                return None
+            self._asked.append(Future())
+            return self._asked[-1]
+
+    def show(self, picture: Mapping[str, Any]) -> None:
+        """Nobody is there who would look at it."""
+
+    def orders(self) -> Iterator[NoReturn]:
+        """None ever; between two turns is the moment to answer."""
+        with self._lock:
+            self._answer()
+        return iter(())
+
+    def _answer(self) -> None:
+        """Locked, in the coordinator's thread."""
+        while self._asked and self._coordinator is not None:
+            asked = self._asked.pop()
+            try:
+                asked.set_result(self._coordinator.snapshot())
+            except Exception as error:
+                asked.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)

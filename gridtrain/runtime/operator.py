@@ -5,18 +5,22 @@ that it comes from whoever may read `operator.key` is all that gives it force.
 
     state folder --find--> Contact --> Operator -- Invite Expel Pardon --> coordinator
                                                 <---- Done | Refused ----
+
+A coordinator hears the latest connection of a key only, and all commands of this machine show one key: so
+each question has a connection of its own, and they take turns (a lock on the key's file).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from gridtrain.errors import ConfigError, JoinRefused, RemoteProtocolError
 from gridtrain.protocol.invitation import RUN_NAME, Invitation
@@ -26,6 +30,8 @@ from gridtrain.runtime.naming import state_directory
 from gridtrain.transport.base import Transport
 from gridtrain.transport.contact import CONTACT_FILE, OPERATOR_KEY, ContactFile
 from gridtrain.transport.curve import Identity
+
+Answer = TypeVar("Answer")
 
 ANSWER_S = 5.0
 LOOK_S = 0.05
@@ -39,6 +45,7 @@ class Contact:
     Attributes:
         address: what workers are told.
         here: what this machine dials.
+        key_file: of the operator's key, where those who use it take turns; None: nobody else does.
     """
 
     address: str
@@ -47,6 +54,7 @@ class Contact:
     run: str
     encrypted: bool
     operator: Identity
+    key_file: Path | None = None
 
     @classmethod
     def find(cls, run: str = "default", state: Path | None = None, *, wait_s: float = 0.0) -> Contact:
@@ -72,28 +80,39 @@ class Contact:
                 f'{folder / CONTACT_FILE} is of the run "{found.run}", not "{run}"',
                 remedy=f"name it: --run {found.run}, or its folder with --state",
             )
-        operator = Identity.read(folder / OPERATOR_KEY)
-        return cls(found.address, found.here, found.coordinator, found.run, found.encrypted, operator)
+        key_file = folder / OPERATOR_KEY
+        operator = Identity.read(key_file)
+        return cls(
+            found.address, found.here, found.coordinator, found.run, found.encrypted, operator, key_file
+        )
 
 
 class Operator:
-    """A connection to the coordinator with the operator's key; a context manager.
+    """Asks the coordinator with the operator's key; a context manager.
 
     Args:
-        transport: with the operator's identity; it is closed at the end.  None: ZeroMQ.
+        transport: with the operator's identity; it is closed at the end.  None: ZeroMQ, connected for each
+            question, when no other program of this machine asks one.
 
     Raises `ConfigError`, `CoordinatorUnreachable`.
     """
 
     def __init__(self, contact: Contact, transport: Transport | None = None) -> None:
         self.contact = contact
-        self._client = CoordinatorClient(
-            contact.here,
-            contact.coordinator,
-            contact.operator,
-            encrypted=contact.encrypted,
-            transport=transport,
+        self._client = None if transport is None else self._connected(transport)
+
+    def _connected(self, transport: Transport | None = None) -> CoordinatorClient:
+        to = self.contact
+        return CoordinatorClient(
+            to.here, to.coordinator, to.operator, encrypted=to.encrypted, transport=transport
         )
+
+    def _ask(self, question: Callable[[CoordinatorClient], Answer], timeout_s: float) -> Answer:
+        with _explained(self.contact):
+            if self._client is not None:
+                return question(self._client)
+            with _in_turn(self.contact.key_file, timeout_s), self._connected() as client:
+                return question(client)
 
     def __enter__(self) -> Operator:
         return self
@@ -101,7 +120,8 @@ class Operator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._client.__exit__(kind, error, trace)
+        if self._client is not None:
+            self._client.__exit__(kind, error, trace)
 
     def order(self, message: Invite | Expel | Pardon, timeout_s: float = ANSWER_S) -> str:
         """What the coordinator says when it is done; for people.
@@ -111,8 +131,7 @@ class Operator:
             JoinRefused: it refuses, with its own code and words; code "denied": it does not know this key.
             RemoteProtocolError: who answers is no coordinator.
         """
-        with _explained(self.contact):
-            reply = self._client.ask(message, timeout_s)
+        reply = self._ask(lambda client: client.ask(message, timeout_s), timeout_s)
         if not isinstance(reply, Done):
             raise RemoteProtocolError(
                 f"the coordinator answered an order with {type(reply).__name__}",
@@ -122,8 +141,7 @@ class Operator:
 
     def status(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """See `CoordinatorClient.status`.  Raises as `order`."""
-        with _explained(self.contact):
-            return self._client.status(timeout_s)
+        return self._ask(lambda client: client.status(timeout_s), timeout_s)
 
     def invite(self, uses: int, expires_s: float, address: str = "") -> Invitation:
         """A new invitation; its token is made here and never leaves but in the invitation.
@@ -141,6 +159,27 @@ class Operator:
     def withdraw(self, invitation: Invitation) -> str:
         """Raises as `order`."""
         return self.order(Invite(Identity.from_secret(invitation.token).public, 1, 0.0))
+
+
+@contextlib.contextmanager
+def _in_turn(key_file: Path | None, timeout_s: float) -> Iterator[None]:
+    """Alone with the key, where the others take turns, too; who has waited `timeout_s` goes on anyway."""
+    if key_file is None:
+        yield
+        return
+    deadline_s = time.monotonic() + timeout_s
+    with key_file.open("rb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when the file is closed
+                break
+            except BlockingIOError:  # somebody asks
+                if (left_s := deadline_s - time.monotonic()) <= 0:
+                    break
+                time.sleep(min(left_s, LOOK_S))
+            except OSError:  # this file system has no locks: nobody takes turns on it
+                break
+        yield
 
 
 @contextlib.contextmanager

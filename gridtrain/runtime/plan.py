@@ -18,7 +18,10 @@ class StepPlan:
         rank, world_size: in the generation that runs it.
         samples: samples behind this worker's gradient, n_i (0: it takes part with zeros).
         total_samples: samples of the whole step, N = sum of all n_i.
+        exchange: what the coordinator has chosen, if that is its to do.
         compare: newcomers have entered: after this step all members compare their states.
+        cuts: of a model in stages, where the generation's stages begin, and the number of blocks.
+        generation, first_step: the membership that runs it, and the first step that this one ran.
     """
 
     step: int
@@ -28,6 +31,10 @@ class StepPlan:
     samples: int
     total_samples: int
     compare: bool = False
+    exchange: str = ""
+    cuts: tuple[int, ...] = ()
+    generation: int = 0
+    first_step: int = 0
 
     @property
     def weight(self) -> float:

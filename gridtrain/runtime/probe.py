@@ -18,7 +18,7 @@ class Prober:
     """One probe at a time; the smallest round trip of each target counts."""
 
     def __init__(self) -> None:
-        self._targets: set[PeerId] = set()
+        self._targets: tuple[PeerId, ...] = ()
         self._best_s: dict[PeerId, float] = {}
         self._left: dict[PeerId, int] = {}
         self._sent: dict[int, tuple[PeerId, float]] = {}
@@ -30,7 +30,7 @@ class Prober:
         self, targets: tuple[tuple[PeerId, str], ...], transport: Transport, now_s: float, limit_s: float
     ) -> None:
         """Ping those that are connected, the others when they are; `limit_s` bounds the whole."""
-        self._targets = {peer for peer, _ in targets}
+        self._targets = tuple(dict.fromkeys(peer for peer, _ in targets))
         self._best_s, self._sent = {}, {}
         self._left = dict.fromkeys(self._targets, PINGS)
         self.until_s, self._running = now_s + 0.8 * limit_s, True
@@ -52,11 +52,11 @@ class Prober:
             self._ping(peer, transport, now_s)
 
     def done(self, now_s: float) -> tuple[tuple[PeerId, float], ...] | None:
-        """Round trips in seconds, once; None while the probe runs or none was asked for."""
+        """Round trips in seconds, once, in the order of targets; None while it runs or none was asked for."""
         if not self._running or (any(self._left.values()) and now_s < self.until_s):
             return None
         self._running = False
-        return tuple(sorted(self._best_s.items()))
+        return tuple((peer, self._best_s[peer]) for peer in self._targets if peer in self._best_s)
 
     def _ping(self, peer: PeerId, transport: Transport, now_s: float) -> None:
         self._nonce += 1

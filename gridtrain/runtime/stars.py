@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from gridtrain.errors import LocalProtocolError
 from gridtrain.protocol.collective import AddSlice, Collective, StoreOf, StoreSlice, WorkspaceEffect
 from gridtrain.protocol.messages import Place
 from gridtrain.protocol.ring import slices_of
-from gridtrain.protocol.star import ROOT, DenseStar, SparseStar
+from gridtrain.protocol.star import DenseStar, SparseStar
 from gridtrain.protocol.tree import Tree
 from gridtrain.runtime import buffers
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace
+from gridtrain.runtime.direct import DirectWorkspace
 from gridtrain.sparsify.merge import FloatArray, sum_in_rank_order, truncate
 from gridtrain.wire.sparse import Sparse
 
@@ -81,15 +81,7 @@ class DenseStarWorkspace:
     """
 
     def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int | None = None) -> None:
-        if (
-            contribution_N.ndim != 1
-            or contribution_N.dtype != np.float32
-            or not contribution_N.flags.c_contiguous
-        ):
-            raise LocalProtocolError(
-                f"contribution is {contribution_N.dtype} of shape {contribution_N.shape}: "
-                "must be float32 of shape (n,), contiguous"
-            )
+        buffers._check_contribution(contribution_N)
         self.update_N = contribution_N
         self._world_size = world_size
         if slice_bytes is None:
@@ -125,12 +117,18 @@ class DenseStarWorkspace:
         return self.update_N[start:stop]
 
 
+DENSE_WORKSPACES: dict[str, type[DenseWorkspace] | type[DenseStarWorkspace]] = {
+    "ring": DenseWorkspace,
+    "direct": DirectWorkspace,
+    "star": DenseStarWorkspace,
+}
+
+
 def dense_workspace(
     topology: str, contribution_N: FloatArray, world_size: int
 ) -> DenseWorkspace | DenseStarWorkspace:
     """The one for `Dense(topology=...)`."""
-    made = DenseStarWorkspace if topology == "star" else DenseWorkspace
-    return made(contribution_N, world_size)
+    return DENSE_WORKSPACES[topology](contribution_N, world_size)
 
 
 SPARSE_WORKSPACES: dict[str, type[ButterflyWorkspace]] = {
@@ -139,12 +137,3 @@ SPARSE_WORKSPACES: dict[str, type[ButterflyWorkspace]] = {
     "star": StarWorkspace,
 }
 """Those for `GTopK(topology=...)`."""
-
-__all__ = [
-    "ROOT",
-    "SPARSE_WORKSPACES",
-    "DenseStarWorkspace",
-    "StarWorkspace",
-    "TreeWorkspace",
-    "dense_workspace",
-]

@@ -7,18 +7,21 @@ Decides nothing about who gives to whom (`protocol.member` does) and opens no bl
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError, TransportError
-from gridtrain.protocol.messages import PeerId, StateBlock
+from gridtrain.protocol.messages import PeerId, StateBlock, StateDigest
 from gridtrain.transport.base import Transport
 
 BLOCK_BYTES = 1 << 20
 BACKLOG_BYTES = 4 << 20  # how much is queued in the transport at a time
 MAX_STATE_BYTES = 64 << 30
 MAX_BLOBS = 4096
+DIGEST_BYTES = 32
 MAX_ASKS = 32
 """How often one joiner is served in one generation; an honest one asks again when a connection broke."""
 
@@ -34,56 +37,96 @@ def cut(blobs: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     return blocks
 
 
+def state_digest(blobs: Sequence[bytes | memoryview]) -> bytes:
+    """32 bytes of blake2b over the payloads of all blocks: about a second for a gigabyte."""
+    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for block in cut(blobs):
+        total.update(block)
+    return total.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    term: int
+    generation: int
+    whole: bool
+    have: int
+    digest: bool
+
+
 class StateOutlet:
     """The donor's side: sends the captured state to whoever asked, as the transport drains."""
 
     def __init__(self) -> None:
-        self._waiting: dict[PeerId, tuple[int, int, bool]] = {}  # term, generation, whole
-        self._queues: dict[PeerId, deque[StateBlock]] = {}
-        self._captured: tuple[int, Sequence[bytes | memoryview]] = (0, [])
+        self._waiting: dict[PeerId, _Ask] = {}
+        self._queues: dict[PeerId, deque[StateDigest | StateBlock]] = {}
+        self._captured: tuple[int, Sequence[bytes | memoryview], bytes] = (0, [], b"")
         self._asks: dict[tuple[PeerId, int], int] = {}
 
     @property
     def wanted(self) -> tuple[int, bool]:
         """Generation whose joiners wait for the trainer to capture, and whether the whole; 0: none."""
-        return max(
-            ((generation, whole) for _, generation, whole in self._waiting.values()), default=(0, False)
-        )
+        return max(((ask.generation, ask.whole) for ask in self._waiting.values()), default=(0, False))
 
-    def ask(self, peer: PeerId, term: int, generation: int, *, whole: bool = True) -> None:
+    def ask(
+        self,
+        peer: PeerId,
+        term: int,
+        generation: int,
+        *,
+        whole: bool = True,
+        have: int = 0,
+        digest: bool = False,
+    ) -> None:
         """A joiner wants the state as of `generation`, or its first part; what was captured serves all.
 
         Bounded: an answer is as long as the model, a request is short.
+
+        Args:
+            have: so many blocks are there already.
+            digest: nothing but the digest is wanted.
         """
         asks = self._asks[peer, generation] = self._asks.get((peer, generation), 0) + 1
         if _asks_too_often(asks):
             return
-        self._waiting[peer] = (term, generation, whole)
+        self._waiting[peer] = _Ask(term, generation, whole, have, digest)
         self._queues.pop(peer, None)
         self._serve()
 
-    def fill(self, generation: int, blobs: Sequence[bytes | memoryview]) -> None:
-        """The trainer captured its state for `generation`."""
-        self._captured = (generation, blobs)
+    def fill(self, generation: int, blobs: Sequence[bytes | memoryview], digest: bytes = b"") -> None:
+        """The trainer captured its state for `generation`; `digest`: see `state_digest`; empty: none."""
+        self._captured = (generation, blobs, digest)
         self._serve()
+
+    def forget_others(self, generation: int) -> None:
+        """Whoever asked in another generation asks anew, if it still lacks the state; 0: this worker has no
+        seat, and gives to nobody."""
+        self._waiting = {peer: ask for peer, ask in self._waiting.items() if ask.generation == generation}
+        self._asks = {at: asks for at, asks in self._asks.items() if at[1] == generation}
+        if self._captured[0] != generation:
+            self._captured = (0, [], b"")
+        for peer, queue in list(self._queues.items()):
+            if not queue or queue[0].generation != generation:
+                del self._queues[peer]
 
     def forget(self) -> None:
         """The generation has started: its members hold the state, and it is about to change."""
-        self._captured = (0, [])
+        self._captured = (0, [], b"")
         self._waiting.clear()
         self._queues.clear()
         self._asks.clear()
 
     def _serve(self) -> None:
-        generation, blobs = self._captured
-        for peer, (term, asked, whole) in list(self._waiting.items()):
-            if asked == generation and (len(blobs) > 1 or not whole):
+        generation, blobs, digest = self._captured
+        for peer, ask in list(self._waiting.items()):
+            if ask.generation == generation and (len(blobs) > 1 or not ask.whole):
                 del self._waiting[peer]
-                blocks = cut(blobs if whole else blobs[:1])
-                self._queues[peer] = deque(
-                    StateBlock(term, generation, index, len(blocks), block)
-                    for index, block in enumerate(blocks)
-                )
+                blocks = cut(blobs if ask.whole else blobs[:1])
+                queue = self._queues[peer] = deque()
+                if ask.whole and digest:
+                    queue.append(StateDigest(ask.term, generation, digest))
+                for index, block in enumerate(blocks[ask.have :] if not ask.digest else ()):
+                    queue.append(StateBlock(ask.term, generation, ask.have + index, len(blocks), block))
 
     def ready(self, transport: Transport) -> bool:
         return any(transport.backlog_bytes(peer) < BACKLOG_BYTES for peer in self._queues)
@@ -110,8 +153,13 @@ class StateIntake:
     its bytes come.  What comes after a gap is dropped, because a connection that broke may have lost
     some; the joiner asks again, and block 0 begins anew.
 
+    What another joiner has passed on counts once all of it is there and has the donor's digest.
+
     Args:
         max_bytes: the largest state that this worker's model can have; `allow` changes it.
+
+    Attributes:
+        keeps: the blocks stay after they were read, until `release`, as they are passed on.
     """
 
     def __init__(self, max_bytes: int = MAX_STATE_BYTES) -> None:
@@ -120,31 +168,77 @@ class StateIntake:
         self._lengths: tuple[int, ...] = ()
         self._sizes: list[int] = []  # of all blocks, the table's first; empty: no table has come
         self._blocks: list[bytes] = []
+        self._passed: list[bytes] = []  # of the state that was read, for others
+        self._read = 0  # so many blocks it had
+        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._vouched = True  # the donor itself has given all blocks
+        self._due: tuple[int, bytes] = (0, b"")  # generation, and the digest of its state
+        self.keeps = False
 
     def allow(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
 
     def forget(self) -> None:
         """What came is of no use: another one is asked for."""
-        self._id, self._blocks, self._sizes = (0, 0), [], []
+        self._id, self._blocks, self._sizes, self._passed, self._read = (0, 0), [], [], [], 0
+
+    def release(self) -> None:
+        """Nothing is passed on any more."""
+        self._passed = []
+
+    def expect(self, generation: int, digest: bytes) -> None:
+        """The donor says what its state's digest is."""
+        self._due = (generation, digest)
+
+    def have(self, generation: int) -> int:
+        """So many blocks of this generation's state are here, or were."""
+        return (len(self._blocks) or self._read) if generation == self._id[1] else 0
+
+    def passable(self, generation: int, index: int) -> tuple[int, bytes] | None:
+        """How many blocks there are, and this one, to be passed on; None: it has not come yet."""
+        blocks = self._blocks or self._passed
+        if generation != self._id[1] or index >= len(blocks):
+            return None
+        return len(self._sizes) or len(self._passed), blocks[index]
+
+    def lacks_word(self, generation: int) -> bool:
+        """All of it is there, and the donor has not said yet whether it is right."""
+        return self._has_all(generation) and not self._vouched and self._due[0] != generation
+
+    def is_refuted(self, generation: int) -> bool:
+        """All of it is there, and it is not what the donor has."""
+        told = self._due[0] == generation and not self._vouched
+        return self._has_all(generation) and told and self._due[1] != self._hash.digest()
+
+    def _has_all(self, generation: int) -> bool:
+        return generation == self._id[1] and 0 < len(self._sizes) == len(self._blocks)
 
     @property
     def held_bytes(self) -> int:
         return sum(len(block) for block in self._blocks)
 
-    def take(self, block: StateBlock) -> None:
-        """Raises `RemoteProtocolError` for a block that cannot belong to the others."""
+    def left_bytes(self, generation: int) -> int:
+        """Of the state for this generation, so much has not come yet; 0: nothing of it has."""
+        return sum(self._sizes[len(self._blocks) :]) if generation == self._id[1] else 0
+
+    def take(self, block: StateBlock, *, vouched: bool = True) -> None:
+        """Raises `RemoteProtocolError` for a block that cannot belong to the others.
+
+        `vouched`: it is the donor's, not passed on by another.
+        """
         here = (block.term, block.generation)
-        if here == self._id and self._sizes and len(self._blocks) == len(self._sizes):
+        if here == self._id and (self._read or (self._sizes and len(self._blocks) == len(self._sizes))):
             return  # asked for twice, complete already
         payload = bytes(block.payload)
         if block.index == 0:
-            self._id, self._blocks, self._sizes = here, [], []
+            self.forget()
+            self._id = here
             self._lengths = _read_table(payload)
             _check_state(self._lengths, self._max_bytes)
             sizes = [len(payload), *_block_sizes(self._lengths)]
             _check_total(block.total, len(sizes))
-            self._sizes, self._blocks = sizes, [payload]
+            self._sizes, self._blocks, self._vouched = sizes, [payload], vouched
+            self._hash = hashlib.blake2b(payload, digest_size=DIGEST_BYTES)
             return
         if here != self._id or not self._sizes:
             return  # its table was lost with a connection
@@ -153,16 +247,25 @@ class StateIntake:
             return
         _check_block(block.index, len(payload), self._sizes[block.index])
         self._blocks.append(payload)
+        self._vouched = self._vouched and vouched
+        self._hash.update(payload)
+
+    @property
+    def complete(self) -> bool:
+        """For the generation of which the latest blocks are."""
+        return self.complete_for(self._id[1])
 
     def complete_for(self, generation: int) -> bool:
-        return generation == self._id[1] and 0 < len(self._sizes) == len(self._blocks)
+        return self._has_all(generation) and (self._vouched or self._due == (generation, self._hash.digest()))
 
     def blobs(self) -> tuple[int, int, list[bytes]]:
         """Term, generation and the donor's blobs, of a complete state; the blocks are released."""
-        if not self.complete_for(self._id[1]):
+        if not self.complete:
             raise LocalProtocolError(f"a state of {len(self._sizes)} blocks is read before they are there")
         whole = b"".join(self._blocks[1:])
-        self._blocks, self._sizes = [], []
+        self._passed, self._read = self._blocks if self.keeps else [], len(self._blocks)
+        self._sizes = []  # first: the loop's thread may ask between the two what is lacking, and all is here
+        self._blocks = []
         blobs, offset = [], 0
         for length in self._lengths:
             blobs.append(whole[offset : offset + length])

@@ -27,6 +27,7 @@ from gridtrain.protocol.collective import (
     StoreOf,
     StoreSlice,
 )
+from gridtrain.protocol.direct import Direct
 from gridtrain.protocol.gtopk import Butterfly
 from gridtrain.protocol.lines import Network, Traffic
 from gridtrain.protocol.loads import HEADER_BYTES, Kind, Load, slices_of
@@ -44,6 +45,9 @@ def cores_of(load: Load, world_size: int) -> list[Collective]:
         case Kind.DENSE:
             slices = slices_of(load, world_size)
             return [Ring(rank, world_size, slices, False) for rank in range(world_size)]
+        case Kind.DIRECT:
+            slices = slices_of(load, world_size)
+            return [Direct(rank, world_size, slices, False) for rank in range(world_size)]
         case Kind.TOPK:
             return [AllGather(rank, world_size, False) for rank in range(world_size)]
         case Kind.GTOPK:
@@ -124,7 +128,7 @@ def simulate(load: Load, network: Network, work: WorkTime = lambda work: 0.0) ->
     """Run the real cores of `load` over `network` to the end; no vote, no work before or after."""
     size = network.size
     slices = slices_of(load, size)
-    parts = {Kind.DENSE: size * slices, Kind.STAR: slices}.get(load.kind, 1)
+    parts = {Kind.DENSE: size * slices, Kind.DIRECT: size * slices, Kind.STAR: slices}.get(load.kind, 1)
     exchange = Exchange(cores_of(load, size), network, load.unit_bytes / parts + HEADER_BYTES, work)
     exchange.run()
     return exchange

@@ -6,7 +6,8 @@ so a seed is a history.  Never opens a message.
     a sends --> [cut? lost? queue at bandwidth] --> delay --> [cut? crashed?] --> b's deliver(a, b, message)
 
 As real networks do it, an edge without `in_order` overtakes itself; a message in flight when the edge
-is cut, or when its receiver crashes, is gone.  What a node sent before it crashed still arrives.
+is cut, or when its receiver crashes, is gone.  What a node sent before it crashed still arrives; what was
+meant for it then does not, even if it is back by the time.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Network(Generic[Node, Message]):
         self._links: dict[tuple[Node, Node], Link] = {}
         self._receivers: dict[Node, Callable[[Node, Node, Message], None]] = {}
         self._crashed: set[Node] = set()
+        self._deaths: dict[Node, int] = {}
         self._cut: set[tuple[Node, Node]] = set()
         self._free_at_s: dict[tuple[Node, Node], float] = {}
         self._last_arrival_s: dict[tuple[Node, Node], float] = {}
@@ -82,6 +84,7 @@ class Network(Generic[Node, Message]):
         edge, link = (src, dst), self._links.get((src, dst), self._default)
         if src in self._crashed or edge in self._cut or self._random.random() < link.loss:
             return
+        deaths = self._deaths.get(dst, 0)
         begins_s = max(self.clock.now_s, self._free_at_s.get(edge, 0.0))
         sent_s = self._free_at_s[edge] = begins_s + nbytes / link.bandwidth_Bps
         for _ in range(2 if self._random.random() < link.duplicate else 1):
@@ -89,11 +92,17 @@ class Network(Generic[Node, Message]):
             if link.in_order:
                 arrives_s = max(arrives_s, self._last_arrival_s.get(edge, 0.0))
                 self._last_arrival_s[edge] = arrives_s
-            self.clock.call_at(arrives_s, lambda: self._arrive(src, dst, message))
+            self.clock.call_at(arrives_s, lambda: self._arrive(src, dst, message, deaths))
 
     def call_at(self, when_s: float, action: Callable[[], None], *, node: Node | None = None) -> None:
         """A timer; one that belongs to a `node` dies with it."""
-        self.clock.call_at(when_s, lambda: None if node in self._crashed else action())
+        deaths = 0 if node is None else self._deaths.get(node, 0)
+
+        def due() -> None:
+            if node is None or not self._is_dead(node, deaths):
+                action()
+
+        self.clock.call_at(when_s, due)
 
     # -- what goes wrong ---------------------------------------------------------------------------
 
@@ -102,8 +111,13 @@ class Network(Generic[Node, Message]):
         self._links[src, dst] = link
 
     def crash(self, node: Node) -> None:
-        """For ever: one that comes back is a new node."""
+        """For ever, or until `revive`; one that comes back has nothing of what it was."""
         self._crashed.add(node)
+        self._deaths[node] = self._deaths.get(node, 0) + 1
+
+    def revive(self, node: Node) -> None:
+        """A node of the same name: its old timers, and what was on the way to it, are gone."""
+        self._crashed.discard(node)
 
     def cut(self, side: Iterable[Node], other: Iterable[Node]) -> None:
         """Nothing passes between the two sides, in either direction, until `heal`."""
@@ -130,8 +144,12 @@ class Network(Generic[Node, Message]):
         self.clock.step()
         return self._delivery
 
-    def _arrive(self, src: Node, dst: Node, message: Message) -> None:
-        if dst in self._crashed or (src, dst) in self._cut:
+    def _is_dead(self, node: Node, deaths: int) -> bool:
+        """Is the node, which had died so often when it was looked at, dead now, or another one?"""
+        return node in self._crashed or self._deaths.get(node, 0) != deaths
+
+    def _arrive(self, src: Node, dst: Node, message: Message, deaths: int) -> None:
+        if self._is_dead(dst, deaths) or (src, dst) in self._cut:
             return
         self._delivery = Delivery(self.clock.now_s, src, dst, message)
         self._receivers[dst](src, dst, message)

@@ -13,10 +13,11 @@ position determines, so that sums are exact and every lost or doubled sample sho
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from gridtrain.config import Deadlines
@@ -93,7 +94,9 @@ class Log:
     start_overs: int = 0
     voided: int = 0
     state_transfers: int = 0
+    passed_on: int = 0
     rollbacks: int = 0
+    reborn: int = 0  # processes that came with the key of one that had just died
     blackouts: int = 0  # moments in which no worker was alive any more
     blank_backups: int = 0  # of the lost ones, and of take-overs: nothing was left that names a member
     take_overs: int = 0
@@ -131,11 +134,14 @@ class SimWorker:
         self._batch: tuple[m.Span, ...] = ()
         self._batch_step = -1
         self._computing = False
+        self.has_computed = False  # a batch, at least
         self._frozen = False
         self._offered: m.StateBlock | None = None
         self._missed: list[io.Event] = []
         self._workspaces: dict[m.Channel, Any] = {}
-        self._wanted: list[tuple[m.PeerId, int, int]] = []
+        self._wanted: list[tuple[m.PeerId, int, int, bool]] = []
+        self._passing: list[tuple[m.PeerId, int, int]] = []  # who gets from us what comes
+        self._came: m.StateBlock | None = None
         self._progress = 0
         self._spoilt = False  # a payload of the open round was refused
         self._estates: dict[m.PeerId, Any] = {}  # complete residuals of leavers that do not count yet
@@ -184,11 +190,11 @@ class SimWorker:
     def pulse(self) -> None:
         if self._frozen:
             return
-        self.handle(io.Pulse(self._progress, not self._computing, ()))
+        self.handle(io.Pulse(self._progress, not self._computing, self.world.figures(self)))
         self.tick()
 
     def enter(self) -> None:
-        self.handle(io.Enter(self._setup, self.world.edges))
+        self.handle(io.Enter(self._setup, self.world.edges, None, self.world.choices))
 
     def _carry_out(self, effects: list[io.Effect]) -> None:
         queue = list(effects)
@@ -228,13 +234,21 @@ class SimWorker:
                 world.dial(self.peer, peer, address)
             case io.HangUp(peer):
                 world.break_edge(self.peer, peer, None)
-            case io.Probe():
+            case io.Probe(probe):
+                if rates := world.rates_Bps(self.peer, [peer for peer, _ in probe]):
+                    world.send(self.peer, COORDINATOR, m.Rates(rates))
                 return self._ask(io.Probed(()))
-            case io.GiveState(peer, term, generation):
-                self._wanted.append((peer, term, generation))
+            case io.GiveState(peer, term, generation) as asked:
+                self._wanted.append((peer, term, generation, asked.digest))
+            case io.PassOn(peer, term, generation):
+                self._passing.append((peer, term, generation))
+                self._pass_on()
+            case io.TakeDigest():
+                pass  # what is passed on is right here
             case io.TakeBlock(_, block):
                 world.log.state_transfers += 1
-                self._offered = block
+                self._offered = self._came = block
+                self._pass_on()
             case io.Follow():
                 # What it copies meanwhile is not simulated: it gets the state when it enters.
                 world.later(world.follow_s(), self.peer, self._catch_up)
@@ -312,18 +326,30 @@ class SimWorker:
             self._computing, block, self._offered = True, self._offered, None
             self.world.later(self.world.restore_s(), self.peer, lambda: self._restored(block))
             return
-        for peer, term, generation in self._wanted:
+        for peer, term, generation, digest in self._wanted:
             if self.core.seat is not None and (term, generation) == (
                 self.core.seat.term,
                 self.core.seat.generation,
             ):
-                self.world.send(self.peer, peer, m.StateBlock(term, generation, 0, 1, self.trainer.capture()))
+                block = m.StateBlock(term, generation, 0, 1, None if digest else self.trainer.capture())
+                told = m.StateDigest(term, generation, b"") if digest else block
+                self.world.send(self.peer, peer, told)
         self._wanted.clear()
-        if self.core.next_round is None:
+        if self.core.next_round is None or (self.core.awaits_choice and self.has_computed):
             return
         self._computing = True
         fresh = self._batch_step != self.core.step
         self.world.later(self.world.compute_s(self.peer) if fresh else 0.0, self.peer, self._submit)
+
+    def _pass_on(self) -> None:
+        """The loop's thread does it, whatever the trainer is doing."""
+        came = self._came
+        for asked in list(self._passing):
+            peer, term, generation = asked
+            if came is not None and (term, generation) == (came.term, came.generation):
+                self._passing.remove(asked)
+                self.world.log.passed_on += 1
+                self.world.send(self.peer, peer, came)
 
     def _restored(self, block: m.StateBlock) -> None:
         self._computing = False
@@ -340,6 +366,9 @@ class SimWorker:
         round_id, seat = self.core.next_round, self.core.seat
         if not self.alive or round_id is None or seat is None or self._leaves_by_s is not None:
             self._go_on()
+            return
+        self.has_computed = True
+        if self.core.awaits_choice:  # the gradient waits for an exchange
             return
         spans = self.core.assignment().get(self.peer, ())
         if self._batch_step == self.core.step and spans not in ((), self._batch):
@@ -377,6 +406,7 @@ class World:
         make_trainer: called for each worker that joins.
         edges: see `member_io.Enter`.
         setup: what all workers bring.
+        choices: see `member_io.Enter`.
         behind_nat: the part of the workers that nobody can dial.
         skips: how often a worker's gradient is not finite.
         slow_restore: how often a joiner takes longer to load a state than anybody waits.
@@ -386,7 +416,7 @@ class World:
         self,
         seed: int,
         make_trainer: Callable[[], Trainer],
-        edges: Callable[[int, int], frozenset[int]],
+        edges: Callable[..., frozenset[int]],
         setup: m.Setup,
         *,
         min_workers: int,
@@ -396,7 +426,10 @@ class World:
         skips: float = 0.0,
         slow_restore: float = 0.0,
         checkpoint_every: int = 3,
+        choices: Mapping[str, Callable[[int, int], frozenset[int]]] = MappingProxyType({}),
+        reshare_s: float = 30.0,
     ) -> None:
+        self.choices = choices
         self.random = Random(seed)
         self.coverage = Coverage()
         self.checkpoint_every = checkpoint_every
@@ -425,11 +458,14 @@ class World:
             ready_s=6.0,
             route_s=2.0,
             regather_s=10.0,
+            reshare_s=reshare_s,
+            recut_s=3.0,
         )
         self.network: Network[m.PeerId, Any] = Network(seed, Link(delay_s=delay_s, in_order=True))
         self.edges = edges
         self.log = Log()
         self.workers: dict[m.PeerId, SimWorker] = {}
+        self.reborn: set[m.PeerId] = set()  # keys of which another process has come
         self._make_trainer = make_trainer
         self._setup = setup
         self._compute_s = compute_s
@@ -466,18 +502,45 @@ class World:
         peer = self.random.randbytes(32)
         if self._nat.random() < self._behind_nat:
             self._hidden.add(peer)
+        self.log.joins += 1
+        self.network.attach(peer, self._to_worker)
+        return self._begin(peer, disk)
+
+    def _begin(self, peer: m.PeerId, disk: Disk | None, enters_after_s: float = 0.0) -> SimWorker:
         setup, trainer = self._setup, self._make_trainer()
         if disk is not None:
             setup = replace(setup, held=disk.held)
             trainer.restore(disk.state)
-        worker = SimWorker(self, peer, trainer, setup)
+        worker = self.make_worker(peer, trainer, setup)
         self.workers[peer] = worker
-        self.log.joins += 1
-        self.network.attach(peer, self._to_worker)
         self.connect(peer, COORDINATOR)
-        worker.enter()
+        if enters_after_s:
+            self.later(enters_after_s, peer, worker.enter)
+        else:
+            worker.enter()
         self._pulses(worker)
         return worker
+
+    def bear_again(self, peer: m.PeerId, enters_after_s: float = 0.0) -> None:
+        """Another process with the key of one that has died, and with its disk; nothing else is left of it.
+
+        `enters_after_s`: so long it builds its model; it is known to the coordinator, and says nothing yet.
+        """
+        old = self.workers[peer]
+        if peer in self._haunted:
+            self.at(self.now_s + 0.2, partial(self.bear_again, peer, enters_after_s))
+        if old.alive or old.left or peer in self._haunted:
+            return
+        self.log.reborn += 1
+        self.reborn.add(peer)
+        self.network.revive(peer)
+        self._begin(peer, self._disk_of(old), enters_after_s)
+
+    def _disk_of(self, old: SimWorker) -> Disk | None:
+        return old.disk
+
+    def make_worker(self, peer: m.PeerId, trainer: Trainer, setup: m.Setup) -> SimWorker:
+        return SimWorker(self, peer, trainer, setup)
 
     def crash(self, peer: m.PeerId) -> None:
         """As SIGKILL: silent for ever; its connections break at the other ends."""
@@ -791,6 +854,16 @@ class World:
     def is_skipped(self, peer: m.PeerId, step: int) -> bool:
         """The same for each attempt."""
         return bool(self._skips) and Random(f"{self._seed} {peer.hex()} {step}").random() < self._skips
+
+    def figures(self, worker: SimWorker) -> tuple[tuple[str, float], ...]:
+        """Of a worker's beat."""
+        return ()
+
+    def rates_Bps(
+        self, peer: m.PeerId, others: Sequence[m.PeerId]
+    ) -> tuple[tuple[m.PeerId, float, float], ...]:
+        """What a worker measures of its lines, as in `Rates`."""
+        return ()
 
     def compute_s(self, peer: m.PeerId) -> float:
         return self.random.uniform(*self._compute_s)

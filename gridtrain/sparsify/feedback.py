@@ -216,6 +216,12 @@ class ErrorFeedback:
         self._residual_N.index_copy_(0, where, summed_K)
         return True
 
+    def forget(self) -> None:
+        """What was kept belongs to another life of this worker: zeros, as at the beginning."""
+        self._residual_N.zero_()
+        if self._u_N is not None:
+            self._u_N.zero_()
+
     def state(self) -> dict[str, Tensor]:
         """Copies of the committed state, kept apart from the optimizer's: every worker has its own."""
         state = {"residual": self._residual_N.cpu().clone()}

@@ -94,12 +94,14 @@ def begin(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a group exchanges.  `exchange`: as in `gridtrain.speed.named`; n: elements of the vector."""
+    """What a group exchanges.  `exchange`: as in `gridtrain.speed.named`; n: elements of the vector; `order`:
+    of ranks, as `gridtrain coordinator --order` takes it."""
 
     exchange: str
     workers: int
     n: int
     encrypted: bool = False
+    order: str = "planned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,7 @@ def started(setting: Setting, ground: Ground, folder: Path) -> Iterator[Group]:
 def _coordinator(setting: Setting, ground: Ground, folder: Path) -> list[str]:
     listen, advertise = ground.listen()
     argv = [*CLI, "coordinator", "--state", str(folder / "hub"), "--listen", listen]
-    argv += ["--min-workers", str(setting.workers)]
+    argv += ["--min-workers", str(setting.workers), "--order", setting.order]
     argv += ["--advertise", advertise] if advertise else []
     return argv + ([] if setting.encrypted else ["--unencrypted", "--benchmark"])
 

@@ -70,7 +70,10 @@ class Referee:
                 reports += self._read(handle)
             self._check()
         if wrong := {report["at"] for report in reports} - {place}:
-            raise GridtrainError(f"members are at {sorted(wrong)}, expected at {place!r}")
+            raise GridtrainError(
+                f"members are at {sorted(wrong)}, expected at {place!r}",
+                remedy="use the same gridtrain for all of them",
+            )
         return reports
 
     def tell(self, word: str) -> float:

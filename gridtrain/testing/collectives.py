@@ -105,6 +105,22 @@ class CollectiveGroup:
         return blamed
 
 
+def assert_a_death_is_blamed(
+    group: CollectiveGroup, undisturbed: CollectiveGroup, seed: int, *, within_s: float = 0.05
+) -> None:
+    """Run both, a rank of `group` dying within `within_s`: the others blame it, or end with the same bits."""
+    undisturbed.run()
+    ranks = range(len(group.workspaces))
+    dead = Random(seed).randrange(len(ranks))
+    group.network.call_at(Random(seed).uniform(0, within_s), lambda: group.network.crash(dead))
+    group.run()
+    for rank in set(ranks) - {dead}:
+        if group.verdicts[rank] is None:
+            assert dead in group.blamed_by(rank), f"seed {seed}: rank {rank} blames the wrong ones"
+        else:
+            assert group.workspaces[rank].seal() == undisturbed.workspaces[rank].seal(), f"seed {seed}"
+
+
 def lockstep(cores: Sequence[Collective], *, max_ticks: int = 1000) -> list[list[tuple[int, SendTo]]]:
     """For each tick, who sends what: (rank, SendTo).  A payload is the name of its sender."""
     ticks: list[list[tuple[int, SendTo]]] = []
@@ -152,6 +168,11 @@ class Inputs:
     scale: float | None
     members: list[tuple[FloatArray, FloatArray]]
 
+    def selected(self) -> tuple[list[bytes], list[FloatArray]]:
+        """Each member's payload, and what stays behind of its vector."""
+        selected = [select_locally(r, c, self.k, self.kind) for r, c in self.members]
+        return [payload for payload, _ in selected], [residual_N for _, residual_N in selected]
+
     def assert_nothing_lost(self, residuals: Sequence[FloatArray], update: Sparse, says: str) -> None:
         """Promise 2a, element by element: residuals after + update == residuals before + contributions."""
         terms = np.array([vector for member in self.members for vector in member], np.float64)
@@ -185,6 +206,27 @@ def random_inputs(
     scale = 2.0 ** int(rng.integers(-20, 20)) if draw_integers else None
     members = [(_vector(rng, n, scale), _vector(rng, n, scale)) for _ in range(world_size)]
     return Inputs(n, k, kind, scale, members)
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """One dense step of a group: each rank's vector; `exact`: their sum is, in any order."""
+
+    each: list[FloatArray]
+    exact: bool
+
+    def assert_sum(self, update_N: FloatArray, skipping: Collection[int], says: str) -> None:
+        """The sum of those who do not skip, within what its roundings to float32 may be off."""
+        terms = [v * 0 if rank in skipping else v for rank, v in enumerate(self.each)]
+        error_N = np.abs(update_N - np.sum(terms, axis=0, dtype=np.float64))
+        bound_N = (np.log2(len(terms)) + 3) * 2.0**-23 * np.abs(terms).sum(axis=0, dtype=np.float64)
+        assert (error_N <= (0 if self.exact else bound_N)).all(), f"{says}: off by {error_N.max()}"
+
+
+def random_vectors(rng: np.random.Generator, world_size: int) -> Vectors:
+    """Small integers times one power of two (exact in any order), or floats over a wide range."""
+    inputs = random_inputs(rng, world_size)
+    return Vectors([contribution_N for _, contribution_N in inputs.members], inputs.scale is not None)
 
 
 def _vector(rng: np.random.Generator, n: int, scale: float | None) -> FloatArray:

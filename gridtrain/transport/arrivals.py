@@ -54,15 +54,20 @@ class Arrivals(Generic[S, T]):
     """
 
     def __init__(self, rate_Bps: float | None) -> None:
-        self._rate_Bps = rate_Bps
+        self.rate_Bps = rate_Bps
         self._lanes: dict[S, _Lane[T]] = {}
         self._waiting_bytes = 0
         self._left: dict[bytes, tuple[float, float]] = {}  # by owner: debt in bytes, and since when
         self._paid_until_s = -math.inf
 
+    @property
+    def idle(self) -> bool:
+        """There is no cap and nothing waits: whatever comes would be handed on at once."""
+        return self.rate_Bps is None and not self._lanes
+
     def charge(self, sender: S, nbytes: int, now_s: float) -> None:
         """Account for something that was handed on without asking."""
-        if self._rate_Bps is not None:
+        if self.rate_Bps is not None:
             self._begin(now_s)
             self._lanes.setdefault(sender, _Lane()).debt_bytes += nbytes
 
@@ -79,13 +84,13 @@ class Arrivals(Generic[S, T]):
         taken: list[T] = []
         while self._lanes:
             for sender, lane in list(self._lanes.items()):
-                while lane.waiting and (lane.debt_bytes <= _PAID or self._rate_Bps is None):
+                while lane.waiting and (lane.debt_bytes <= _PAID or self.rate_Bps is None):
                     item, nbytes = lane.waiting.popleft()
                     lane.waiting_bytes -= nbytes
                     self._waiting_bytes -= nbytes
                     lane.debt_bytes += nbytes
                     taken.append(item)
-                if lane.debt_bytes <= _PAID or self._rate_Bps is None:
+                if lane.debt_bytes <= _PAID or self.rate_Bps is None:
                     del self._lanes[sender]
             if not self._pay(now_s):
                 break
@@ -104,7 +109,7 @@ class Arrivals(Generic[S, T]):
             return []
         self._waiting_bytes -= lane.waiting_bytes
         debt_bytes = lane.debt_bytes + lane.waiting_bytes
-        if self._rate_Bps is not None and debt_bytes > _PAID:
+        if self.rate_Bps is not None and debt_bytes > _PAID:
             debt_bytes += self._faded(owner, now_s)  # of another one that it had
             self._left[owner] = (debt_bytes, now_s)  # the latest comes last
             if len(self._left) > MOST_OWNERS:
@@ -114,7 +119,7 @@ class Arrivals(Generic[S, T]):
     def _faded(self, owner: bytes, now_s: float) -> float:
         """What is left of the debt of its connections that have gone; it is the caller's now."""
         debt_bytes, since_s = self._left.pop(owner, (0.0, now_s))
-        return max(0.0, debt_bytes - (now_s - since_s) * (self._rate_Bps or math.inf)) if debt_bytes else 0.0
+        return max(0.0, debt_bytes - (now_s - since_s) * (self.rate_Bps or math.inf)) if debt_bytes else 0.0
 
     def overfull(self) -> S | None:
         """The sender of which most waits, where more waits than may; None: there is room."""
@@ -128,14 +133,14 @@ class Arrivals(Generic[S, T]):
 
     def due_s(self) -> float:
         """When `take` has something; infinite: nothing waits."""
-        if self._rate_Bps is None:
+        if self.rate_Bps is None:
             return -math.inf if self._lanes else math.inf
         owed = [lane.debt_bytes for lane in self._lanes.values()]
         waiting = [lane.debt_bytes for lane in self._lanes.values() if lane.waiting]
         if not waiting:
             return math.inf
         next_bytes = min(waiting)  # by then each of the others has paid as much, or all it owed
-        return self._paid_until_s + sum(min(debt, next_bytes) for debt in owed) / self._rate_Bps
+        return self._paid_until_s + sum(min(debt, next_bytes) for debt in owed) / self.rate_Bps
 
     def _begin(self, now_s: float) -> None:
         """A line that stood idle has saved nothing up, but for the lateness of a loop."""
@@ -144,15 +149,15 @@ class Arrivals(Generic[S, T]):
 
     def _pay(self, now_s: float) -> bool:
         """Until the first debt is paid, or until now.  True: one was, and there may be more."""
-        if self._rate_Bps is None:
+        if self.rate_Bps is None:
             return False
         owing = [lane for lane in self._lanes.values() if lane.debt_bytes > _PAID]
         if not owing:
             return False
-        budget = max(0.0, now_s - self._paid_until_s) * self._rate_Bps
+        budget = max(0.0, now_s - self._paid_until_s) * self.rate_Bps
         least = min(lane.debt_bytes for lane in owing)
         share = min(least, budget / len(owing))
         for lane in owing:
             lane.debt_bytes -= share
-        self._paid_until_s += share * len(owing) / self._rate_Bps
+        self._paid_until_s += share * len(owing) / self.rate_Bps
         return share >= least

@@ -22,14 +22,13 @@ have twice as much under way as the rule says.  A receiver therefore bears twice
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gridtrain.errors import TransportError
-from gridtrain.protocol.messages import Credit, Message, PeerId
+from gridtrain.protocol.messages import Credit, Data, Message, PeerId
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Traffic, Transport, TransportEvent, Violation
 from gridtrain.transport.outbox import BULK, DEFAULT_LIMIT_BYTES
 from gridtrain.wire import codec
@@ -43,6 +42,8 @@ RETRY_S = 0.02
 
 def credit_bytes(message: Message) -> int:
     """What a message counts for: the bytes of its frames, in the form that our encoder gives them."""
+    if type(message) is Data:  # the most frequent of all
+        return codec.data_bytes(message)
     return sum(map(len, codec.encode(message)))
 
 
@@ -118,7 +119,7 @@ class CreditTransport:
         self._accounts: dict[PeerId, _Account] = {}
         self._ever_sent: Counter[PeerId] = Counter()  # bytes of bulk, over all counts
         self._late: set[PeerId] = set()  # the queue below was full when something was to leave
-        self._woken = threading.Event()
+        self._woken = False  # from any thread
 
     # -- the contract --------------------------------------------------------------------------
 
@@ -191,12 +192,12 @@ class CreditTransport:
                     released |= self._credited(event.peer, event.message.total_bytes, events)
                 else:
                     self._handle(event, events)
-            if events or released or self._woken.is_set() or time.monotonic() >= deadline_s:
-                self._woken.clear()
+            if events or released or self._woken or time.monotonic() >= deadline_s:
+                self._woken = False
                 return events
 
     def wake(self) -> None:
-        self._woken.set()
+        self._woken = True
         self._inner.wake()
 
     def close(self) -> None:

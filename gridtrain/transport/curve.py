@@ -117,14 +117,24 @@ def private_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def claim(folder: Path) -> Iterator[tuple[Identity, Path]]:
-    """The first identity of the folder that no other process holds, made if need be, until the end.
+    """The first identity of the folder that nobody else holds, made if need be, until the end.
 
     So a worker that is started again is the same peer as before, and two workers of one machine never are.
-    Raises `ConfigError`.
+    Claimed again by the same process it is the next one.  Raises `ConfigError`.
     """
+    with claim_known(folder, fresh=True) as claimed:
+        assert claimed is not None
+        yield claimed
+
+
+@contextlib.contextmanager
+def claim_known(folder: Path, *, fresh: bool = False) -> Iterator[tuple[Identity, Path] | None]:
+    """As `claim`; if not `fresh` only an identity that there is already, and None without one."""
     private_folder(folder)
     for slot in range(MAX_SLOTS):
         path = folder / f"worker-{slot}.key"
+        if not fresh and not path.exists():
+            continue
         with open(folder / f"worker-{slot}.lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,6 +142,9 @@ def claim(folder: Path) -> Iterator[tuple[Identity, Path]]:
                 continue
             yield Identity.kept_in(path), path
             return
+    if not fresh:
+        yield None
+        return
     raise ConfigError(
         f"{MAX_SLOTS} workers of this machine use the identities in {folder}", remedy="stop some of them"
     )

@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Iterator, Set
 
-from gridtrain.transport import buffering
+from gridtrain.transport import buffering, congestion
 
 MOST_DESCRIPTORS = 65536
 _BYTES_RECEIVED, _BYTES_RECEIVED_AT, _TCP_INFO_BYTES = struct.Struct("=Q"), 128, 192  # linux/tcp.h, tcp_info
@@ -54,6 +54,20 @@ def widen(fd: int, remote: Remote, ports: Set[int] | None = None) -> None:
     with _borrowed(fd) as connection:
         if connection is not None and _remote(connection, ports) == remote:
             buffering.widen(connection)
+
+
+def choose_control(fd: int, remote: Remote, ports: Set[int] | None = None) -> bool:
+    """See `congestion.choose`, of the connection with `remote`."""
+    with _borrowed(fd) as connection:
+        ours = connection is not None and _remote(connection, ports) == remote
+        return ours and connection is not None and congestion.choose(connection)
+
+
+def watch_losses(fd: int, remote: Remote, losses: congestion.Losses, ports: Set[int] | None = None) -> bool:
+    """See `congestion.watch`, of the connection with `remote`."""
+    with _borrowed(fd) as connection:
+        ours = connection is not None and _remote(connection, ports) == remote
+        return ours and connection is not None and congestion.watch(connection, losses)
 
 
 def raise_descriptor_limit() -> int:

@@ -15,11 +15,12 @@ reused, so a descriptor is believed only if the other end is still the one that 
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 import zmq
 
 from gridtrain.protocol.messages import PeerId
-from gridtrain.transport import admission, descriptors, doorway, sockets
+from gridtrain.transport import admission, congestion, descriptors, doorway, sockets
 from gridtrain.transport.base import Gate
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.links import Link
@@ -67,7 +68,7 @@ class Entrance:
         return bound
 
     def read(self) -> sockets.Incoming | None:
-        return sockets.read(self.router, encrypted=self._encrypted)
+        return sockets.read(self.router, encrypted=self._encrypted, router=True)
 
     def read_monitor(self, now_s: float, *, until_fd: int = -1) -> list[Link]:
         """Take note of who came and went; returns greeted connections that were lost.
@@ -169,11 +170,27 @@ class Entrance:
 
     def is_hoarding(self, link: Link) -> bool:
         """The same of one connection, accepted or dialled."""
-        remote, ports = (
-            (self._remotes.get(link.fd), self._ports) if link.dial is None else (link.dial.remote, None)
-        )
+        remote, ports = self.ends_of(link)
         got_bytes = 0 if remote is None else descriptors.received_bytes(link.fd, remote, ports)
         return hoards(got_bytes, link.read_bytes, guest=link.guest)
+
+    def ends_of(self, link: Link) -> tuple[descriptors.Remote | None, Set[int] | None]:
+        """How its descriptor is known to be it still: the other end, and our ports if it was accepted."""
+        return (self._remotes.get(link.fd), self._ports) if link.dial is None else (link.dial.remote, None)
+
+    def choose_control(self, link: Link) -> None:
+        """At the start of a connection, dialled or accepted; see `congestion`."""
+        remote, ports = self.ends_of(link)
+        if remote is not None and descriptors.choose_control(link.fd, remote, ports):
+            link.losses = congestion.Losses()
+
+    def watch_losses(self, link: Link) -> None:
+        """Of one that `choose_control` has given another congestion control."""
+        remote, ports = self.ends_of(link)
+        if link.losses is None or remote is None:
+            return
+        if descriptors.watch_losses(link.fd, remote, link.losses, ports):
+            link.losses = None
 
     def widen(self, link: Link) -> None:
         """An accepted one has greeted, and much may have to be sent over it."""

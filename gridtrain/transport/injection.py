@@ -41,7 +41,7 @@ Who = int | str
 RETRY_S = 0.02
 MOST_FAULTS = 10_000
 MAX_TEXT = 4 << 20
-PARTIAL = frozenset({Phase.REDUCE, Phase.FOLD})
+PARTIAL = frozenset({Phase.REDUCE, Phase.FOLD, Phase.PASS})
 
 
 class InjectedFailure(GridtrainError):

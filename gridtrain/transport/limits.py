@@ -56,7 +56,7 @@ class Pacer:
     """
 
     def __init__(self, rate_Bps: float | None) -> None:
-        self._rate_Bps = rate_Bps
+        self.rate_Bps = rate_Bps
         self._line_free_s = float("-inf")
         self.control_free_s = float("-inf")
         """The next control message may leave from then on."""
@@ -67,16 +67,16 @@ class Pacer:
         The line turned to it when it was queued or when the line became free, whichever was later,
         even if the caller only comes now; but at most `LATENESS_S` are made up for.
         """
-        if self._rate_Bps is None:
+        if self.rate_Bps is None:
             return now_s
         start_s = max(queued_s, self._line_free_s, now_s - LATENESS_S)
-        self._line_free_s = start_s + nbytes / self._rate_Bps
+        self._line_free_s = start_s + nbytes / self.rate_Bps
         return self._line_free_s
 
     def control(self, nbytes: int, now_s: float) -> None:
         """Account for a control message that leaves now."""
-        if self._rate_Bps is not None:
-            cost_s = nbytes / self._rate_Bps
+        if self.rate_Bps is not None:
+            cost_s = nbytes / self.rate_Bps
             self.control_free_s = max(now_s, self.control_free_s) + cost_s
             self._line_free_s = max(now_s, self._line_free_s) + cost_s
 

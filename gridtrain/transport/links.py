@@ -19,6 +19,7 @@ import zmq
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import PeerId
 from gridtrain.transport import descriptors, sockets
+from gridtrain.transport.congestion import Losses
 from gridtrain.transport.limits import Flood
 
 GREET_S = 10.0
@@ -86,6 +87,7 @@ class Link:
             "shut" when it was cut, so whatever is still read from it is thrown away.
         read_bytes: of what came over it, so much has reached us.
         flood: what it says that needs no byte credit.
+        losses: of a connection with another congestion control than the kernel's choice; None: it has that.
     """
 
     peer: PeerId
@@ -100,3 +102,4 @@ class Link:
     state: Literal["up", "silent", "replaced", "shut"] = "up"
     read_bytes: int = 0
     flood: Flood = field(default_factory=Flood)
+    losses: Losses | None = None

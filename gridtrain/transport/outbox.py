@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import (
     Burst,
+    Copy,
     Data,
     HandOver,
     ImageBlock,
@@ -42,15 +43,17 @@ MAX_SEALED_CONTROL_BYTES = 66 * 1024
 """No control message is longer when it is sealed; so nobody can make a relay send megabytes first."""
 
 
-BULK = Data | StateBlock | HandOver | ImageTable | ImageBlock | Update | Burst
+BULK = (Data, StateBlock, Copy, HandOver, ImageTable, ImageBlock, Update, Burst)
 
 
 def is_bulk(message: Message) -> bool:
     """Bulk waits for the line; everything else is control and goes ahead of it."""
-    if isinstance(message, Relay | Relayed):
+    if isinstance(message, BULK):
+        return True
+    if isinstance(message, (Relay, Relayed)):
         payload = message.payload
         return len(payload) > MAX_SEALED_CONTROL_BYTES or payload[:1] == bytes([SEALED_BULK])
-    return isinstance(message, BULK)
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class Outbox(Generic[T]):
     """
 
     def __init__(self, pacer: Pacer, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
-        self._pacer = pacer
+        self.pacer = pacer
         self._limit_bytes = limit_bytes
         self._lanes: dict[PeerId, _Lanes[T]] = {}  # only peers for which something is queued
         self._on_line: Parcel[T] | None = None
@@ -147,7 +150,7 @@ class Outbox(Generic[T]):
         """When `take` will have something, as far as the cap decides it; infinite if it does not."""
         due_s = self._release_s if self._on_line is not None else float("inf")
         if any(lanes.control and not lanes.blocked for lanes in self._lanes.values()):
-            due_s = min(due_s, self._pacer.control_free_s)
+            due_s = min(due_s, self.pacer.control_free_s)
         return due_s
 
     # -- the lanes, in order of precedence -----------------------------------------------------
@@ -159,12 +162,12 @@ class Outbox(Generic[T]):
         return None
 
     def _take_control(self, now_s: float) -> Parcel[T] | None:
-        if now_s < self._pacer.control_free_s:
+        if now_s < self.pacer.control_free_s:
             return None
         for lanes in self._lanes.values():
             if lanes.control and not lanes.blocked:
                 parcel = lanes.control.popleft()
-                self._pacer.control(parcel.nbytes, now_s)
+                self.pacer.control(parcel.nbytes, now_s)
                 return parcel
         return None
 
@@ -186,7 +189,7 @@ class Outbox(Generic[T]):
         for peer, lanes in self._lanes.items():
             if lanes.bulk and not lanes.blocked:
                 self._on_line = lanes.bulk.popleft()
-                self._release_s = self._pacer.bulk(self._on_line.nbytes, self._on_line.queued_s, now_s)
+                self._release_s = self.pacer.bulk(self._on_line.nbytes, self._on_line.queued_s, now_s)
                 self._lanes[peer] = self._lanes.pop(peer)
                 return True
         return False

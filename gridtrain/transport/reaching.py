@@ -77,7 +77,7 @@ class Reaching:
         sources = [attempt.monitor if self._hello is None else attempt.socket for attempt in attempts]
         if self._hello is not None:
             sources += [attempt.monitor for attempt in attempts]
-        return [(source, zmq.POLLIN) for source in sources]
+        return [(source, sockets.READ) for source in sources]
 
     def due_s(self) -> float:
         """When a question's time is over."""

@@ -21,7 +21,6 @@ import contextlib
 import math
 import random
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -117,7 +116,7 @@ class RelayingTransport:
         self._edges: dict[PeerId, _Edge] = {}
         self._dialled: set[PeerId] = set()  # directly
         self._events: list[TransportEvent] = []
-        self._woken = threading.Event()
+        self._woken = False  # from any thread
 
     # -- the contract --------------------------------------------------------------------------
 
@@ -189,13 +188,13 @@ class RelayingTransport:
             until_s = now_s if self._events else min(deadline_s, self._due_s())
             for event in self._inner.poll(max(0.0, until_s - now_s)):
                 self._handle(event, time.monotonic())
-            if self._events or self._woken.is_set() or time.monotonic() >= deadline_s:
-                self._woken.clear()
+            if self._events or self._woken or time.monotonic() >= deadline_s:
+                self._woken = False
                 events, self._events = self._events, []
                 return events
 
     def wake(self) -> None:
-        self._woken.set()
+        self._woken = True
         self._inner.wake()
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import itertools
 import math
 import re
 import struct
@@ -59,7 +60,16 @@ CURVE_FRAME_BYTES = 33
 
 LINGER_S = 0.5
 ZERO_COPY_BYTES = 64 * 1024
+KEPT_BYTES = 256 * 1024
+"""From here on a frame is sent without a copy.  To let go of it afterwards wakes a thread of pyzmq's, which
+takes the interpreter from whoever has it: dearer than to copy 120 KiB."""
 
+READ, WRITE = int(zmq.POLLIN), int(zmq.POLLOUT)
+"""What to wait for, as plain numbers: flags of an enum take longer to combine than a short frame to send."""
+
+_NO_WAIT, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
+
+_monitors = itertools.count()
 _EVENT = struct.Struct("=Hi")  # of a socket monitor: what happened, and a number
 _ADDRESS = re.compile(r"tcp://([^/\s]+):(\d{1,5}|\*)")
 
@@ -135,7 +145,17 @@ def open_dealer(context: Context, identity: Identity | None, peer: PeerId) -> zm
 
 
 def open_monitor(socket: zmq.Socket[bytes], events: int = zmq.EVENT_ALL) -> zmq.Socket[bytes]:
-    return socket.get_monitor_socket(events)
+    """What happens to the socket's connections; see `monitor_events`.
+
+    Of any number: libzmq's thread would wait for the reader at the usual bound of 1,000, with it all its
+    connections, and `close` for that thread.  An event takes some 100 bytes until the loop's next turn.
+    """
+    address = f"inproc://monitor-{next(_monitors)}"
+    socket.monitor(address, events)
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.connect(address)
+    return monitor
 
 
 def close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
@@ -168,7 +188,7 @@ def connect(dealer: zmq.Socket[bytes], address: str) -> None:
 
 
 def wait(interests: list[tuple[Waitable, int]], wait_s: float) -> dict[Waitable | None, int]:
-    """Wait for any of (socket or descriptor, POLLIN | POLLOUT); returns what is ready, and for what."""
+    """Wait for any of (socket or descriptor, READ | WRITE); returns what is ready, and for what."""
     untyped: Any = interests
     return dict(zmq.zmq_poll(untyped, math.ceil(wait_s * 1000)))
 
@@ -193,18 +213,21 @@ def is_numeric(address: str) -> bool:
         return False
 
 
-def read(socket: zmq.Socket[bytes], *, encrypted: bool) -> Incoming | None:
-    """The next message within the codec's bounds, or what made it too big; None: nothing there."""
+def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) -> Incoming | None:
+    """The next message within the codec's bounds, or what made it too big; None: nothing there.
+
+    `router`: the socket is one, so a routing id comes first.
+    """
     try:
-        first = socket.recv(zmq.DONTWAIT, copy=False)
+        first = socket.recv(_NO_WAIT, copy=False)
     except zmq.Again:
         return None
     routing_id, user_id, frame = b"", "", first
-    if socket.type == zmq.ROUTER:
+    if router:
         routing_id, user_id = first.bytes, _property(first, "User-Id") if encrypted else ""
         if not first.more:
             return Incoming(routing_id, [], 0, "a message without frames", user_id, first)
-        frame = socket.recv(zmq.DONTWAIT, copy=False)
+        frame = socket.recv(_NO_WAIT, copy=False)
     frames: Frames = []
     count, content_bytes, wire = 0, 0, 0
     while True:
@@ -215,7 +238,7 @@ def read(socket: zmq.Socket[bytes], *, encrypted: bool) -> Incoming | None:
             frames.append(frame.buffer if len(frame) >= ZERO_COPY_BYTES else frame.bytes)
         if not frame.more:
             break
-        frame = socket.recv(zmq.DONTWAIT, copy=False)
+        frame = socket.recv(_NO_WAIT, copy=False)
     excess = ""
     if count > codec.MAX_FRAMES:
         excess = f"{count} frames, at most {codec.MAX_FRAMES} are allowed"
@@ -225,14 +248,17 @@ def read(socket: zmq.Socket[bytes], *, encrypted: bool) -> Incoming | None:
 
 
 def write(socket: zmq.Socket[bytes], frames: Frames, routing_id: bytes = b"") -> bool:
-    """Hand the message to libzmq, frames of 64 KiB and more without a copy.
+    """Hand the message to libzmq, frames of 256 KiB and more without a copy.
 
     False: its queue is full, nothing was taken.  Raises `zmq.ZMQError` (EHOSTUNREACH) if the
     connection with this routing id is gone.
     """
     parts = [routing_id, *frames] if routing_id else frames
+    last = len(parts) - 1
     try:
-        socket.send_multipart(parts, zmq.DONTWAIT, copy=False)
+        for index, part in enumerate(parts):
+            # Only the first can be refused.  A copy of a short frame is cheaper than an object that keeps it.
+            socket.send(part, _NO_WAIT if index == last else _MORE, copy=len(part) < KEPT_BYTES)
     except zmq.Again:
         return False
     return True

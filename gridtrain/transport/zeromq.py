@@ -152,6 +152,7 @@ class ZeroMQTransport:
     def hang_up(self, peer: PeerId) -> None:
         """See `Transport.hang_up`.  Bulk that is still queued here is thrown away; the rest leaves now."""
         links = self._edges.get(peer, [])
+        self._router_full_s = math.inf  # it may have been this one alone
         for parcel in self._outbox.last_words(peer):
             if not (links and self._write(links[0], parcel)):
                 break  # a peer that does not read has no more to be told
@@ -174,10 +175,18 @@ class ZeroMQTransport:
             )
         frames, now_s = codec.encode(message), time.monotonic()
         nbytes = self._wire_bytes(frames)
-        self._outbox.put(
-            Parcel(peer, type(message).__name__, frames, nbytes, is_bulk(message), now_s),
-        )
+        parcel = Parcel(peer, type(message).__name__, frames, nbytes, is_bulk(message), now_s)
+        at_once = self._outbox.pacer.rate_Bps is None and self._outbox.empty()
+        if at_once and self._try(self._edges[peer][0], parcel, now_s):
+            return  # what most do: nothing is queued, and the socket takes it
+        self._outbox.put(parcel)
         self._flush(now_s)
+
+    def limit(self, upload_Bps: float | None, download_Bps: float | None) -> None:
+        """Other rate caps from now on.  May be called from any thread."""
+        self._outbox.pacer.rate_Bps = upload_Bps
+        self._arrivals.rate_Bps = download_Bps
+        self.wake()
 
     def backlog_bytes(self, peer: PeerId) -> int:
         return self._outbox.backlog_bytes(peer)
@@ -241,9 +250,9 @@ class ZeroMQTransport:
             self._read_router_monitor()
         for dial in list(self._dials):
             flags = ready.get(dial.socket, 0)
-            if flags & zmq.POLLOUT and dial.link is not None:
+            if flags & sockets.WRITE and dial.link is not None:
                 self._outbox.unblock(dial.link.peer)
-            if flags & zmq.POLLIN:
+            if flags & sockets.READ:
                 self._read_batch(dial)
             if dial.monitor in ready:
                 self._read_dial_monitor(dial)
@@ -264,10 +273,15 @@ class ZeroMQTransport:
         return self._wake_in.fileno() in ready and self._slept()
 
     def _hoarders(self, now_s: float) -> list[Link | None]:
-        """Over whose connection far more came than was read; None: one that had not greeted, cut already."""
+        """Over whose connection far more came than was read; None: one that had not greeted, cut already.
+
+        And on which lines much is lost: both are looked at now and then.
+        """
         if now_s < self._look_at_s:
             return []
         self._look_at_s = now_s + entrance.LOOK_S
+        for link in [link for links in self._edges.values() for link in links if link.losses is not None]:
+            self._entrance.watch_losses(link)
         dialled = [x.link for x in self._dials if x.link is not None and self._entrance.is_hoarding(x.link)]
         return [*dialled, *self._entrance.hoarders()]
 
@@ -282,17 +296,17 @@ class ZeroMQTransport:
         """What to wait for."""
         blocked = {self._edges[peer][0].dial for peer in self._outbox.blocked()}
         interests: list[tuple[sockets.Waitable, int]] = [
-            (self._wake_in.fileno(), zmq.POLLIN),
-            (self._entrance.monitor, zmq.POLLIN),
-            (self._entrance.router, zmq.POLLIN),
+            (self._wake_in.fileno(), sockets.READ),
+            (self._entrance.monitor, sockets.READ),
+            (self._entrance.router, sockets.READ),
             *self._reaching.interests(),
         ]
         if self._entrance.zap is not None:
-            interests.append((self._entrance.zap.socket, zmq.POLLIN))
+            interests.append((self._entrance.zap.socket, sockets.READ))
         for dial in self._dials:
             if dial.socket is not None and dial.monitor is not None:
-                interests.append((dial.monitor, zmq.POLLIN))
-                interests.append((dial.socket, zmq.POLLIN | (zmq.POLLOUT if dial in blocked else 0)))
+                interests.append((dial.monitor, sockets.READ))
+                interests.append((dial.socket, sockets.READ | (sockets.WRITE if dial in blocked else 0)))
         return interests
 
     def _slept(self) -> bool:
@@ -302,12 +316,15 @@ class ZeroMQTransport:
 
     def _flush(self, now_s: float) -> None:
         while (parcel := self._outbox.take(now_s)) is not None:
-            link = self._edges[parcel.peer][0]
-            taken = self._write(link, parcel)
-            if link.dial is None:
-                self._router_full_s = math.inf if taken else min(now_s, self._router_full_s)
-            if not taken:
+            if not self._try(self._edges[parcel.peer][0], parcel, now_s):
                 self._outbox.refuse(parcel)
+
+    def _try(self, link: Link, parcel: Parcel[sockets.Frames], now_s: float) -> bool:
+        """As `_write`, and note since when the ROUTER has been full, if it is."""
+        taken = self._write(link, parcel)
+        if link.dial is None:
+            self._router_full_s = math.inf if taken else min(now_s, self._router_full_s)
+        return taken
 
     def _write(self, link: Link, parcel: Parcel[sockets.Frames]) -> bool:
         """False: the socket is full.  If the connection is gone, everything for the peer is dropped."""
@@ -372,7 +389,9 @@ class ZeroMQTransport:
     def _came(self, link: Link, event: Received) -> None:
         """Control is handed on at once; bulk when the download cap says so."""
         now_s = time.monotonic()
-        if is_bulk(event.message):
+        if is_bulk(event.message) and self._arrivals.idle:
+            self._events.append(event)
+        elif is_bulk(event.message):
             self._arrivals.put(link, event, event.nbytes, now_s)
             self._events += self._arrivals.take(now_s)
             if entrance.hoards(self._arrivals.waiting_bytes(link), 0, guest=link.guest):
@@ -426,6 +445,7 @@ class ZeroMQTransport:
         else:
             link = Link(dial.peer, dial.peer, hello.software, dial=dial, fd=dial.fd)
             dial.greeted(link)
+            self._entrance.choose_control(link)
             self._link_up(link)
 
     def _read_dial_monitor(self, dial: Dial) -> None:
@@ -497,6 +517,7 @@ class ZeroMQTransport:
             self._lose(stale)
         if not link.guest:
             self._entrance.widen(link)
+            self._entrance.choose_control(link)
         self._link_up(link)
         for surplus in self._entrance.surplus_guests():
             self._shut(surplus, f"more than {admission.MOST_GUESTS} guests")

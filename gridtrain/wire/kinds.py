@@ -240,7 +240,18 @@ class Frame(Kind):
 class Record(Kind):
     """A dataclass as an array of its fields in order, with an optional rule about all of them."""
 
-    def __init__(self, cls: type, rule: Callable[[Any], str | None] | None = None, **kinds: Kind) -> None:
+    def __init__(
+        self,
+        cls: type,
+        rule: Callable[[Any], str | None] | None = None,
+        *,
+        recurs: bool = False,
+        **kinds: Kind,
+    ) -> None:
+        """`recurs`: of integers alone, and the same in many messages on end: the last one is remembered."""
+        self._recurs = recurs
+        self._last: tuple[Any, Any] = (None, None)  # value and its plain form, as sent
+        self._last_read: tuple[Any, Any] = (None, None)  # as read: of others, in another round perhaps
         declared = tuple(field.name for field in fields(cls))
         if declared != tuple(kinds):
             raise TypeError(f"{cls.__name__} has the fields {declared}, its schema {tuple(kinds)}")
@@ -251,6 +262,9 @@ class Record(Kind):
 
     def pack(self, value: Any) -> list[Any]:
         """The header's fields, without frame 1."""
+        last, known = self._last
+        if value is last and self._recurs:
+            return known  # type: ignore[no-any-return]
         if type(value) is not self.cls:
             raise BoundError(f"{_seen(value)}, must be a {self.name}")
         plain: list[Any] = []
@@ -260,9 +274,25 @@ class Record(Kind):
         except BoundError as error:
             raise error.inside(self._header[len(plain)][0]) from None
         self._check_rule(value)
+        if self._recurs:
+            self._last = value, plain
         return plain
 
     def unpack(self, plain: Any, *frame: Any) -> Any:
+        if self._recurs:
+            return self._unpack_again(plain)
+        return self._unpack(plain, *frame)
+
+    def _unpack_again(self, plain: Any) -> Any:
+        """True equals 1, and is none: what is remembered was integers, so this must be integers as well."""
+        value, known = self._last_read
+        if type(plain) is tuple and plain == known and set(map(type, plain)) == {int}:
+            return value
+        value = self._unpack(plain)
+        self._last_read = value, plain
+        return value
+
+    def _unpack(self, plain: Any, *frame: Any) -> Any:
         if type(plain) is not tuple or len(plain) != len(self._header):
             size = f"{len(plain)} fields" if type(plain) is tuple else _seen(plain)
             raise BoundError(f"{size}, must be an array of the {len(self._header)} fields of {self.name}")

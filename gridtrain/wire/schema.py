@@ -7,6 +7,7 @@ compares the two), and the tests draw their messages from it.
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 
 from gridtrain.protocol import messages as m
 from gridtrain.wire.kinds import (
@@ -25,7 +26,7 @@ from gridtrain.wire.kinds import (
     Text,
 )
 
-MAX_ROSTER_PAGE = 256
+MAX_ROSTER_PAGE = 192
 """Members of one Roster page: a page of the longest names and addresses still fits a header."""
 
 MAX_ROSTER_PAGES = 256
@@ -33,6 +34,7 @@ MAX_BLOCK_BYTES = 1 << 20
 MAX_BLOCKS = 1 << 16
 """Of a state: 64 GiB.  What a joiner really takes is bounded by its own model (`runtime.statefeed`)."""
 
+MAX_BUNDLE_BLOCKS = 8
 MAX_PIECES = 16
 """Of a residual that is handed over: 16 MiB, which is within a window of credit."""
 
@@ -46,6 +48,11 @@ FLAG = Flag()
 REAL = Real("float", -sys.float_info.max, sys.float_info.max, "a finite 64-bit float")
 RATE = Real("rate", 0.0, 1e12, "a 64-bit float 0 .. 10^12, bytes per second")
 SECONDS = Real("seconds", 0.0, 1e6, "a 64-bit float 0 .. 10^6")
+FLOPS = Real("flops", 0.0, 1e18, "a 64-bit float 0 .. 10^18, operations per second")
+FACTOR = Real("factor", 0.0, 1e6, "a 64-bit float 0 .. 10^6, no unit")
+STAGES = Int("stages", 1, m.MOST_STAGES, f"an integer 1 .. {m.MOST_STAGES}")
+CUT = Int("cut", 0, 2**20, "an integer 0 .. 2^20, a block of the model")
+DONOR = Int("donor", -1, 2**31 - 1, "an integer -1 .. 2^31-1, a rank; -1: the lowest that holds the state")
 LIFETIME = Real("lifetime", 0.0, 1e10, "a 64-bit float 0 .. 10^10, seconds")
 PEER = Binary("peer", 32, 32, "exactly 32 bytes, a public key")
 PROOF = Binary("proof", 8, 8, "exactly 8 bytes")
@@ -66,6 +73,29 @@ def _span_is_forward(span: m.Span) -> str | None:
     return None if span.start <= span.stop else f"{span}, must not stop before it starts"
 
 
+def _is_some_block(blocks: m.Span) -> str | None:
+    """Of a model: positions of data may be none at all."""
+    return None if blocks.start < blocks.stop else f"blocks {blocks}, must be one at least"
+
+
+def _holds_blocks(held: m.Held | m.PieceAsk) -> str | None:
+    return _is_some_block(held.blocks)
+
+
+def _cuts_ascend(model: m.StagedModel) -> str | None:
+    cuts, count = model.cuts, len(model.blocks)
+    ascending = cuts[:1] == (0,) and all(a < b for a, b in pairwise(cuts)) and len(cuts) > 1
+    if not ascending:
+        return f"cuts {cuts[:8]}, must ascend from 0"
+    return None if not count or count == cuts[-1] else f"{count} blocks cut at {cuts[:8]}, must end with them"
+
+
+def _pieces_hold_blocks(member: m.Member) -> str | None:
+    if len(member.piece_digests) != len(member.pieces):
+        return f"{len(member.piece_digests)} digests of {len(member.pieces)} pieces, must be as many"
+    return next((wrong for blocks, _ in member.pieces if (wrong := _is_some_block(blocks))), None)
+
+
 def _one_end(spec: m.LedgerSpec) -> str | None:
     return None if (spec.epochs is None) != (spec.steps is None) else f"{spec}, must have epochs or steps"
 
@@ -76,9 +106,18 @@ def _page_is_one_of(roster: m.Roster) -> str | None:
     return f"page {roster.page} of {roster.pages}, must be below that, and that at most {MAX_ROSTER_PAGES}"
 
 
-def _block_is_one_of(block: m.StateBlock) -> str | None:
+def _block_is_one_of(block: m.StateBlock | m.Copy) -> str | None:
     if not block.index < block.total <= MAX_BLOCKS:
         return f"block {block.index} of {block.total}, must be below that, and that at most {MAX_BLOCKS}"
+    nbytes = memoryview(block.payload).nbytes
+    return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
+
+
+def _bundle_is_one_of(block: m.BundleBlock) -> str | None:
+    if not block.index < block.total <= MAX_BUNDLE_BLOCKS:
+        return (
+            f"block {block.index} of {block.total}, must be below that, and that at most {MAX_BUNDLE_BLOCKS}"
+        )
     nbytes = memoryview(block.payload).nbytes
     return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
 
@@ -102,8 +141,8 @@ def _piece_is_one_of(piece: m.HandOver) -> str | None:
     return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
 
 
-ROUND = Record(m.RoundId, term=UINT, generation=UINT, step=UINT, attempt=UINT)
-CHANNEL = Record(m.Channel, group=COUNT, kind=COUNT, index=COUNT)
+ROUND = Record(m.RoundId, recurs=True, term=UINT, generation=UINT, step=UINT, attempt=UINT)
+CHANNEL = Record(m.Channel, recurs=True, group=COUNT, kind=COUNT, index=COUNT)
 PLACE = Record(m.Place, phase=PHASE, hop=COUNT, segment=COUNT, slice=COUNT)
 SPAN = Record(m.Span, _span_is_forward, start=UINT, stop=UINT)
 SPANS = Many(SPAN, 4096)
@@ -117,10 +156,51 @@ LEDGER = Record(
     skipped=UINT,
     holders=Maybe(Many(Group(PEER, SPANS), 1024)),
 )
-HELD = Record(m.Held, applied=UINT, history=DIGEST, ledger=LEDGER)
-MEMBER = Record(m.Member, peer=PEER, name=NAME, address=ADDRESS, share=COUNT, joining=FLAG)
+HELD = Record(m.Held, _holds_blocks, applied=UINT, history=DIGEST, ledger=LEDGER, blocks=SPAN, digest=DIGEST)
+BLOCK = Record(
+    m.Block,
+    parameter_bytes=UINT,
+    trainable_bytes=UINT,
+    output_bytes=UINT,
+    gradient_bytes=UINT,
+    kept_bytes=UINT,
+    work_bytes=UINT,
+    forward_s=SECONDS,
+    backward_s=SECONDS,
+    overhead_s=SECONDS,
+)
+CUTS = Many(CUT, m.MOST_STAGES + 1)
+STAGED_MODEL = Record(
+    m.StagedModel,
+    _cuts_ascend,
+    cuts=CUTS,
+    blocks=Many(BLOCK, m.MOST_BLOCKS),
+    samples=POSITIVE,
+    micro_batches=POSITIVE,
+    copies=FACTOR,
+    input_bytes=UINT,
+    rematerialise=FLAG,
+    fill_drain=FLAG,
+    ahead=FACTOR,
+    fixed=FLAG,
+)
+MEMBER = Record(
+    m.Member,
+    _pieces_hold_blocks,
+    peer=PEER,
+    name=NAME,
+    address=ADDRESS,
+    share=COUNT,
+    joining=FLAG,
+    donor=DONOR,
+    pieces=Many(Group(SPAN, COUNT), m.MOST_PIECES),
+    digest=DIGEST,
+    piece_digests=Many(DIGEST, m.MOST_PIECES),
+)
 
-RECORDS: tuple[Record, ...] = (ROUND, CHANNEL, PLACE, SPAN, LEDGER_SPEC, LEDGER, HELD, MEMBER)
+RECORDS: tuple[Record, ...] = (
+    ROUND, CHANNEL, PLACE, SPAN, LEDGER_SPEC, LEDGER, HELD, BLOCK, STAGED_MODEL, MEMBER
+)  # fmt: skip
 
 # -- messages --------------------------------------------------------------------------------------
 
@@ -135,7 +215,7 @@ MESSAGES: dict[int, Record] = {
     7: Record(m.Expel, peer=PEER, ban=FLAG, reason=REASON),
     8: Record(m.Pardon, peer=PEER),
     # worker -> coordinator
-    10: Record(m.Join, run=NAME, name=NAME, address=ADDRESS, relay=FLAG),
+    10: Record(m.Join, run=NAME, name=NAME, address=ADDRESS, relay=FLAG, again=FLAG, generation=UINT),
     11: Record(
         m.Setup,
         facts=Many(Group(NAME, TEXT), 64),
@@ -144,6 +224,12 @@ MESSAGES: dict[int, Record] = {
         global_batch_size=Maybe(COUNT),
         held=Maybe(HELD),
         follows=FLAG,
+        stages=STAGES,
+        kept=Many(HELD, m.MOST_KEPT),
+        model=Maybe(STAGED_MODEL),
+        memory_bytes=UINT,
+        flops=FLOPS,
+        begins=DIGEST,
     ),
     12: Record(m.Links, rtt_s=Many(Group(PEER, SECONDS), 256)),
     13: Record(m.Beat, sequence=UINT, step=APPLIED, progress=UINT, figures=Many(Group(NAME, REAL), 64)),
@@ -158,6 +244,7 @@ MESSAGES: dict[int, Record] = {
         prepared=Maybe(ROUND),
         digest=DIGEST,
         skip=FLAG,
+        blocks=SPAN,
     ),
     15: Record(m.Ready, term=UINT, generation=UINT, history=DIGEST),
     16: Record(m.Stalled, round=ROUND, suspects=Many(PEER, 1024), patience_s=SECONDS, reason=REASON),
@@ -167,7 +254,7 @@ MESSAGES: dict[int, Record] = {
     20: Record(m.Accuse, peer=PEER, reason=REASON),
     21: Record(m.NoRoute, term=UINT, generation=UINT, peers=Many(PEER, 1024)),
     22: Record(m.Broken, term=UINT, generation=UINT, peer=PEER),
-    23: Record(m.Seated, term=UINT, generation=UINT, members=Many(Group(PEER, COUNT), 1024)),
+    23: Record(m.Seated, term=UINT, generation=UINT, members=Many(Group(PEER, COUNT), 1024), cuts=CUTS),
     24: Record(m.Fingerprint, term=UINT, generation=UINT, step=UINT, digest=DIGEST),
     25: Record(m.Caught, applied=APPLIED, history=DIGEST),
     26: Record(m.Rates, rates_Bps=Many(Group(PEER, RATE, RATE), 256)),
@@ -197,6 +284,8 @@ MESSAGES: dict[int, Record] = {
         history=DIGEST,
         ledger=LEDGER,
         reason=REASON,
+        exchange=TEXT,
+        cuts=CUTS,
     ),
     37: Record(m.Start, term=UINT, generation=UINT),
     38: Record(m.RunState, state=STATE, reason=REASON),
@@ -216,12 +305,29 @@ MESSAGES: dict[int, Record] = {
     53: Record(m.Progress, round=ROUND, progress=UINT),
     54: Record(m.Ping, nonce=UINT),
     55: Record(m.Pong, nonce=UINT),
-    56: Record(m.StateRequest, term=UINT, generation=UINT, whole=FLAG),
+    56: Record(m.StateRequest, term=UINT, generation=UINT, whole=FLAG, have=COUNT, digest=FLAG),
+    68: Record(m.StateDigest, term=UINT, generation=UINT, digest=DIGEST),
     57: Record(
         m.StateBlock, _block_is_one_of, term=UINT, generation=UINT, index=COUNT, total=POSITIVE, payload=FRAME
     ),
     58: Record(m.MeanAsk, term=UINT, generation=UINT, step=UINT, index=COUNT, value=REAL),
     59: Record(m.MeanTell, term=UINT, generation=UINT, step=UINT, index=COUNT, value=REAL),
+    # of a model in stages: worker -> coordinator, and coordinator -> worker
+    77: Record(m.Kept, states=Many(HELD, m.MOST_KEPT), generation=UINT),
+    78: Record(
+        m.Spared, term=UINT, generation=UINT, applied=APPLIED, history=DIGEST, ledger=LEDGER, reason=REASON
+    ),
+    79: Record(
+        m.Copy,
+        _block_is_one_of,
+        term=UINT,
+        generation=UINT,
+        held=HELD,
+        index=COUNT,
+        total=POSITIVE,
+        payload=FRAME,
+    ),
+    89: Record(m.PieceAsk, _holds_blocks, term=UINT, generation=UINT, blocks=SPAN),
     # a member to a follower, and back
     70: Record(m.ImageAsk),
     71: Record(m.ImageTable, applied=APPLIED, history=DIGEST, payload=FRAME),
@@ -230,6 +336,11 @@ MESSAGES: dict[int, Record] = {
     74: Record(m.UpdatesAsk, applied=APPLIED),
     75: Record(m.Update, step=UINT, latest=UINT, payload=FRAME),
     76: Record(m.NoImage, reason=REASON),
+    # a worker that rests, and `gridtrain doctor`
+    83: Record(m.Pausing, reason=REASON),
+    84: Record(m.Checkup, peer=PEER, address=ADDRESS),
+    85: Record(m.CheckupReply, probe=Many(Group(PEER, ADDRESS), 8), payload=FRAME),
+    86: Record(m.BurstAsk, nonce=UINT),
     # of a member that leaves, to another one
     63: Record(
         m.HandOver,
@@ -245,6 +356,11 @@ MESSAGES: dict[int, Record] = {
     64: Record(m.TakenOver, term=UINT, generation=UINT, taken=FLAG, reason=REASON),
     65: Record(m.Burst, _burst_is_one_of, nonce=UINT, index=COUNT, payload=FRAME),
     66: Record(m.Landed, nonce=UINT, proof=PROOF),
+    # for people
+    80: Record(m.About, texts=Many(Group(NAME, TEXT), 16)),
+    # of what volunteers run, from the coordinator
+    87: Record(m.BundleAsk, digest=DIGEST, index=COUNT),
+    88: Record(m.BundleBlock, _bundle_is_one_of, digest=DIGEST, index=COUNT, total=POSITIVE, payload=FRAME),
     # to and from a relay
     60: Record(m.Relay, to=PEER, payload=FRAME),
     61: Record(m.Relayed, origin=PEER, payload=FRAME),

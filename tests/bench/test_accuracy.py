@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from accuracy.__main__ import THEIRS, options_of, read, summary, table
+from accuracy.__main__ import THEIRS, extrapolated, options_of, read, steps_of, summary, table
 from accuracy.train import ROADS, exchange_of, parse
 from accuracy.workloads import WORKLOADS, ByteLSTM, Gpt, Lstm, ResNet20
 
@@ -38,6 +39,18 @@ def test_the_ratio_is_how_much_sooner() -> None:
     slow = summary([dict(line, seconds=3 * line["seconds"]) for line in LINES], Gpt(), "20Mbit", "gloo")
     quick = summary(LINES, Gpt(), "20Mbit", "gtopk")
     assert "| gtopk | 4.0 | 4 | 4.0 | 3.0 |" in table([slow, quick], "gloo")
+
+
+def test_a_short_run_says_how_long_the_whole_one_takes(tmp_path: Path) -> None:
+    records = [dict(LINES[0], step=i, seconds=2.0 + i, sent_bytes=1_000_000 * i) for i in range(1, 13)]
+    short = summary(records, Gpt(), "20Mbit", "gloo")
+    whole = extrapolated(records, short, 400)
+    assert (whole.seconds, whole.step, whole.megabytes, whole.timed_steps) == (402.0, 400, 400.0, 10)
+    assert "| 402.0 (of 10 steps) | 400 | 400.0 |" in table([whole], "")
+    assert extrapolated(records[:3], short, 400) is short  # nothing to average
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps({"runs": [asdict(whole), asdict(short)]}))
+    assert steps_of(path) == {("gpt", "gloo"): 400}
 
 
 @pytest.mark.parametrize("workload", [Gpt, Lstm])

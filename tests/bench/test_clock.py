@@ -9,18 +9,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from brisk import BRISK
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from accuracy import recorder as recorder_module
 from accuracy import train as ours
 from accuracy.workloads import WORKLOADS, Settings, Workload
-from gridtrain.config import Deadlines
 from gridtrain.optim.grid import Grid
 from gridtrain.runtime.local import LocalGroup
 from rivals import train as theirs
 
-BRISK = Deadlines(beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, connect_s=5.0)
 WITHIN_S = 30.0
 
 
@@ -28,7 +27,9 @@ class Tiny(Workload):
     """A linear model; what is to be known while it is measured is asked of `seen`."""
 
     name, batch_size, target = "gpt", 2, 0.0
-    settings: ClassVar = dict.fromkeys(("dense", "sparse", "local", "adamw"), Settings("sgd", 0.01))
+    settings: ClassVar = dict.fromkeys(
+        ("dense", "sparse", "local", "local-sgd", "adamw"), Settings("sgd", 0.01)
+    )
     seen: ClassVar[Any]
 
     def __init__(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from accuracy.tune import RATES, Tried, run, table
+from accuracy.tune import RATES, Tried, keep, run, run_local, table
 from accuracy.workloads import WORKLOADS, Settings, Workload
 
 
@@ -21,6 +23,7 @@ class Line(Workload):
         "dense": Settings("sgd", 9.0, 0.9, clip_norm=10.0),
         "sparse": Settings("sgd", 9.0, 0.9, clip_norm=10.0),
         "adamw": Settings("adamw", 9.0),
+        "local-sgd": Settings("sgd", 9.0, 0.5, clip_norm=10.0),
     }
 
     def __init__(self) -> None:
@@ -49,6 +52,19 @@ def test_every_family_gets_to_the_target_and_a_rate_of_nothing_does_not(family: 
     assert still.reached is None and still.least > 1.0
 
 
+def test_local_steps_are_tuned_by_the_loop_that_workers_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setitem(WORKLOADS, "line", Line)
+    good = run_local(Line(), "local-sgd", 0.05, 80, "2:0.5", seed=0)
+    assert good.reached is not None and good.reached % 2 == 0 and good.least <= Line.target
+    keep(tmp_path / "tried.json", [good])
+    keep(tmp_path / "tried.json", [good, Tried("line", "dense", 0.1, None, 2.0)])
+    kept = json.loads((tmp_path / "tried.json").read_text())["tried"]
+    assert [one["family"] for one in kept] == ["dense", "local-sgd"]
+
+
 def test_the_best_of_each_family_is_marked() -> None:
     tried = [
         Tried("gpt", "dense", 0.1, 200, 2.3),
@@ -58,8 +74,8 @@ def test_the_best_of_each_family_is_marked() -> None:
     ]
     marked = [line for line in table(tried).splitlines() if line.endswith("| best |")]
     assert marked == [
-        "| gpt | dense | 0.2 | 150 | 2.340 | best |",
-        "| gpt | sparse | 0.4 | - | 2.400 | best |",
+        "| gpt | dense |  | 0.2 | 150 | 2.340 | best |",
+        "| gpt | sparse |  | 0.4 | - | 2.400 | best |",
     ]
 
 

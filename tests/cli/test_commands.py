@@ -12,13 +12,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-import gridtrain_coordinator.daemon
+import gridtrain_coordinator.__main__
+import gridtrain_coordinator.serving
 import gridtrain_worker.agent
 from gridtrain.cli.main import COMMANDS, cli, exit_code
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.runtime.naming import state_directory
-from gridtrain_coordinator.daemon import Settings, default_state
+from gridtrain_coordinator.dashboard.places import Place
+from gridtrain_coordinator.serving import Settings, default_state
 from gridtrain_worker.agent import Job
 
 INVITATION = Invitation("tcp://lab-pc:7700", bytes(range(32)), bytes(range(32, 64)), "mine")
@@ -29,7 +31,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """What the command would have supervised."""
     seen: list[Job] = []
 
-    def supervise(job: Job, tell: Callable[[str], None]) -> int:
+    def supervise(job: Job, tell: Callable[[str], None], **_: object) -> int:
         seen.append(job)
         return 7
 
@@ -105,7 +107,7 @@ def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) ->
         seen.append(settings)
         return 0
 
-    monkeypatch.setattr(gridtrain_coordinator.daemon, "serve", serve)
+    monkeypatch.setattr(gridtrain_coordinator.serving, "serve", serve)
     line = "coordinator --listen tcp://0.0.0.0:7701 --advertise lab-pc:7701 --run mine --state j"
     result = CliRunner().invoke(
         cli, [*line.split(), "--min-workers", "4", "--exit-when-finished", "--unencrypted"]
@@ -120,8 +122,58 @@ def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) ->
             unencrypted=True,
             min_workers=4,
             exit_when_finished=True,
+            dashboard=Place(),
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "place"),
+    [
+        ("", {}, Place()),
+        ("--no-dashboard", {"GRIDTRAIN_DASHBOARD": ":7781"}, None),
+        ("", {"GRIDTRAIN_DASHBOARD": "off"}, None),
+        ("--dashboard :7782", {"GRIDTRAIN_DASHBOARD": "off"}, Place(port=7782, asked=True)),
+        (
+            "--dashboard-host a --dashboard-host b",
+            {"GRIDTRAIN_DASHBOARD_HOSTS": "c"},
+            Place(named=("a", "b")),
+        ),
+        (
+            "",
+            {
+                "GRIDTRAIN_DASHBOARD": "0.0.0.0:7780",
+                "GRIDTRAIN_DASHBOARD_OPEN": "1",
+                "GRIDTRAIN_DASHBOARD_HOSTS": "coordinator,lab",
+            },
+            Place("0.0.0.0", 7780, asked=True, open_to_network=True, named=("coordinator", "lab")),
+        ),
+    ],
+)
+def test_where_the_dashboard_is(
+    flags: str, environ: dict[str, str], place: Place | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As flags, and as the variables of docker/compose.yaml, in both ways to start a coordinator."""
+    seen: list[Settings] = []
+
+    def serve(settings: Settings, **_: Any) -> int:
+        seen.append(settings)
+        return 0
+
+    monkeypatch.setattr(gridtrain_coordinator.serving, "serve", serve)
+    result = CliRunner().invoke(cli, ["coordinator", *flags.split()], env=environ)
+    assert result.exit_code == 0, result.output
+    if not flags:
+        for name, text in environ.items():
+            monkeypatch.setenv(name, text)
+        monkeypatch.setattr(gridtrain_coordinator.__main__, "serve", serve)
+        assert gridtrain_coordinator.__main__.main() == 0
+    assert {settings.dashboard for settings in seen} == {place}
+
+
+def test_a_dashboard_cannot_be_named_and_left_out() -> None:
+    result = CliRunner().invoke(cli, ["coordinator", "--dashboard", ":0", "--no-dashboard"])
+    assert result.exit_code == 2 and "both given" in result.output
 
 
 @pytest.mark.parametrize(

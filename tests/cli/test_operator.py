@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import re
 import threading
 import time
@@ -139,7 +141,8 @@ def test_the_token_never_reaches_the_coordinator(desk: Desk, monkeypatch: pytest
 
     monkeypatch.setattr(desk, "answer", listening)
     invitation = parse(fine(desk, "invite"))
-    assert heard == [m.Invite(Identity.from_secret(invitation.token).public, 1, 7 * 86_400.0)]
+    order = m.Invite(Identity.from_secret(invitation.token).public, 1, 7 * 86_400.0)
+    assert heard == [order, m.StatusRequest()]
 
 
 def test_another_address_for_this_volunteer(desk: Desk) -> None:
@@ -162,7 +165,7 @@ def test_the_coordinator_refuses(desk: Desk, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_invitation_for_this_machine_alone_says_so() -> None:
     local = Invitation("tcp://127.0.0.1:7700", bytes(32), bytes(32), "r", encrypted=False)
-    told = explained(local, 1, 60.0, 0.0)
+    told = explained(local, 1, 60.0, 0.0, False)
     assert "for one worker, valid for 1 min" in told and "--listen tcp://0.0.0.0:7700" in told
     assert "gridtrain worker INVITATION --unencrypted --" in told
 
@@ -361,3 +364,51 @@ def test_whoever_answers_with_another_key_is_no_coordinator(desk: Desk) -> None:
     stranger.write(desk.folder)
     with Operator(Contact.find(state=desk.folder)) as operator, pytest.raises(CoordinatorUnreachable):
         operator.order(m.Pardon(bytes(32)), timeout_s=0.5)
+
+
+def test_commands_of_one_machine_take_turns(desk: Desk) -> None:
+    """They show one key, and a coordinator hears the latest connection of a key only."""
+    watching = Operator(Contact.find(state=desk.folder))
+    assert watching.status()["run"] == "default"  # and it goes on watching, as `status --watch` does
+    made: list[str] = []
+
+    def invite() -> None:
+        with Operator(Contact.find(state=desk.folder)) as operator:
+            made.append(operator.invite(1, 60.0).text())
+            assert operator.status()["run"] == "default"
+
+    asking = [threading.Thread(target=invite) for _ in range(6)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join(30.0)
+    assert len(set(made)) == 6 == len(desk.door.picture(time.time())["invitations"])
+    assert watching.status()["run"] == "default"
+
+
+def test_a_file_system_without_locks_costs_no_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(file: Any, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("gridtrain.runtime.operator.fcntl.flock", no_locks)
+    monkeypatch.setattr("gridtrain.runtime.operator.LOOK_S", math.inf)  # it would wait for the whole time
+    waited: list[float] = []
+    monkeypatch.setattr("gridtrain.runtime.operator.time.sleep", waited.append)
+    with Operator(Contact.find(state=desk.folder)) as operator:
+        assert operator.status()["run"] == "default"
+    assert waited == []
+
+
+def test_an_invitation_that_was_made_is_printed_whatever_comes_next(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else there would be a valid one that nobody knows."""
+
+    def away(operator: Operator, timeout_s: float = 0.0) -> dict[str, Any]:
+        raise CoordinatorUnreachable("it was stopped", remedy="start it")
+
+    monkeypatch.setattr(Operator, "status", away)
+    result = gridtrain(desk, "invite")
+    assert isinstance(result.exception, CoordinatorUnreachable)
+    parse(result.stdout.strip())
+    assert len(desk.door.picture(time.time())["invitations"]) == 1

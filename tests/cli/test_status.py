@@ -41,8 +41,8 @@ rank name      state   reach      strikes share step   up/s down/s comp. select 
 """
 
 
-def drawn(picture: dict[str, Any]) -> str:
-    console = Console(file=io.StringIO(), width=120)
+def drawn(picture: dict[str, Any], width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(module.render(picture))
     assert isinstance(console.file, io.StringIO)
     return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
@@ -69,8 +69,21 @@ def test_it_fits_into_a_pipe() -> None:
     assert "n\u2026 admitted behind NAT       2 99999 9999999 999.9 MB 999.9 MB 999.9 s" in lines[3]
 
 
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_names_can_be_read_on_a_narrow_terminal(width: int) -> None:
+    """Orders want names: columns of times make room for them, and the head stays over its figures."""
+    anna, bert = PICTURE["members"]
+    lines = drawn({**PICTURE, "members": [{**anna, "name": "brisk-lynx-d369"}, bert]}, width).splitlines()
+    assert max(map(len, lines)) <= width
+    row = next(line for line in lines if "brisk-lynx-d369" in line)
+    head = lines[lines.index(row) - 1]
+    assert "share" in head and ("select" in head) == (width == 100) and "\u2026" not in head + row
+    assert row.index("8 ") == head.index("share") + len("share") - 1
+
+
 def test_no_worker_yet() -> None:
     assert "no worker yet" in drawn({**PICTURE, "members": []})
+    assert "nobody any more" in drawn({**PICTURE, "members": [], "finished": True})
 
 
 @pytest.mark.parametrize(
@@ -95,3 +108,23 @@ def test_watching_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = [PICTURE, PICTURE, {**PICTURE, "phase": "finished", "finished": True}, PICTURE]
     module._watch(lambda timeout_s: pictures.pop(0))
     assert pictures == [PICTURE]
+
+
+def test_of_a_model_in_stages_it_shows_who_holds_which_and_why_somebody_is_spare() -> None:
+    members = [
+        {"rank": 0, "name": "anna", "state": "active", "stage": 0, "spare": ""},
+        {"rank": 1, "name": "bert", "state": "active", "stage": 1, "spare": ""},
+        {
+            "rank": None,
+            "name": "carl",
+            "state": "spare",
+            "stage": None,
+            "spare": "spare: 2 stages x 1 are 2 workers",
+        },
+    ]
+    lines = drawn({"run": "r", "phase": "training", "stages": 2, "members": members}).splitlines()
+    assert any(line.split()[:3] == ["rank", "stage", "name"] for line in lines)
+    assert any(line.split()[:4] == ["1", "1", "bert", "active"] for line in lines)
+    assert any(line.split()[:4] == ["-", "-", "carl", "spare"] for line in lines)
+    assert "spare: 2 stages x 1 are 2 workers" in "\n".join(lines)
+    assert "stage" not in drawn({"run": "r", "phase": "training", "stages": 1, "members": members[:1]})

@@ -15,8 +15,7 @@ from gridtrain.errors import ConfigError, JournalError
 from gridtrain.transport.contact import COORDINATOR_KEY, OPERATOR_KEY
 from gridtrain.transport.curve import Identity
 from gridtrain_coordinator import backups as module
-from gridtrain_coordinator.backups import Backups, latest, restore
-from gridtrain_coordinator.daemon import JOURNAL
+from gridtrain_coordinator.backups import JOURNAL, Backups, latest, restore
 from gridtrain_coordinator.keys import operator_identity
 from gridtrain_coordinator.store import Store
 

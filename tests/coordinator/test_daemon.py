@@ -344,7 +344,7 @@ def test_a_kick_is_durable_before_anybody_is_told() -> None:
     ]
     (expelled,) = core.heard
     assert isinstance(expelled, Expelled) and expelled.code == "kicked"
-    assert expelled.reason == "was put out of the run: too slow" and "invite" in expelled.remedy
+    assert expelled.reason == "was put out of the run: too slow" and "new invitation" in expelled.remedy
 
 
 @pytest.mark.parametrize("order", [m.Invite(b"n" * 32, 1, 60.0), m.Expel(ANNA, False, ""), m.Pardon(ANNA)])

@@ -16,7 +16,7 @@ import pytest
 
 from gridtrain.errors import ConfigError, JournalError
 from gridtrain_coordinator import store as module
-from gridtrain_coordinator.daemon import JOURNAL
+from gridtrain_coordinator.backups import JOURNAL
 from gridtrain_coordinator.store import Entry, JournalFull, Store
 
 Seeds = Callable[[int], Iterator[int]]

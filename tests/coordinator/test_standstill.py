@@ -15,8 +15,8 @@ from gridtrain.protocol.door import Door
 from gridtrain.protocol.membership_io import Effect, Event, Heard, Journal, Lost, Send, Up
 from gridtrain.transport.base import PeerDown, PeerUp, Received, TransportEvent
 from gridtrain_coordinator import standstill
-from gridtrain_coordinator.backups import Backups, latest
-from gridtrain_coordinator.daemon import JOURNAL, Coordinator
+from gridtrain_coordinator.backups import JOURNAL, Backups, latest
+from gridtrain_coordinator.daemon import Coordinator
 from gridtrain_coordinator.reception import Reception
 from gridtrain_coordinator.store import Store
 

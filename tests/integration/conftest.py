@@ -7,9 +7,9 @@
         group.wait("a step", lambda: ...)             until a line of somebody's output makes it true
         ended = group.finish()                        until all have exited
 
-Nothing here sleeps or polls: whoever waits is woken by the next line or the end of an output.  Every wait
-ends at the group's deadline, or when a program fails, with the ends of all logs.  Leaving the `with` ends
-what was started, by its process id.
+Nothing here sleeps: whoever waits is woken by the next line or the end of an output (`look_every_s` is for
+what happens without a word).  Every wait ends at the group's deadline, or when a program fails, with the
+ends of all logs.  Leaving the `with` ends what was started, by its process id.
 """
 
 from __future__ import annotations
@@ -217,6 +217,7 @@ class Group:
         *more_runs: dict[str, Any],
         shows: str = "",
         flags: tuple[str, ...] = (),
+        script: Path = SCRIPT,
         **options: Any,
     ) -> Program:
         """Start one more worker; `options` are those of `scripts/train.py`, `more_runs` of further runs.
@@ -225,7 +226,7 @@ class Group:
         """
         runs = [json.dumps(run) for run in (options, *more_runs)]
         agent = (*CLI, "worker", shows or self.invitation(), "--name", name, "--export-dir", str(self.folder))
-        argv = (*agent, *flags, "--", sys.executable, str(SCRIPT), *runs)
+        argv = (*agent, *flags, "--", sys.executable, str(script), *runs)
         self.workers[name] = Program(name, argv, self._changed, state=self.folder)
         return self.workers[name]
 
@@ -261,8 +262,11 @@ class Group:
         lines = [line for program in (*self.former, self.coordinator) for line in program.lines]
         return [line["fields"] for line in lines if line.get("event") == event]
 
-    def wait(self, what: str, true: Callable[[], bool]) -> None:
-        """Until `true()`; fails at the deadline, or when that cannot come any more."""
+    def wait(self, what: str, true: Callable[[], bool], *, look_every_s: float = DEADLINE_S) -> None:
+        """Until `true()`; fails at the deadline, or when that cannot come any more.
+
+        It looks when anybody says a line; `look_every_s` is for what comes without one, such as a file.
+        """
         with self._changed:
             while not true():
                 failed = [p.name for p in self.workers.values() if p.code not in {None, *self._codes}]
@@ -273,7 +277,7 @@ class Group:
                 left_s = self._until_s - time.monotonic()
                 if left_s <= 0:
                     self.fail(f"waiting for {what}: not within {DEADLINE_S:.0f} s")
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, look_every_s))
 
     def finish(self) -> list[Line]:
         """Wait until everybody has exited, the coordinator with 0; the "end" of those who reached it."""

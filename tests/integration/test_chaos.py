@@ -17,8 +17,9 @@ from lab.net import why_not
 
 pytestmark = pytest.mark.integration
 
-MOST_STALL_S = {"kill": 2.0, "stop": 3.0, "coordinator": 2.0}
-"""SIGKILL takes 0.2 to 0.3 s on an idle machine, SIGSTOP its own time; the rest is for machines in use."""
+MOST_STALL_S = 15.0
+"""A tenth of it on a machine of two cores; more means that the others waited for somebody who does not come,
+and how long it takes where nothing else runs is for `make chaos`."""
 
 
 def test_a_short_storm_breaks_no_promise(tmp_path: Path) -> None:
@@ -40,6 +41,7 @@ def test_a_short_storm_breaks_no_promise(tmp_path: Path) -> None:
         loopback=bool(why_not()),
         faults=faults,
         planned=f"@{planned}",
+        waits=True,
     )
     played = play(plan, tmp_path / "run", print)
     figures = summary(plan, played)
@@ -49,5 +51,5 @@ def test_a_short_storm_breaks_no_promise(tmp_path: Path) -> None:
     assert sorted(done) == sorted(fault.kind for fault in faults), played.left_out
     assert (tmp_path / "faults.json.struck-0").exists(), "the planned fault struck"
     assert figures["script_starts"] == plan.workers + 2, "the agents started both killed ones again, once"
-    for kind, most_s in MOST_STALL_S.items():
-        assert figures["by_kind"][kind]["stall_worst_s"] < most_s
+    for kind in ("kill", "stop", "coordinator"):
+        assert figures["by_kind"][kind]["stall_worst_s"] < MOST_STALL_S, kind

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from gridtrain.optim import checkpoint, state_sync
-from gridtrain_coordinator.daemon import JOURNAL
+from gridtrain_coordinator.backups import JOURNAL
 
 pytestmark = pytest.mark.integration
 
@@ -141,7 +141,7 @@ def test_a_standby_from_an_old_backup_takes_over(new_group, tmp_path: Path) -> N
         group.wait(
             "step 12", lambda: bool(group.workers["anna"].marked("holding") and clara.marked("loaded"))
         )
-        group.wait("a backup of generation 1", lambda: journal_says(backups, 1))
+        group.wait("a backup of generation 1", lambda: journal_says(backups, 1), look_every_s=0.1)
         group.kill_coordinator()
         shutil.copytree(backups, tmp_path / "old")
         group.start_coordinator()
@@ -188,18 +188,20 @@ def test_a_full_disk_costs_decisions_and_checkpoints_but_nothing_else(new_group,
     (small_disk / "state").mkdir()
     with new_group(min_workers=2, state=small_disk / "state") as group:
         door, step = group.gate(), group.gate()
-        flags = ("--state-dir", str(small_disk / "checkpoints"), "--checkpoint-every", "5")
+        checkpoints = small_disk / "checkpoints"
+        flags = ("--state-dir", str(checkpoints), "--checkpoint-every", "10")
         anna = group.add("anna", **JOB, held_from=HELD, step_gate=step.path, flags=flags)
         group.add("bert", **JOB)
         clara = group.add("clara", **JOB, join_gate=door.path)
         group.wait("step 12", lambda: bool(anna.marked("holding") and clara.marked("loaded")))
+        # Whole: one that fails half-way would leave room.
+        group.wait("a checkpoint", lambda: any(checkpoints.glob("step-*")), look_every_s=0.1)
         filler = small_disk / "filler"
         with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
             while True:
                 file.write(bytes(1 << 12))
-        assert list((small_disk / "checkpoints").glob("step-*")), "there was room for these"
         before = commits(group, "anna", "bert")
-        for _ in range(5):
+        for _ in range(10):  # the next one is due at step 20
             step.open()
         group.wait("a checkpoint that fails", lambda: "no checkpoint of step" in anna.said())
         door.open()
@@ -223,8 +225,11 @@ def test_a_full_disk_costs_decisions_and_checkpoints_but_nothing_else(new_group,
 
 
 def test_stopped_and_resumed_with_another_number_of_workers(new_group) -> None:
-    """From the very bits of the checkpoint; what came after it is told as a rollback."""
-    flags = ("--checkpoint-every", "10")
+    """From the very bits of the checkpoint; what came after it is told as a rollback.
+
+    It is the first one: another would be later than step 20 where the one before is still being written.
+    """
+    flags = ("--checkpoint-every", "20")
     job = JOB | {"exchange": "dense", "batch_size": None, "global_batch_size": 16}
     with new_group(min_workers=2, codes=frozenset({0, STOPPED})) as group:
         step = group.gate()
@@ -236,11 +241,15 @@ def test_stopped_and_resumed_with_another_number_of_workers(new_group) -> None:
         for _ in range(20):  # until both have told of their steps; each question takes a process's start
             if json.loads(group.operator("status", "--json"))["step"] == 24:
                 break
+
+        def written() -> list[Path]:
+            return sorted(group.folder.glob("gridtrain/default/checkpoints/*/*/step-00000020"))
+
+        group.wait("both checkpoints", lambda: len(written()) == 2, look_every_s=0.1)
         for worker in stopped:
             worker.process.terminate()
         group.wait("the end of both", lambda: all(worker.code == STOPPED for worker in stopped))
-        paths = sorted(group.folder.glob("gridtrain/default/checkpoints/*/*/step-00000020"))
-        assert len(paths) == 2
+        paths = written()
         group.wait("a new start", lambda: bool(group.events("waiting")))
         group.kill_coordinator()
         group.start_coordinator("--min-workers", "3")

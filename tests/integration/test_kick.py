@@ -1,7 +1,7 @@
 """Workers that the run's owner puts out: their scripts end with the reason, and the others go on.
 
 anna   step 10: holds ....................... goes on            to the end
-bert   .......... waits for her ............. goes on            to the end
+bert   .......... waits for her ............. goes on            to the end    (called anna, too: anna-2)
 clara  ..... kicked ... old invitation: no ... new one: is back  to the end
 dora   ..... banned ... old and new invitation: no
 """
@@ -24,29 +24,35 @@ pytestmark = pytest.mark.integration
 
 STEP, SAMPLES = 10, 1600
 JOB = {"exchange": "dense", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
-FINE, FAILED, REFUSED = 0, 1, 4
+FINE, REFUSED = 0, 4
 
 
 def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
-    with new_group(min_workers=4, codes=frozenset({FINE, FAILED, REFUSED})) as group:
+    with new_group(min_workers=4, codes=frozenset({FINE, REFUSED})) as group:
         gate = group.gate()
         anna = group.add("anna", **JOB, held_step=STEP, step_gate=gate.path)
-        for name in ("bert", "clara", "dora"):
+        bert = group.add("bert", **JOB, flags=("--name", "anna"))
+        for name in ("clara", "dora"):
             group.add(name, **JOB)
         group.wait("step 10 at anna", lambda: bool(anna.marked("holding")))
+        assert_two_of_one_name_are_told_apart(group, anna, bert)
 
         assert "is out; it needs a new invitation" in group.operator("kick", "clara", "--reason", "too slow")
         assert end_of(group, "clara") == told("too slow")
         group.wait("a generation without clara", lambda: len(group.events("training")) == 2)
         # Started again she has the same key.  The invitation has uses left, for others.
-        assert refusal(group, "clara, again") == refused(door_rules.NOT_VALID)
+        assert refusal(group, "clara, again") == refused(door_rules.kicked("too slow"))
         new = group.operator("invite", "--uses", "2")
         clara = group.add("clara, invited anew", shows=new, **JOB)
         group.wait("clara", lambda: len(group.events("joined")) == 5)
 
         assert "is banned until you unban it" in group.operator("ban", "dora", "--reason", "spam")
         assert end_of(group, "dora") == told("spam")
-        assert refusal(group, "dora, again", shows=new) == refused(door_rules.BANNED)
+        dora = next(line["peer"] for line in group.events("joined") if line["name"] == "dora")
+        told_dora = refusal(group, "dora, again", shows=new)
+        assert told_dora.startswith(
+            f"gridtrain: the run's owner has banned this worker's key {dora}: spam -> "
+        )
         gate.open()
         ends = group.finish()
 
@@ -59,20 +65,36 @@ def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
     assert_nothing_secret_was_said(group, new)
 
 
+def assert_two_of_one_name_are_told_apart(group, *both) -> None:
+    """By the coordinator; it says so, both scripts do, and the agent of the one with the number."""
+    assert group.events("renamed") == [
+        {"name": "anna-2", "asked": "anna", "reason": "another worker is called anna"}
+    ]
+    said = "\n".join(worker.said() for worker in both)
+    assert said.count("another worker of this run is called anna: this one is called anna-2 here") == 1
+    assert said.count("it is called anna-2, this one stays anna") == 1
+    told = [line["fields"]["text"] for worker in both for line in worker.lines if line.get("event") == "says"]
+    assert told.count("anna is called anna-2 in this run: gridtrain worker show --worker anna-2") == 1
+
+
 def end_of(group, name: str) -> str:
     """What the script of a worker that was put out said last; the agent's own line follows it."""
     worker = group.workers[name]
     group.wait(f"the end of {name}", lambda: worker.code is not None)
-    assert worker.code == FAILED and "Traceback" not in worker.said()
-    *_, script, agent = worker.text
-    assert agent.startswith("gridtrain worker: the script ended with exit code 1")
+    assert worker.code == REFUSED and "Traceback" not in worker.said()
+    script, last = worker.text[-2:]
+    *_, agent = (line["fields"]["text"] for line in worker.lines if line.get("event") == "says")
+    assert agent.startswith("the script ended with exit code 1")
+    assert (
+        last.startswith("gridtrain: this worker, key ") and "ask the run's owner for a new invitation" in last
+    )
     return script[script.index("JoinRefused") :]
 
 
 def told(reason: str) -> str:
     return (
         f"JoinRefused: was put out of the run: {reason} -> "
-        "ask the run's owner, who can invite this worker anew"
+        "ask the run's owner for a new invitation; the one before does not let this worker in again"
     )
 
 

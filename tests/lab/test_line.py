@@ -19,8 +19,6 @@ from lab.net import Host, Net
 from lab.ns import LabError
 
 DATAGRAMS = 2000
-TOLERANCE_S = 0.004
-"""These cores are shared; benchmarks/lab has the exact figures."""
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def lines(net: Net) -> Net:
 
 
 def round_trip_s(dialler: Host, listener: Host, times: int = 12) -> float:
-    """Of TCP's handshake; a quick one of several, as these cores have other work too."""
+    """Of TCP's handshake; the quickest of several, as these cores have other work too."""
     took_s = []
     with listener.listen() as waiting:
         for _ in range(times):
@@ -40,7 +38,7 @@ def round_trip_s(dialler: Host, listener: Host, times: int = 12) -> float:
             took_s.append(time.perf_counter() - began_s)
             connection.close()
             waiting.accept()[0].close()
-    return sorted(took_s)[len(took_s) // 4]
+    return min(took_s)
 
 
 def datagram_sockets(sender: Host, receiver: Host) -> tuple[socket.socket, socket.socket]:
@@ -67,9 +65,10 @@ def test_a_round_trip_takes_the_delays_of_both(lines: Net, milliseconds: int) ->
     at_once_s = round_trip_s(anna, bert)
     for host in (anna, bert):
         host.shape(delay_s=milliseconds / 1e3)
-    added_s = round_trip_s(anna, bert) - at_once_s
-    print(f"{1e3 * at_once_s:.2f} ms without, {1e3 * added_s:.2f} ms more with {milliseconds} ms each")
-    assert 2 * milliseconds / 1e3 - 0.001 < added_s < 2 * milliseconds / 1e3 + TOLERANCE_S
+    took_s = round_trip_s(anna, bert)
+    print(f"{1e3 * at_once_s:.2f} ms without, {1e3 * took_s:.2f} ms with {milliseconds} ms each")
+    assert took_s > 2 * milliseconds / 1e3 - 0.001  # of the whole: a busy machine's own share varies
+    assert took_s - at_once_s < 3 * milliseconds / 1e3, "each delay once"
 
 
 def test_a_delay_is_of_one_direction(lines: Net) -> None:
@@ -107,7 +106,7 @@ def test_a_delay_changes_and_goes(lines: Net) -> None:
     anna, bert = lines.host("anna"), lines.host("bert")
     for delay_s in (0.03, 0.01, 0.0):
         bert.shape(delay_s=delay_s)
-        assert delay_s - 0.001 < round_trip_s(anna, bert) < delay_s + 2 * TOLERANCE_S
+        assert delay_s - 0.001 < round_trip_s(anna, bert) < delay_s + 0.008
     assert holders(lines) == 0
 
 
@@ -131,7 +130,7 @@ def test_a_router_delays_both_ways(lines: Net) -> None:
     hub, home = lines.host("hub"), lines.router("home")
     anna = home.host("anna")
     home.shape(delay_s=0.01)
-    assert 0.019 < round_trip_s(anna, hub) < 0.02 + 2 * TOLERANCE_S
+    assert 0.019 < round_trip_s(anna, hub) < 0.028
 
 
 def test_a_rate_holds_beside_a_delay(lines: Net) -> None:

@@ -15,7 +15,7 @@ from gridtrain.optim.session import Session
 from gridtrain.protocol.collective import Arrived, Complete, SendTo
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 MOST_ABORTS = 3
 
 

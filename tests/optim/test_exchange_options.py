@@ -18,6 +18,8 @@ from gridtrain.wire.values import BY_NAME
     ("exchange", "text"),
     [
         (Dense(), "Dense()"),
+        (Dense(topology="ring"), "Dense(topology=ring)"),
+        (Dense(topology="direct"), "Dense(topology=direct)"),
         (Dense(topology="star"), "Dense(topology=star)"),
         (TopK(values="int8"), "TopK(density=0.01, momentum=0.0, values=int8)"),
         (GTopK(), "GTopK(density=0.01, momentum=0.0, values=fp16)"),

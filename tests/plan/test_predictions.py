@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
+from calibrate import TINY, ends_of, solved, tiny
 from gridtrain.errors import ConfigError
+from gridtrain.protocol.costs import cost
+from gridtrain.protocol.lines import even
 from gridtrain.protocol.loads import FREE, Cpu, Kind
 from paper_table import DATA, MODELS, baidu, efficiencies, markdown
-from predictions import FRAME_SHARE, Measured, load_of, parse, predict, read, table
+from predictions import FRAME_SHARE, Measured, crowded, load_of, parse, predict, read, table
 
 RING = Measured("dense", 4, 25_600_000, rate_Bps=12.5e6)
 
@@ -100,3 +104,40 @@ def test_a_single_reducer_on_baidus_machines() -> None:
     # it moves 39 vectors in and out where the ring moves 2 * 39/40: 20 times as many on one line
     assert found["star_s"] / found["ring_s"] == pytest.approx(20, rel=0.05)
     assert math.isclose(found["star"], 40 / (1 + 20 * 9 / 31), rel_tol=0.05)
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_the_cost_of_messages_is_found_again(members: int) -> None:
+    """From exchanges that take what the model says they do."""
+    cpu = replace(FREE, message_s=200e-6, wake_s=150e-6, begin_s=1.5e-3)
+    network = even(members, 0.0, 1e12)
+    seconds = {what: cost(tiny(what), network, cpu, host_cores=2).exchange_s for what in TINY}
+    cpu_s = {what: cpu.begin_s + ends_of(what, members) * cpu.message_s for what in TINY}
+    found = solved(members, 2, seconds, cpu_s)
+    assert found == pytest.approx({"message_s": 200e-6, "wake_s": 150e-6, "begin_s": 1.5e-3}, rel=0.02)
+
+
+def test_ends_of_messages_are_counted() -> None:
+    """A butterfly of two: a payload out and one in, a vote and a decision at each end."""
+    assert [ends_of(what, 2) for what in ("gtopk", "gtopk:topology=tree", "dense")] == [4, 4, 6]
+    assert ends_of("gtopk", 4) == 2 * (8 + 6) / 4
+
+
+def test_the_lab_has_numbers_for_each_crowd() -> None:
+    crowds = {2: {"message_s": 1e-3}, 4: {"message_s": 2e-3}}
+    assert [crowded(FREE, crowds, members).message_s for members in (1, 2, 3, 4, 8)] == [
+        0.0,
+        1e-3,
+        1e-3,
+        2e-3,
+        2e-3,
+    ]
+
+
+def test_packets_take_cores_from_members_that_share_them() -> None:
+    load, network = load_of(Measured("dense", 4, 1_000_000)), even(4, 0.0, 12.5e6)
+    quiet, busy = replace(Cpu(), packet_s=0.0), replace(Cpu(), packet_s=20e-6)
+    assert cost(load, network, busy).exchange_s == cost(load, network, quiet).exchange_s
+    shared = [cost(load, network, cpu, host_cores=2) for cpu in (quiet, busy)]
+    assert shared[1].exchange_s > shared[0].exchange_s
+    assert shared[1].cpu_s - shared[0].cpu_s == pytest.approx(2 * 6e6 / 1448 * 20e-6, rel=0.01)

@@ -1,7 +1,5 @@
 """The all-gather: its trees as a picture, and promises 1 and 2 of TopK on a network that reorders."""
 
-from random import Random
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,12 @@ from gridtrain.protocol.allgather import AllGather, neighbours
 from gridtrain.protocol.collective import Arrived, Complete, SendTo, Source, StoreOf
 from gridtrain.protocol.messages import Phase, Place
 from gridtrain.runtime.buffers import GatherWorkspace
-from gridtrain.testing.collectives import CollectiveGroup, random_inputs, select_locally
+from gridtrain.testing.collectives import (
+    CollectiveGroup,
+    assert_a_death_is_blamed,
+    random_inputs,
+    select_locally,
+)
 from gridtrain.wire.sparse import ValueKind
 
 WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 32]
@@ -105,9 +108,7 @@ def test_the_same_origin_twice_is_refused():
 def prepared(rng, world_size):
     """One step's inputs and what each rank makes of them."""
     inputs = random_inputs(rng, world_size)
-    selected = [select_locally(r, c, inputs.k, inputs.kind) for r, c in inputs.members]
-    payloads, residuals = zip(*selected, strict=True)
-    return inputs, payloads, residuals
+    return inputs, *inputs.selected()
 
 
 def group_of(inputs, payloads, seed, skipping=()):
@@ -153,17 +154,7 @@ def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 17))
         inputs, payloads, _ = prepared(rng, world_size)
-        undisturbed, group = group_of(inputs, payloads, seed), group_of(inputs, payloads, seed)
-        undisturbed.run()
-        dead = Random(seed).randrange(world_size)
-        group.network.call_at(Random(seed).uniform(0, 0.05), lambda g=group, d=dead: g.network.crash(d))
-        group.run()
-
-        for rank in set(range(world_size)) - {dead}:
-            if group.verdicts[rank] is None:
-                assert dead in group.blamed_by(rank), f"seed {seed}: rank {rank} blames the wrong ones"
-            else:
-                assert group.workspaces[rank].seal() == undisturbed.workspaces[rank].seal(), f"seed {seed}"
+        assert_a_death_is_blamed(group_of(inputs, payloads, seed), group_of(inputs, payloads, seed), seed)
 
 
 def test_forwarding_hands_on_the_very_same_bytes():

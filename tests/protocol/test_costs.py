@@ -67,20 +67,22 @@ def test_hops_of_a_large_all_gather_travel_as_one(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("alpha_s", [0.0, 0.010])
-def test_a_ring_too_long_to_walk_costs_what_a_walk_would_say(alpha_s: float) -> None:
-    load, network = Load(Kind.DENSE, 2_000_000), even(12, alpha_s, RATE_Bps)
+@pytest.mark.parametrize(
+    ("load", "world_size", "within"),
+    [
+        (Load(Kind.DENSE, 2_000_000), 12, 0.02),
+        (Load(Kind.DIRECT, 8_000_000), 24, 0.05),
+        (Load(Kind.STAR, 2_000_000), 12, 0.03),
+    ],
+    ids=["ring", "direct", "star"],
+)
+def test_what_is_too_large_to_walk_costs_what_a_walk_would_say(
+    load: Load, world_size: int, within: float, alpha_s: float
+) -> None:
+    network = even(world_size, alpha_s, RATE_Bps)
     walked = costs.cost(load, network, Cpu())
     not_walked = costs.cost(load, network, Cpu(), most_moves=10)
-    assert not_walked.exchange_s == pytest.approx(walked.exchange_s, rel=0.02)
-    assert not_walked.sent_bytes == pytest.approx(walked.sent_bytes, rel=0.001)
-
-
-@pytest.mark.parametrize("alpha_s", [0.0, 0.010])
-def test_a_star_too_large_to_walk_costs_what_a_walk_would_say(alpha_s: float) -> None:
-    load, network = Load(Kind.STAR, 2_000_000), even(12, alpha_s, RATE_Bps)
-    walked = costs.cost(load, network, Cpu())
-    not_walked = costs.cost(load, network, Cpu(), most_moves=10)
-    assert not_walked.exchange_s == pytest.approx(walked.exchange_s, rel=0.03)
+    assert not_walked.exchange_s == pytest.approx(walked.exchange_s, rel=within)
     assert not_walked.sent_bytes == pytest.approx(walked.sent_bytes, rel=0.001)
     assert not_walked.cpu_s == pytest.approx(walked.cpu_s, rel=0.05)
 
@@ -126,7 +128,8 @@ def test_more_costs_more(kind: Kind) -> None:
 def test_encryption_and_work_cost_time() -> None:
     network = even(4, 0.001, 1e10)
     plain, sealed = (Load(Kind.DENSE, 5_000_000, encrypted=is_sealed) for is_sealed in (False, True))
-    assert exchange_s(plain, network) < exchange_s(plain, network, Cpu()) < exchange_s(sealed, network, Cpu())
+    cpu = Cpu(message_s=90e-6)  # with many slices the handling of messages would hide the sealing
+    assert exchange_s(plain, network) < exchange_s(plain, network, cpu) < exchange_s(sealed, network, cpu)
 
 
 def test_one_machine_for_all_is_slower_than_one_for_each() -> None:
@@ -150,6 +153,14 @@ def test_members_that_share_a_line_wait_for_each_other() -> None:
     # both pairs cross in the second hop, both ways over one line: four payloads, one after the other
     assert exchange_s(load, together) == pytest.approx(4 * load.unit_bytes / 1e6, rel=0.05)
     assert exchange_s(load, separate) < 0.1 * exchange_s(load, together)
+
+
+@pytest.mark.parametrize("kind", [Kind.TOPK, Kind.DIRECT])
+def test_what_waits_for_its_senders_line_holds_up_nobody_on_a_line_that_all_share(kind: Kind) -> None:
+    load, lines = Load(kind, 1_000_000, 0.01), ((1e6,) * 4, (1e6,) * 4)
+    through = Network(lambda src, dst: Link(0.01, shared=("wide",)), *lines, {"wide": 1e9})
+    apart = Network(lambda src, dst: Link(0.01), *lines)
+    assert exchange_s(load, through) == pytest.approx(exchange_s(load, apart), rel=0.01)
 
 
 # -- sizes ---------------------------------------------------------------------------------------
@@ -215,3 +226,19 @@ def test_a_ring_hashes_while_it_waits_and_a_star_at_its_end() -> None:
     assert exchange_s(ring, network, hashing) - exchange_s(ring, network) == pytest.approx(slice_s)
     assert exchange_s(star, network, hashing) - exchange_s(star, network) == pytest.approx(4e-3)
     assert costs.cost(ring, network, hashing).cpu_s == pytest.approx(4e-3)
+
+
+# -- the vote --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 100])
+def test_the_root_deals_with_one_vote_after_the_other(world_size: int) -> None:
+    """All are prepared at once: a vote on its way, then so many turns of the root, and a decision."""
+    cpu = replace(FREE, message_s=1.0, wake_s=0.5)
+    load, network = Load(Kind.GTOPK, 1000, 0.01), even(world_size, 10.0, 1e12)
+    voted = costs.cost(load, network, cpu).exchange_s - costs.cost(load, network, cpu, vote=False).exchange_s
+    trips_s = 2 * (1 + 10 + 0.5) + 1  # sent, under way, woken, twice; and the last member reads the decision
+    turns_s = (world_size - 1) + (world_size - 2)
+    assert voted <= trips_s + turns_s + 1e-6
+    if world_size & (world_size - 1) == 0:
+        assert voted == pytest.approx(trips_s + turns_s, rel=1e-6)

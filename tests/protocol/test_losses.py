@@ -39,10 +39,12 @@ class Told:
         self.done += effects
         return effects
 
-    def join(self, peer: m.PeerId, now_s: float, *, setup: bool = True) -> None:
+    def join(self, peer: m.PeerId, now_s: float, *, setup: bool = True, anew: bool = False) -> None:
+        """`anew`: another process, with the same key."""
         self._keep(self.core.handle(Up(peer, "host"), now_s))
-        self.say(peer, m.Join("r", peer[:1].decode(), "memory://" + peer[:1].decode()), now_s)
-        self._keep(self.core.handle(CalledBack(peer, "memory://" + peer[:1].decode()), now_s))
+        generation, address = 0 if anew else self.core.generation, "memory://" + peer[:1].decode()
+        self.say(peer, m.Join("r", peer[:1].decode(), address, True, generation > 0, generation), now_s)
+        self._keep(self.core.handle(CalledBack(peer, address), now_s))
         if setup:
             self.say(peer, SETUP, now_s)
 
@@ -184,14 +186,15 @@ def test_a_stall_that_is_told_of_ends_the_wait_sooner() -> None:
 def test_a_fresh_process_alone_does_not_begin_anew_while_the_holders_may_return() -> None:
     """C's machine restarted it without a state.  A, who has it, comes after 30 s: nothing is lost."""
     told = restarted()
-    told.join(C, 1.0)
+    told.join(C, 1.0, anew=True)
     told.pass_to(4.0, C)
-    told.report(C, 4.1, synced=False)
     told.pass_to(29.9, C)
     assert told.core.generation == 1, "nothing was begun"
     told.join(A, 30.0)
-    told.report(A, 30.1)
-    told.pass_to(30.1 + LIMITS.silence_s, A, C)
+    told.pass_to(33.0, A, C)
+    assert told.frozen() == [A], "B, who may come with A, had its time"
+    told.report(A, 33.1)
+    told.pass_to(33.1 + LIMITS.silence_s, A, C)
     assert told.core.generation == 2
     assert {x.peer: x.joining for x in told.core._roster} == {A: False, C: True}
 
@@ -201,8 +204,8 @@ def test_a_process_that_was_started_anew_is_not_waited_for_while_it_builds_its_m
     told = restarted()
     told.join(A, 1.0)
     told.join(B, 1.0)
-    told.join(C, 1.0, setup=False)
+    told.join(C, 1.0, setup=False, anew=True)
+    assert sorted(told.frozen()) == [A, B]
     told.report(A, 1.1)
     told.report(B, 1.1)
-    told.report(C, 1.1, synced=False)
     assert told.core.generation == 2 and {x.peer for x in told.core._roster} == {A, B}

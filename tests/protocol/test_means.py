@@ -41,6 +41,21 @@ def test_a_member_asks_the_root_and_waits_for_its_answer() -> None:
     assert member.heard(A, m.MeanTell(1, 5, 7, 0, 2.0)) == []  # told twice
 
 
+def test_what_was_lost_with_the_connection_to_the_root_is_asked_again() -> None:
+    """The question: the root has heard nothing.  The answer: it knows it, and says it once more."""
+    member, root, tell = means(B), means(A), m.MeanTell(1, 5, 7, 0, 2.0)
+    assert member.edge_up(A) == [], "nothing is waited for"
+    member.ask((7, 0), 3.0)
+    assert member.edge_up(C) == []
+    assert member.edge_up(A) == [Post(A, ask(3.0))]
+    for peer, value in ((B, 3.0), (C, 2.0)):
+        root.heard(peer, ask(value))
+    root.ask((7, 0), 1.0)
+    assert Post(B, tell) in root.heard(B, ask(3.0))
+    member.heard(A, tell)
+    assert member.edge_up(A) == []
+
+
 def test_the_end_of_a_generation_gives_it_up() -> None:
     member = means(B)
     assert member.give_up() == []

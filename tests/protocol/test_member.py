@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gridtrain.config import Deadlines
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
+from gridtrain.protocol.round import HISTORY_START
 
 COORDINATOR = b"0" * 32
 ME, A, B, J = (letter * 32 for letter in (b"m", b"a", b"b", b"j"))
@@ -18,12 +21,12 @@ SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 class Worker:
     """A member core that is welcomed, and says what it does."""
 
-    def __init__(self) -> None:
+    def __init__(self, setup: m.Setup = SETUP) -> None:
         self.core = MemberCore(ME, COORDINATOR, m.Join("r", "me", "tcp://me:1"), LIMITS)
         self.now_s = 0.0
         self.hear(io.EdgeUp(COORDINATOR))
         self.say(m.Welcome(1, "r", ""))
-        self.hear(io.Enter(SETUP, lambda rank, size: frozenset(range(size)) - {rank}))
+        self.hear(io.Enter(setup, lambda rank, size: frozenset(range(size)) - {rank}))
 
     def hear(self, event: io.Event) -> list[io.Effect]:
         return self.core.handle(event, self.now_s)
@@ -139,4 +142,76 @@ def test_many_rejoins_are_answered_by_one_join() -> None:
     """As when all that was said during a silence of the line arrives at once."""
     worker = Worker()
     joins = [e for _ in range(24) for e in worker.say(m.Rejoin("you are not on the roll"))]
-    assert [e.message for e in joins if isinstance(e, io.Post)] == [m.Join("r", "me", "tcp://me:1")]
+    assert [e.message for e in joins if isinstance(e, io.Post)] == [
+        m.Join("r", "me", "tcp://me:1", again=True)
+    ]
+
+
+def posts(effects: list[io.Effect]) -> list[m.Message]:
+    return [effect.message for effect in effects if isinstance(effect, io.Post)]
+
+
+def test_an_average_is_asked_for_again_when_the_root_is_back() -> None:
+    """No round is open between two steps, so nothing else would end the wait."""
+    worker = Worker()
+    worker.hear(io.EdgeUp(A))
+    worker.view(1, a="tcp://a:1")
+    worker.say(m.Start(1, 1))
+    (asked,) = posts(worker.hear(io.AskMean(0, 0, 1.5)))
+    worker.hear(io.EdgeDown(A, "reset"))
+    assert asked in posts(worker.hear(io.EdgeUp(A)))
+    worker.say(m.MeanTell(1, 1, 0, 0, 1.0), A)
+    assert asked not in posts(worker.hear(io.EdgeUp(A)))
+
+
+def test_a_way_that_is_missing_is_told_again_to_a_coordinator_that_was_away() -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="tcp://b:1")
+    worker.hear(io.EdgeUp(A))
+    worker.hear(io.EdgeDown(COORDINATOR, "reset"))
+    worker.now_s += LIMITS.route_s
+    assert m.NoRoute(1, 1, (B,)) in posts(worker.core.tick(worker.now_s)), "which is lost"
+    worker.hear(io.EdgeUp(COORDINATOR))
+    assert m.NoRoute(1, 1, (B,)) in posts(worker.say(m.Welcome(1, "r", "")))
+    worker.hear(io.EdgeUp(B))
+    assert not [x for x in posts(worker.say(m.Welcome(1, "r", ""))) if isinstance(x, m.NoRoute)]
+
+
+def lone_view(
+    worker: Worker, generation: int, applied: int, history: bytes, *joining: m.PeerId
+) -> list[io.Effect]:
+    """This worker is the only member or, where somebody joins, A the second."""
+    peers = (ME, A) if joining else (ME,)
+    roster = tuple(m.Member(p, p[:1].decode(), "", 4, p in joining) for p in peers)
+    worker.say(m.Roster(1, generation, 0, 1, roster))
+    state = m.LedgerState(step=applied + 1, cursor=4 * applied + 4, consumed=4 * applied + 4)
+    view = m.View(1, generation, len(roster), m.Verdict.ABORT, None, applied, history, state, "")
+    return worker.say(view)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["it has loaded", "it may still be loading"])
+def test_a_model_that_took_a_state_for_another_generation_is_none_to_begin_with(told: bool) -> None:
+    """The state of step 501 comes; a FREEZE and a VIEW; then all who held it are gone, and step 0 is due."""
+    worker = Worker()
+    worker.hear(io.EdgeUp(A))
+    lone_view(worker, 1, 500, b"h" * 32, ME)
+    assert worker.say(m.StateBlock(1, 1, 0, 1, b""), A)
+    worker.say(m.Freeze(1, 1, "somebody left"))
+    lone_view(worker, 2, 500, b"h" * 32, ME)
+    if told:
+        worker.hear(io.Restored(1, 1))
+    (stop,) = [e for e in lone_view(worker, 3, -1, HISTORY_START) if isinstance(e, io.Stop)]
+    assert stop.error.code == "stale-model" and not worker.core.synced
+
+
+@pytest.mark.parametrize("event", [io.Loading(), io.CaughtUp(140, b"k" * 32)], ids=["loads", "has loaded"])
+def test_a_checkpoint_is_no_state_any_more_once_a_followed_one_is_loaded(event: io.Event) -> None:
+    """Back from a pause at step 100 it follows to step 140; paused again, it would call that step 100."""
+    held = m.Held(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
+    worker = Worker(replace(SETUP, held=held, follows=True))
+    assert worker.core.synced and worker.core.applied == 99 and not worker.core.touched
+    worker.say(m.Fetch(1, ((A, "tcp://a:1"),)))
+    worker.hear(event)
+    assert not worker.core.synced and worker.core.applied == -1 and worker.core.touched
+    effects = lone_view(worker, 1, 99, b"h" * 32)
+    assert [e for e in effects if isinstance(e, io.Stop)], "who counts on its checkpoint has to do without"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import pytest
+
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.followers import step_ahead
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.membership_io import (
     CallBack,
@@ -20,7 +26,8 @@ from gridtrain.protocol.membership_io import (
     Strike,
     Up,
 )
-from gridtrain.protocol.roll import numbered
+from gridtrain.protocol.roll import Worker, numbered
+from gridtrain.protocol.sharing import Sharing
 
 ME = b"0" * 32
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
@@ -131,6 +138,16 @@ def test_who_holds_up_one_step_three_times_is_taken_out_although_it_moves() -> N
     assert run.core.snapshot(run.now_s)["world_size"] == 1
 
 
+def test_what_a_tick_has_done_is_not_due_any_more() -> None:
+    limits = Deadlines(regreet_s=3.0)
+    core = Membership(me=ME, run="r", term=1, deadlines=limits, software="")
+    core.handle(Heard(A, m.Join("r", "a", "memory://a")), 0.0)
+    core.handle(Lost(A, "line"), 1.0)
+    assert core.deadline_s == 4.0
+    core.tick(4.0)  # the first call since then: it looks whether it has slept, and so at its deadline
+    assert not core._workers and core.deadline_s == math.inf
+
+
 # -- how members reach each other --------------------------------------------------------------------
 
 
@@ -153,6 +170,20 @@ def test_a_worker_is_admitted_when_it_is_known_how_others_reach_it() -> None:
     assert sent[m.Reach].message == m.Reach("")
     assert sent[m.Expect] == Send(A, m.Expect(((B, ""),)))
     assert sent[m.Admitted] == Send(B, m.Admitted(((A, "memory://a"),)))
+
+
+def test_of_workers_that_come_together_each_pair_is_measured_and_no_two_begin_with_the_same() -> None:
+    run = Run(A)
+    for peer in (D, B, C):
+        run.say(peer, m.Join("r", peer[:1].decode(), f"tcp://10.0.0.{peer[0]}:70"))
+        run.hear(CalledBack(peer, f"tcp://10.0.0.{peer[0]}:70"))
+    probed = {}
+    for peer in (B, C, D):  # none of them has answered with its Links yet
+        sent = [e for e in run.say(peer, SETUP) if isinstance(e, Send)]
+        (admitted,) = [e.message for e in sent if isinstance(e.message, m.Admitted)]
+        probed[peer] = [other for other, _ in admitted.probe]
+        assert {e.peer for e in sent if isinstance(e.message, m.Expect)} == set(probed[peer])
+    assert probed == {B: [A], C: [B, A], D: [C, B, A]}
 
 
 def test_each_member_is_told_its_own_way_to_every_other() -> None:
@@ -197,7 +228,8 @@ def test_a_member_that_came_back_is_planned_for_only_when_its_place_is_known() -
     run.now_s += 10.0
     run.core.handle(Lost(B, "line"), run.now_s)
     run.core.handle(Up(B, "198.51.100.7"), run.now_s)
-    assert [e for e in run.say(B, m.Join("r", "b", "memory://b")) if isinstance(e, CallBack)]
+    again = m.Join("r", "b", "memory://b", again=True, generation=1)
+    assert [e for e in run.say(B, again) if isinstance(e, CallBack)]
     run.join(C)
     run.report(A)
     run.report(B)
@@ -461,6 +493,28 @@ def test_a_step_that_a_member_makes_up_delays_no_image() -> None:
     assert told and all(7 <= donate.step < 100 for _, donate in told)
 
 
+def test_a_group_that_becomes_slower_delays_no_image() -> None:
+    """A step was named from a quick beginning; the group is not near it after some seconds: a nearer one."""
+    run = Run(A, B)
+    for peer in (A, B):
+        run.say(peer, m.Beat(1, 1000, 1, ()))  # some ninety steps a second
+    (step,) = {donate.step for _, donate in donations(newcomer(run, C))}
+    assert step > 1050
+    told: list[tuple[m.PeerId, m.Donate]] = []
+    for slow in range(10):  # now one in three seconds
+        for peer in (A, B):
+            told += donations(run.say(peer, m.Beat(1, 1000 + slow, 1, ())))
+        run.say(C, m.Beat(0, -1, 0, ()))
+    assert {peer for peer, _ in told} == {A, B} and all(donate.to == (C,) for _, donate in told)
+    assert min(donate.step for _, donate in told) < step and len(told) <= 2 * 8, "named anew at most in 4 s"
+
+
+def test_few_quick_steps_after_a_generation_say_little_of_the_rate() -> None:
+    """150 in a second, for a tenth of one: no more are assumed for the next second and a half."""
+    assert step_ahead(latest=15, made=15, running_s=0.1) == 30
+    assert step_ahead(latest=1500, made=1500, running_s=10.0) == 1725
+
+
 def test_states_are_compared_by_the_coordinator_and_a_liar_moves_only_itself() -> None:
     run = Run(A, B, C)
     generation = run.core.generation
@@ -472,3 +526,90 @@ def test_states_are_compared_by_the_coordinator_and_a_liar_moves_only_itself() -
     told = [e for e in effects if isinstance(e, Send) and isinstance(e.message, m.Drifted)]
     assert [e.peer for e in told] == [B]
     assert run.core.snapshot(run.now_s)["drifts"] == 1
+
+
+def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
+    """Drifted and FREEZE are lost with B's line.  B's history is the others': it would report it."""
+    run = Run(A, B, C)
+    run.now_s += 10.0
+    for peer, digest in ((A, b"same"), (C, b"same"), (B, b"other")):
+        run.say(peer, m.Fingerprint(1, 1, 9, digest))
+    run.core.handle(Lost(B, "reset"), run.now_s)
+    run.core.handle(Up(B, ""), run.now_s)
+    again = m.Join("r", "b", "memory://b", again=True, generation=1)
+    told = [e.message for e in run.say(B, again) if isinstance(e, Send) and e.peer == B]
+    kinds = [type(message).__name__ for message in told]
+    assert kinds == ["Welcome", "RunState", "Drifted", "Roster", "View", "Freeze"]
+    for peer in (A, B, C):
+        run.report(peer)
+    assert {x.peer: x.joining for x in run.core._roster} == {A: False, B: True, C: False}
+    sent = [type(e.message).__name__ for e in run.effects if isinstance(e, Send) and e.peer == B]
+    assert sent == ["Drifted", "Roster", "View"], "its line may have come back only now"
+    run.start(A, B, C)
+    again = replace(again, generation=2)
+    assert not [e for e in run.say(B, again) if isinstance(e, Send) and isinstance(e.message, m.Drifted)]
+    run.join(D)
+    for peer in (A, B, C):
+        run.report(peer)
+    assert {x.peer: x.joining for x in run.core._roster} == {A: False, B: False, C: False, D: True}
+
+
+def test_beats_of_a_settled_group_look_at_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator of N workers hears 2 N beats a second: each that looked at all would be N looks."""
+    looks: list[m.PeerId] = []
+    deadline_s = Worker.deadline_s
+    monkeypatch.setattr(
+        Worker, "deadline_s", lambda worker, limits: looks.append(worker.peer) or deadline_s(worker, limits)
+    )
+    run = Run(A, B, C)
+    due_s = run.core.deadline_s
+    looks.clear()
+    for sequence in range(50):
+        for peer in (A, B, C):
+            run.say(peer, m.Beat(sequence, 5, sequence, ()))
+            assert run.core.deadline_s == due_s, "a beat only puts it off"
+    assert not looks
+    run.core.tick(due_s)
+    assert run.core.deadline_s > due_s and len(looks) == 3
+
+
+def test_shares_are_looked_at_once_in_a_beats_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a global batch size: each look is at all of them."""
+    looks: list[float] = []
+    run = Run(A, B, C)
+    monkeypatch.setattr(run.core, "_reference", replace(SETUP, global_batch_size=12))
+    monkeypatch.setattr(Sharing, "worth", lambda *args: looks.append(run.now_s) or "")
+    run.now_s += 100.0
+    for sequence in range(10):
+        for peer in (A, B, C):
+            run.core.handle(Heard(peer, m.Beat(sequence, 5, sequence, ())), run.now_s)
+            run.now_s += 0.1
+        run.now_s += 0.2
+    assert 5 <= len(looks) <= 10, "30 beats within 5 s"
+
+
+def test_whom_it_follows_may_be_back_in_a_moment() -> None:
+    """Was: at the second of two lines that broke together C was taken for caught up, and all stood still."""
+    run = Run(A, B)
+    run.now_s += 10.0
+    newcomer(run, C)
+    for peer in (A, B):
+        effects = run.hear(Lost(peer, "the coordinator's line"))
+        run.now_s -= 0.9
+        assert not run.core._workers[C].caught and freezes(effects) == []
+    for peer in (A, B):
+        run.hear(Up(peer, ""))
+        told = run.say(peer, m.Join("r", peer[:1].decode(), "memory://" + peer[:1].decode(), True, True, 1))
+        assert donations(told), "what it was told may have been lost with its line"
+    assert not run.core._workers[C].caught
+
+
+def test_whom_it_follows_are_gone_for_good() -> None:
+    run = Run(A)
+    run.now_s += 10.0
+    newcomer(run, C)
+    run.hear(Lost(A, "reset"))
+    run.now_s += 1.1
+    assert run.core.deadline_s <= run.now_s
+    run.core.tick(run.now_s)
+    assert run.core._workers[C].caught, "there is nobody to follow"

@@ -48,6 +48,8 @@ class Worker:
     running: bool = False
     connected: bool = True
     is_set_up: bool = False
+    welcomed: bool = False
+    ready_in: int = 0  # the generation in which this very process said READY
     synced: bool = False
     applied: int = -1
     history: bytes = HISTORY_START
@@ -174,7 +176,10 @@ class MembershipMachine(RuleBasedStateMachine):
             case m.Start(term, generation) if (term, generation) == (worker.term, worker.generation):
                 for member in worker.roster:
                     assert (term, generation, member.peer) in self.ready, "START before all were READY"
+                assert worker.ready_in == generation, "START for another process with its key"
                 worker.running = worker.frozen is None
+            case m.Welcome():
+                worker.welcomed = True
             case m.Refused() if worker in self.workers:
                 self.workers.remove(worker)
             case _:
@@ -213,7 +218,8 @@ class MembershipMachine(RuleBasedStateMachine):
     def greet(self, worker: Worker) -> None:
         worker.connected = True
         self.hear(io.Up(worker.peer, "open"))
-        self.say(worker, m.Join("r", worker.peer.hex()[-4:], "memory://" + worker.peer.hex()[-4:]))
+        name = worker.peer.hex()[-4:]
+        self.say(worker, m.Join("r", name, "memory://" + name, True, worker.welcomed, worker.generation))
         if worker.is_set_up:
             self.say(worker, SETUP)
 
@@ -254,6 +260,16 @@ class MembershipMachine(RuleBasedStateMachine):
         self.greet(away[number % len(away)])
 
     @precondition(lambda self: self.workers)
+    @rule(number=picks, noticed=st.booleans())
+    def start_anew(self, number: int, noticed: bool) -> None:
+        """A process ends, and another one comes with its key at once: it knows nothing and holds nothing."""
+        old = self.pick(number)
+        self.workers[self.workers.index(old)] = worker = Worker(old.peer)
+        if noticed and old.connected:
+            self.hear(io.Lost(old.peer, "broke"))
+        self.greet(worker)
+
+    @precondition(lambda self: self.workers)
     @rule(number=picks)
     def report(self, number: int) -> None:
         worker = self.pick(number)
@@ -290,6 +306,7 @@ class MembershipMachine(RuleBasedStateMachine):
         worker.synced = True
         self.note(worker)
         self.ready.add((worker.term, worker.generation, worker.peer))
+        worker.ready_in = worker.generation
         self.say(worker, m.Ready(worker.term, worker.generation, worker.history))
 
     @rule()

@@ -179,3 +179,23 @@ def test_with_local_steps_an_exchange_is_shared_by_them() -> None:
 def test_a_planned_outlook_is_no_slower_than_the_order_of_joining() -> None:
     load, network = Load(Kind.GTOPK, 25_600_000), two_sites(8, 20).ordered([0, 1, 3, 2, 5, 4, 6, 7])
     assert planned(load, network, Cpu(), 0.5).step_s < outlook(load, network, Cpu(), 0.5).step_s
+
+
+@pytest.mark.parametrize("kind", [Kind.GTOPK, Kind.TREE])
+def test_who_joined_first_over_a_thin_line_is_not_rank_0_where_others_may_be(kind: Kind) -> None:
+    """At rank 0 of five, four hops of a butterfly go over that line; at rank 3 only two."""
+    rates_Bps = [2.5e6] + 4 * [125e6]
+    network = Network(
+        lambda a, b: Link(0.02 if 0 in (a, b) else 0.0002, min(rates_Bps[a], rates_Bps[b])),
+        rates_Bps,
+        rates_Bps,
+    )
+    load = Load(kind, 10_000_000, 0.01)
+
+    alone = best_order(load, network, Cpu(), firsts=[0])  # nobody else holds the model yet
+    later = best_order(load, network, Cpu(), firsts=range(5))
+
+    assert alone.order[0] == 0 != later.order[0]
+    assert later.exchange_s < 0.6 * alone.exchange_s
+    every = [walked_s(load, network, Cpu(), order) for order in permutations(range(5))]
+    assert later.exchange_s == pytest.approx(min(every), rel=0.01)

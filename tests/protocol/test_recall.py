@@ -61,7 +61,10 @@ class Coordinator:
         self.now_s = until_s
 
     def join(self, peer: m.PeerId, *told: m.Message) -> None:
-        self.hear(peer, m.Join("r", peer[:1].decode(), "memory://" + peer[:1].decode()))
+        seated = [message.generation for message in told if isinstance(message, m.Seated)]
+        generation = max(seated, default=self.core.generation)
+        name = peer[:1].decode()
+        self.hear(peer, m.Join("r", name, "memory://" + name, True, generation > 0, generation))
         self._take(self.core.handle(CalledBack(peer, "memory://" + peer[:1].decode()), self.now_s))
         for message in told:
             self.hear(peer, message)

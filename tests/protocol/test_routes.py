@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.roll import Worker
 from gridtrain.protocol.routes import Place, Routes, candidates, relay_of
+from gridtrain.protocol.whereabouts import Whereabouts
 
 COORDINATOR = b"0" * 32
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
@@ -143,3 +146,18 @@ def test_the_coordinator_calls_back_where_a_worker_says_and_where_it_came_from(
     place: Place, expected: tuple[str, ...]
 ) -> None:
     assert candidates(place) == expected
+
+
+def test_of_each_member_two_lines_are_kept_however_many_read_them() -> None:
+    """A way over a relay is another one for nearly each pair: of 1,000 members that would be a million."""
+    where, peers = Whereabouts(COORDINATOR), [bytes([number]) * 32 for number in range(1, 41)]
+    for number, peer in enumerate(peers):
+        worker = Worker(peer, "", f"tcp://10.0.0.{number}:1", 0.0, 0.0)
+        where.came(peer, f"198.51.100.{number}")
+        where.locate(worker, relays=True)
+        where.called_back(worker, worker.address if number % 2 else "")
+    where.plan(peers)
+    roster = tuple(m.Member(peer, "", "", 1, False) for peer in peers)
+    ways = {(x.peer, x.address) for viewer in peers for x in where.told(viewer, roster)}
+    assert len(ways) > 5 * len(peers), "over many relays"
+    assert len(where._as_told) <= 2 * len(peers)

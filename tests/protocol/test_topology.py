@@ -25,6 +25,8 @@ def setup(exchange: str, model: str = "25600000 parameters in 3 tensors, digest 
     ("exchange", "load"),
     [
         ("Dense()", Load(Kind.DENSE, 25_600_000)),
+        ("Dense(topology=ring)", Load(Kind.DENSE, 25_600_000)),
+        ("Dense(topology=direct)", Load(Kind.DIRECT, 25_600_000)),
         ("Dense(topology=star)", Load(Kind.STAR, 25_600_000)),
         ("TopK(density=0.01, momentum=0.9, values=fp32)", Load(Kind.TOPK, 25_600_000, 0.01, "fp32")),
         ("GTopK(density=0.001, momentum=0.0, values=int8)", Load(Kind.GTOPK, 25_600_000, 0.001, "int8")),

@@ -30,11 +30,11 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_make_targets_in_documents_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named = {
         (document.name, target)
         for document in DOCUMENTS
-        for target in re.findall(r"\bmake ([a-z]+)\b", in_code(document.read_text(encoding="utf-8")))
+        for target in re.findall(r"\bmake ([a-z-]+)\b", in_code(document.read_text(encoding="utf-8")))
     }
     assert named, "no document names a make target: is the pattern right?"
     assert not {pair for pair in named if pair[1] not in targets}
@@ -45,7 +45,9 @@ def test_commands_in_documents_exist() -> None:
     from gridtrain.cli.main import cli
 
     texts = [in_code(path.read_text(encoding="utf-8")) for path in DOCUMENTS]
-    texts += [path.read_text() for path in (ROOT / "Makefile", *sorted((ROOT / "docker").iterdir()))]
+    folders = [path for folder in ("docker", "packaging") for path in sorted((ROOT / folder).rglob("*"))]
+    files = [ROOT / "Makefile", *(path for path in folders if path.is_file() and path.suffix != ".whl")]
+    texts += [path.read_text(encoding="utf-8") for path in files]
     named = {command for text in texts for command in re.findall(r"\bgridtrain ([a-z]+)\b", text)}
     known = set(cli.list_commands(click.Context(cli)))
     assert {"coordinator", "worker", "status", "demo"} <= named

@@ -26,6 +26,7 @@ CORE = "gridtrain.protocol gridtrain.wire gridtrain.transport"
 ANYTHING = "gridtrain gridtrain_coordinator gridtrain_worker click rich msgpack numpy zmq torch safetensors"
 # the whole SDK, without simulator, command line and the two daemons
 LIBRARY = f"{CORE} gridtrain.sparsify gridtrain.runtime gridtrain.optim numpy torch safetensors"
+LIBRARY += " gridtrain.options gridtrain.bundle"
 
 # fmt: off
 TABLE: dict[str, str] = {
@@ -34,6 +35,8 @@ TABLE: dict[str, str] = {
     "gridtrain.errors":             "",
     "gridtrain.config":             "",
     "gridtrain.extras":             "",
+    "gridtrain.options":            "",  # names, bounds and defaults of what people choose
+    "gridtrain.bundle":             "gridtrain.options",
     "gridtrain.protocol":           "",
     "gridtrain.wire":               "gridtrain.protocol.messages msgpack",
     "gridtrain.wire.sparse":        "gridtrain.protocol.messages numpy",
@@ -45,16 +48,21 @@ TABLE: dict[str, str] = {
     "gridtrain.sparsify.feedback":  "gridtrain.wire numpy torch",
     "gridtrain.sparsify.device":    "gridtrain.wire numpy torch",
     "gridtrain.sparsify.triton_kernels": "triton",
-    "gridtrain.runtime":            f"{CORE} gridtrain.sparsify numpy",
+    "gridtrain.runtime":            f"{CORE} gridtrain.options gridtrain.bundle gridtrain.sparsify numpy",
     "gridtrain.optim":              LIBRARY,
-    "gridtrain.pipeline":           LIBRARY,
+    "gridtrain.optim.grid":         f"{LIBRARY} gridtrain.pipeline",  # what hands out pipelines
+    "gridtrain.pipeline":           f"{LIBRARY} gridtrain.extras",
+    "gridtrain.adapters":           f"{LIBRARY} gridtrain transformers lightning wandb",
     "gridtrain.sim":                "gridtrain.protocol gridtrain.sparsify.merge numpy",
-    "gridtrain.testing":            "gridtrain numpy torch nacl",
+    "gridtrain.templates":          "gridtrain torch",  # what `gridtrain new` writes: users' programs
+    "gridtrain.testing":            "gridtrain gridtrain_worker.controls numpy torch nacl",
     "gridtrain.speed":              f"{LIBRARY} gridtrain rich",
+    "gridtrain.doctor":             f"{CORE} gridtrain.runtime",
     "gridtrain.demo":               f"{LIBRARY} gridtrain rich",
     "gridtrain.cli":                ANYTHING,     # lazily: another test holds the module level
-    "gridtrain_coordinator":        CORE,
-    "gridtrain_worker":             LIBRARY,
+    "gridtrain_coordinator":        f"{CORE} gridtrain.options gridtrain.bundle",
+    "gridtrain_coordinator.dashboard": f"{CORE} gridtrain_coordinator starlette uvicorn prometheus_client",
+    "gridtrain_worker":             f"{LIBRARY} gridtrain.testing.sensors psutil pynvml",
 }
 # fmt: on
 
@@ -154,7 +162,14 @@ def test_protocol_cores_have_no_clock_no_thread_and_no_socket() -> None:
 
 def test_the_command_line_starts_fast() -> None:
     """`gridtrain --help` must not wait for numpy, ZeroMQ or torch: heavy imports go into commands."""
-    light = ("click", "rich", "gridtrain.cli", "gridtrain.demo.recipe", *ALWAYS)  # recipe: constants
+    light = (
+        "click",
+        "rich",
+        "gridtrain.cli",
+        "gridtrain.demo.recipe",
+        "gridtrain.options",
+        *ALWAYS,
+    )  # recipe: constants
     wrong = [
         f"{module}:{line} imports {imported} at module level"
         for module, tree in modules()

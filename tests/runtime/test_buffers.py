@@ -148,10 +148,10 @@ def test_what_is_not_finite_is_told_by_the_seal_and_not_before(bad):
 
 @pytest.mark.parametrize(
     ("n", "world_size", "slices"),
-    [(1, 4, 1), (64 * 1024, 4, 1), (64 * 1024, 2, 2), (2**20, 4, 8), (8 * 2**20, 4, 8), (25_600_000, 4, 25)],
+    [(1, 4, 1), (120_576, 4, 1), (128 * 1024, 2, 2), (2**20, 4, 8), (8 * 2**20, 4, 8), (25_600_000, 4, 25)],
 )
 def test_a_segment_has_some_slices_neither_tiny_nor_huge(n, world_size, slices):
-    """From 64 KiB to 1 MiB, and eight where that is possible; part of the protocol, like the hashes."""
+    """From 128 KiB to 1 MiB, and eight where that is possible; part of the protocol, like the hashes."""
     assert DenseWorkspace(np.zeros(n, np.float32), world_size).slices == slices
 
 

@@ -68,11 +68,11 @@ def test_one_burst_at_a_time_and_no_more_than_a_sample() -> None:
         asked.append(peer)
         bursts.landed(peer, answer_to(wire), 0.5)
         wire.messages.clear()
-    assert len(asked) == len(set(asked)) == MOST_TARGETS
+    assert len(asked) == len(set(asked)) == MOST_TARGETS and asked == sorted(asked), "in the order given"
     other = Bursts(Random(4))
     other.begin(peers, until_s=100.0, now_s=0.0)
     other.turn(wire, 0.0)  # type: ignore[arg-type]
-    assert wire.messages[0][0] != asked[0], "workers that join together begin with different peers"
+    assert wire.messages[0][0] != asked[0], "another worker draws others"
 
 
 def test_time_is_bounded_and_a_broken_peer_is_left_out() -> None:

@@ -8,20 +8,20 @@ new_group(workers=3)  for tests that start and end workers themselves
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from brisk import BRISK
 
 from gridtrain.config import Deadlines
 from gridtrain.optim.grid import Grid
 from gridtrain.runtime.local import LocalGroup
 
-WITHIN_S = 20.0
-BRISK = Deadlines(beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, report_s=2.0, connect_s=5.0)
+WITHIN_S = 60.0
 
 Train = Callable[[Grid, int], Any]
 
@@ -30,7 +30,9 @@ class Group(LocalGroup):
     """A `LocalGroup` that starts worker threads and never waits for them without end."""
 
     def __init__(self, export_dir: Path, *, workers: int, deadlines: Deadlines = BRISK) -> None:
-        super().__init__(min_workers=workers, deadlines=deadlines)
+        super().__init__(min_workers=workers, deadlines=deadlines, log=self._hear)
+        self._events: list[str] = []
+        self._came = threading.Condition()
         self.export_dir = export_dir
         self.results: dict[int, Any] = {}
         self.threads: list[threading.Thread] = []
@@ -50,6 +52,21 @@ class Group(LocalGroup):
         self.threads[number].join(WITHIN_S)
         assert number in self.results, f"worker-{number} still runs after {WITHIN_S:.0f} s"
         return self.results[number]
+
+    def wait_for(self, *events: str) -> None:
+        """Until the coordinator has told of them in this order."""
+
+        def came() -> bool:
+            told = iter(self._events)
+            return all(event in told for event in events)
+
+        with self._came:
+            assert self._came.wait_for(came, WITHIN_S), f"{events} never came: {self._events}"
+
+    def _hear(self, level: str, event: str, fields: Mapping[str, object]) -> None:
+        with self._came:
+            self._events.append(event)
+            self._came.notify_all()
 
     def _work(self, train: Train, number: int, hidden: bool) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import WITHIN_S
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -49,7 +50,7 @@ class Scene:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.99)
         optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
         grid.track(scheduler=scheduler)
-        self.ready.wait(10)
+        self.ready.wait(WITHIN_S)
         batches = 0
         for x, y in grid.batches(DATA, batch_size=2, steps=STEPS):
             batches += 1
@@ -61,12 +62,12 @@ class Scene:
                     threading.Timer(0.5, self.heal, (coordinator,)).start()
             if len(self.cut) == 1 and grid.step == 25 and number == 0:
                 # With worker 1 or without it: the coordinator needs a moment to notice.
-                assert grid._session._driver.wait(lambda picture: picture.world_size == 2, 10.0)
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 2, WITHIN_S)
                 self.heal(coordinator)
                 self.healed.set()
             if grid.step == 40 and number == 0 and self.healed.is_set():
                 # Steps take a millisecond here: without this the run could end before anybody is back.
-                assert grid._session._driver.wait(lambda picture: picture.world_size == 3, 10.0)
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 3, WITHIN_S)
             ((model(x) - y) ** 2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -87,7 +88,7 @@ def test_a_broken_line_to_the_coordinator_costs_at_most_some_batches(
         for _ in range(3):
             group.start(scene.train)
         results = [group.result(number) for number in range(3)]
-        generation = group.coordinator._core.generation
+        generation = group.snapshot()["generation"]
     assert all(isinstance(result, tuple) for result in results), results
     steps, batches, digests, rates = zip(*results, strict=True)
     assert steps == (STEPS, STEPS, STEPS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import WITHIN_S
 from torch import nn
 
 import gridtrain
@@ -228,7 +229,7 @@ def test_what_another_history_left_on_the_disk_stays(
     with LocalGroup(min_workers=1) as group:
         threads = [threading.Thread(target=fresh, daemon=True), threading.Thread(target=old, daemon=True)]
         threads[0].start()
-        assert started.wait(20.0)
+        assert started.wait(WITHIN_S)
         threads[1].start()
         for thread in threads:
             thread.join(60.0)

@@ -52,7 +52,7 @@ def test_a_flipped_bit_is_found_repaired_and_counted(
         for _ in range(workers):
             group.start(lambda grid, number: train(grid, number, exchange, flips))
         results = [group.result(number) for number in range(workers)]
-        snapshot = group.coordinator._core.snapshot(0.0)
+        snapshot = group.snapshot()
     for result in results:
         if isinstance(result, BaseException):
             raise result

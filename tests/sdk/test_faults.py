@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import LOSING
 from torch import nn
 
 import gridtrain
-from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import state_sync
 from gridtrain.runtime.buffers import DenseWorkspace
@@ -21,19 +21,11 @@ from gridtrain.runtime.local import LocalGroup
 from gridtrain.testing import Faults, InjectedFailure
 from gridtrain.transport.memory import EndpointKilled
 
-BRISK = Deadlines(
-    beat_s=0.05,
-    settle_s=0.02,
-    probe_s=0.2,
-    generation_gap_s=0.02,
-    regreet_s=0.3,
-    silence_s=1.0,
-    connect_s=5.0,
-)
 NAMES = ("anna", "bert", "carl")
 SAMPLES, STEP = 120, 5
 EXCHANGES = {
-    "dense": gridtrain.Dense(),
+    "dense": gridtrain.Dense(topology="ring"),
+    "direct": gridtrain.Dense(),  # three workers, some hundred bytes
     "topk": gridtrain.TopK(density=0.3),
     "gtopk": gridtrain.GTopK(density=0.3),
 }
@@ -65,7 +57,7 @@ class Runs:
         self.ends: dict[str, Any] = {}
         self.attempts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.committed: set[tuple[int, ...]] = set()
-        with LocalGroup(min_workers=3, deadlines=BRISK, faults=faults) as group:
+        with LocalGroup(min_workers=3, deadlines=LOSING, faults=faults) as group:
             work = [threading.Thread(target=self._work, args=(group, name, exchange)) for name in NAMES]
             for thread in work:
                 thread.start()
@@ -112,7 +104,7 @@ class Runs:
         assert taken == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("exchange", ["dense", "gtopk"])
+@pytest.mark.parametrize("exchange", ["dense", "direct", "gtopk"])
 @pytest.mark.parametrize("point", ["before", "during", "after"])
 @pytest.mark.parametrize(("action", "left_with"), [("kill", EndpointKilled), ("fail", InjectedFailure)])
 def test_a_worker_ends_at_the_step_and_point_that_was_planned(
@@ -138,7 +130,7 @@ def test_rank_0_can_be_killed_by_its_rank(point: Any) -> None:
     assert isinstance(run.ends[name], EndpointKilled)
 
 
-@pytest.mark.parametrize("exchange", ["dense", "topk"])  # gtopk may drop the very entry that is wrong
+@pytest.mark.parametrize("exchange", ["dense", "direct", "topk"])  # gtopk may drop the wrong entry
 def test_one_corrupt_payload_costs_one_attempt_and_nothing_else(exchange: str) -> None:
     """All vote, the digests differ, ABORT; a later attempt commits with the same gradient.
 

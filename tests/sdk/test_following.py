@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import BRISK
 from torch import nn
 
 import gridtrain
@@ -23,7 +24,6 @@ EXCHANGES = [
     gridtrain.TopK(density=0.01, momentum=0.9),
 ]
 WITHIN_S = 60.0
-BRISK = Deadlines(beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, report_s=2.0, connect_s=5.0)
 
 
 class Stage:
@@ -33,7 +33,8 @@ class Stage:
         self.warm = threading.Event()
         self.entered = threading.Event()
         self.stop_at = 10**9
-        self.first_step = 0
+        self.first_step = self.step = 0
+        self.moved = threading.Condition()
 
 
 def model_of(width: int) -> nn.Sequential:
@@ -66,10 +67,13 @@ def train(
         if seen["first"] is None:
             seen["first"] = stage.first_step = grid.step
             if late:
-                stage.stop_at = grid.step + 20
+                stage.stop_at = 10**9 if shrinks else grid.step + 20
                 stage.entered.set()
         seen["digests"][grid.step] = state_sync.digest(model, inner)
         seen["lr"][grid.step] = inner.param_groups[0]["lr"]
+        with stage.moved:
+            stage.step = grid.step
+            stage.moved.notify_all()
         if grid.step >= stage.stop_at:
             break
         ((model(x) - y) ** 2).mean().backward()
@@ -90,19 +94,32 @@ def train(
 def run(
     new_group: Any, exchange: Any, workers: int = 2, deadlines: Deadlines = BRISK, **options: Any
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """`workers` train, one more joins; what they saw, and the coordinator's events."""
-    stage = Stage()
-    with new_group(workers=workers, deadlines=deadlines) as group:
+    """`workers` train, one more joins; what they saw, and the coordinator's events.
+
+    The others are some steps further when it gets its image, however slow their steps are here.
+    """
+    stage, image_of = Stage(), images.Image.of
+
+    def later(applied: int, *parts: Any) -> images.Image:
+        with stage.moved:
+            assert stage.moved.wait_for(lambda: stage.step > applied + 5, WITHIN_S)
+        return image_of(applied, *parts)
+
+    with pytest.MonkeyPatch.context() as patched, new_group(workers=workers, deadlines=deadlines) as group:
+        patched.setattr(images.Image, "of", later)
         for _ in range(workers):
             group.start(lambda grid, _: train(grid, exchange, stage, late=False, **options))
         assert stage.warm.wait(WITHIN_S)
         late = group.start(lambda grid, _: train(grid, exchange, stage, late=True, **options))
         assert stage.entered.wait(WITHIN_S)
+        if options.get("shrinks"):
+            group.wait_for("drifted", "training")  # who has what the newcomer lacks stays until it has it
+            stage.stop_at = stage.step + 20
         results = [group.result(number) for number in range(workers + 1)]
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        events = group.coordinator._core.snapshot(0.0)["events"]
+        events = group.snapshot()["events"]
     assert late == workers
     return results, events
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from brisk import WITHIN_S
 from torch import nn
 
 import gridtrain
 from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused
 from gridtrain.optim import state_sync
+from gridtrain.protocol.membership import Membership
 from gridtrain.runtime.client import CoordinatorClient, only
 from gridtrain.runtime.local import LocalGroup
 from gridtrain.transport.curve import Identity
@@ -98,6 +101,40 @@ def test_one_is_first_and_all_agree_where_they_are(together: Any) -> None:
 
     results = sorted(together(train, 3), key=lambda seen: seen[0][1])
     assert results == [[(step, rank, 3, rank == 0) for step in range(3)] for rank in range(3)]
+
+
+def blocks_sent(grid: gridtrain.Grid) -> int:
+    return grid.traffic.get("StateBlock", (0, 0))[0]
+
+
+def test_nobody_is_sent_what_it_has_built_itself(together: Any) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> tuple[int, str]:
+        model = net()
+        optimizer = wrapped(grid, model)
+        for batch in grid.batches(DATA, batch_size=2, steps=2):
+            backward(model, batch)
+            optimizer.step()
+        return blocks_sent(grid), digest(model, optimizer)
+
+    results = together(train, 4)
+    assert [sent for sent, _ in results] == [0] * 4 and len(set(results)) == 1
+
+
+def test_a_state_goes_from_one_newcomer_to_the_next(together: Any) -> None:
+    """Each member but the last has sent it once: nobody's line carries it for all."""
+
+    def train(grid: gridtrain.Grid, number: int) -> tuple[int, str]:
+        model = nn.Linear(200_000, 1)
+        nn.init.constant_(model.weight, float(number))
+        optimizer = wrapped(grid, model, lr=0.0)
+        for batch in grid.batches(range(8), batch_size=2, steps=1):
+            model(batch.new_ones(1, 200_000, dtype=torch.float32)).sum().backward()
+            optimizer.step()
+        return round(blocks_sent(grid) / 800_000), digest(model, optimizer)
+
+    results = together(train, 4)
+    assert sorted(sent for sent, _ in results) == [0, 1, 1, 1]
+    assert len({digest for _, digest in results}) == 1
 
 
 def test_all_start_from_the_state_of_one(together: Any) -> None:
@@ -254,7 +291,7 @@ def test_a_late_joiner_goes_on_where_the_others_are(new_group: Any) -> None:
             scheduler.step()
             if grid.step == 5 and grid.world_size == 1:
                 come.set()
-                assert grid._session._driver.wait(lambda picture: picture.world_size == 2, 10.0)
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 2, WITHIN_S)
         return seen
 
     def seeded_differently() -> nn.Linear:
@@ -264,7 +301,7 @@ def test_a_late_joiner_goes_on_where_the_others_are(new_group: Any) -> None:
 
     with new_group(workers=1) as group:
         group.start(train)
-        assert come.wait(10)
+        assert come.wait(WITHIN_S)
         group.start(train)
         first, second = group.result(0), group.result(1)
     joined_at = min(second)
@@ -277,12 +314,14 @@ def test_a_late_joiner_goes_on_where_the_others_are(new_group: Any) -> None:
 # -- busy, or hung -------------------------------------------------------------------------------------
 
 IMPATIENT = Deadlines(
-    beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, patience_floor_s=0.6, patience_factor=1.0
+    beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, patience_floor_s=1.5, patience_factor=1.0
 )
-PAUSE_S = 1.6
+PAUSE_S = 2.5
+"""Longer than anybody's patience, which is longer than a busy machine holds one of them up."""
 
 
-def evaluating(grid: gridtrain.Grid, number: int, announced: bool) -> int:
+def pausing(grid: gridtrain.Grid, number: int, pause: Callable[[], object]) -> int:
+    """Worker 1 pauses after two steps."""
     model = net()
     optimizer = wrapped(grid, model)
     for batch in grid.batches(DATA, batch_size=2, steps=4):
@@ -290,21 +329,30 @@ def evaluating(grid: gridtrain.Grid, number: int, announced: bool) -> int:
         backward(model, batch)
         optimizer.step()
         if grid.step == 2 and number == 1:
-            if announced:
-                with grid.evaluation():
-                    threading.Event().wait(PAUSE_S)
-            else:
-                threading.Event().wait(PAUSE_S)
+            pause()
     return grid.world_size
 
 
 def test_the_others_wait_for_an_evaluation(outcomes: Any) -> None:
-    train = lambda grid, number: evaluating(grid, number, announced=True)  # noqa: E731
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        def evaluation() -> None:
+            with grid.evaluation():
+                threading.Event().wait(PAUSE_S)
+
+        return pausing(grid, number, evaluation)
+
     assert outcomes(train, 2, deadlines=IMPATIENT) == [2, 2]
 
 
 def test_the_others_go_on_without_one_who_hangs(outcomes: Any) -> None:
-    train = lambda grid, number: evaluating(grid, number, announced=False)  # noqa: E731
+    over = threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        try:
+            return pausing(grid, number, lambda: over.wait(WITHIN_S))
+        finally:
+            over.set()
+
     stayed, hung = outcomes(train, 2, deadlines=IMPATIENT)
     assert stayed == 1
     assert isinstance(hung, JoinRefused) and hung.code == "dismissed"
@@ -325,13 +373,13 @@ def test_figures_arrive_in_the_status(new_group: Any) -> None:
             optimizer.step()
             grid.report(loss=0.5, accuracy=torch.tensor(0.25), norm=math.inf, other=math.nan)
             told.set()
-            assert seen.wait(10)
+            assert seen.wait(WITHIN_S)
 
     with new_group(workers=1) as group:
         group.start(train)
-        assert told.wait(10)
+        assert told.wait(WITHIN_S)
         with looking_at(group) as client:
-            until_s = time.monotonic() + 10
+            until_s = time.monotonic() + WITHIN_S
             figures: dict[str, float] = {}
             while "loss" not in figures and time.monotonic() < until_s:
                 (member,) = client.status(5.0)["members"]
@@ -413,3 +461,34 @@ def test_whoever_comes_after_the_end_is_told(new_group: Any) -> None:
         late = group.result(1)
     assert isinstance(late, JoinRefused) and late.code == "finished"
     assert str(late) == 'the run "local" is finished -> ask the run\'s owner for the result'
+
+
+def test_what_the_coordinator_knows_is_read_in_its_own_thread(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read from another one, its members and events would change under the reader's hands."""
+    readers, snapshot = [], Membership.snapshot
+
+    def reading(self: Membership, now_s: float) -> dict[str, Any]:
+        readers.append(threading.current_thread())
+        return snapshot(self, now_s)
+
+    def train(grid: gridtrain.Grid, number: int) -> list[int]:
+        model = net()
+        optimizer = wrapped(grid, model)
+        steps = []
+        for batch in grid.batches(DATA, batch_size=2, steps=20):
+            backward(model, batch)
+            optimizer.step()
+            steps.append(group.snapshot()["step"])
+        return steps
+
+    monkeypatch.setattr(Membership, "snapshot", reading)
+    with new_group(workers=2) as group:
+        numbers = [group.start(train) for _ in range(2)]
+        seen = [group.result(number) for number in numbers]
+        coordinator = group._thread
+    assert [steps == sorted(steps) and len(steps) == 20 for steps in seen] == [True, True], seen
+    assert len(readers) >= 40 and set(readers) == {coordinator}
+    monkeypatch.undo()
+    assert group.snapshot()["finished"], "and still is there when nothing changes any more"

@@ -82,7 +82,7 @@ def test_people_see_who_can_be_reached(new_group: Any) -> None:
             assert isinstance(group.result(number), tuple)
         seen = {
             event["name"]: event["reachable"]
-            for event in group.coordinator._core.snapshot(0.0)["events"]
+            for event in group.snapshot()["events"]
             if event["event"] == "called_back"
         }
     assert seen == {"worker-0": True, "worker-1": False}

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from brisk import WITHIN_S
 from torch import nn
 
 import gridtrain
@@ -101,7 +102,7 @@ def training(books: Books, exchange: Any, stop: Any) -> Any:
             if chosen is not None and grid.step == LEAVES and chosen(grid, optimizer):
                 break
             if number == 0 and grid.step == LEAVES and stop is while_the_other_computes:
-                assert grid._session._driver.wait(lambda picture: picture.world_size == 1, 10.0)
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 1, WITHIN_S)
             optimizer.step()
         if grid.finished:
             books.residuals[number] = optimizer.residual_state()["residual"].double().numpy()
@@ -131,7 +132,7 @@ def in_the_middle_of_a_round(
         if latest is not None and latest.id.step == LEAVES:
             driver.wait = wait
             if committed:
-                wait(lambda _: latest.outcome is not None, 10.0)
+                wait(lambda _: latest.outcome is not None, WITHIN_S)
             raise KeyboardInterrupt
         return wait(*args)
 
@@ -181,7 +182,7 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
     monkeypatch.setattr(handover.Inheritance, "take", taking)
 
     def heir_goes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-        return heir_known.wait(10.0) and grid._session._driver._inheritance is heir[0]
+        return heir_known.wait(WITHIN_S) and grid._session._driver._inheritance is heir[0]
 
     stops = {0: heir_goes, 1: before_the_step, 2: heir_goes}
     with new_group(workers=3, deadlines=replace(QUICK, settle_s=0.3)) as group:
@@ -278,7 +279,7 @@ def test_all_leave_at_once_and_nobody_waits_long(new_group: Any, caplog: pytest.
             optimizer.zero_grad()
             model(batch).mean().backward()
             if grid.step == LEAVES:
-                meet.wait(10)
+                meet.wait(WITHIN_S)
                 return
             optimizer.step()
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import LOSING, WITHIN_S
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import gridtrain
-from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.optim import checkpoint, state_sync
 from gridtrain.runtime.local import LocalGroup
@@ -26,15 +26,6 @@ from gridtrain.transport.memory import EndpointKilled
 EVERY = 4
 EXCHANGES = [gridtrain.Dense(), gridtrain.TopK(density=0.3), gridtrain.GTopK(density=0.3)]
 NAMES = ("anna", "bert", "carl")
-BRISK = Deadlines(
-    beat_s=0.05,
-    settle_s=0.02,
-    probe_s=0.2,
-    generation_gap_s=0.02,
-    regreet_s=0.3,
-    silence_s=1.0,
-    connect_s=5.0,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +217,7 @@ def test_another_number_of_steps_is_another_training(new_group: Any) -> None:
 
     with new_group(workers=1) as group:
         group.start(train)
-        assert began.wait(20.0)
+        assert began.wait(WITHIN_S)
         other = group.result(group.start(train))
         refused.set()
         assert group.result(0) == "trained"
@@ -263,11 +254,11 @@ def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any) 
     with new_group(workers=2) as group:
         for _ in range(2):
             group.start(train)
-        assert warm.wait(20.0)
+        assert warm.wait(WITHIN_S)
         group.start(train)
-        assert entered.wait(20.0)
+        assert entered.wait(WITHIN_S)
         results = [group.result(number) for number in range(3)]
-        events = [event["event"] for event in group.coordinator._core.snapshot(0.0)["events"]]
+        events = [event["event"] for event in group.snapshot()["events"]]
     for result in results:
         assert isinstance(result, dict), result
     common = set.intersection(*(set(seen) for seen in results))
@@ -286,7 +277,7 @@ class Faulty:
         self.ends: dict[str, Any] = {}
         self.taken: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.committed: set[tuple[int, ...]] = set()
-        with LocalGroup(min_workers=3, deadlines=BRISK, faults=faults) as group:
+        with LocalGroup(min_workers=3, deadlines=LOSING, faults=faults) as group:
             threads = [threading.Thread(target=self._work, args=(group, name), daemon=True) for name in NAMES]
             for thread in threads:
                 thread.start()
@@ -340,7 +331,7 @@ def test_a_worker_that_is_killed_costs_nobody_a_sample(point: Any, exchange: Any
 
 def test_a_slow_worker_shows_life_at_each_local_step(new_group: Any) -> None:
     """Its eight local steps take twice as long as anybody's patience with a silent member."""
-    patient = replace(BRISK, first_step_s=1.2, patience_floor_s=1.2, patience_factor=0.0)
+    patient = replace(LOSING, first_step_s=1.2, patience_floor_s=1.2, patience_factor=0.0)
 
     def train(grid: gridtrain.Grid, number: int) -> str:
         model = model_of()
@@ -355,7 +346,7 @@ def test_a_slow_worker_shows_life_at_each_local_step(new_group: Any) -> None:
 
     with new_group(workers=2, deadlines=patient) as group:
         first, second = (group.result(number) for number in [group.start(train) for _ in range(2)])
-        events = [event["event"] for event in group.coordinator._core.snapshot(0.0)["events"]]
+        events = [event["event"] for event in group.snapshot()["events"]]
     assert isinstance(first, str) and first == second, (first, second)
     assert "stalled" not in events and "lost" not in events
 

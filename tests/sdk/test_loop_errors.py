@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import WITHIN_S
 from torch import nn
 
 import gridtrain
@@ -274,12 +275,12 @@ def test_a_joiner_whose_scheduler_begins_anew(new_group: Any) -> None:
             scheduler.step()
             if number == 0 and grid.step == 3:
                 come.set()
-                assert grid._session._driver.wait(lambda picture: picture.world_size == 2, 10.0)
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 2, WITHIN_S)
         return grid.step
 
     with new_group(workers=1) as group:
         group.start(train)
-        assert come.wait(20)
+        assert come.wait(WITHIN_S)
         group.start(train)
         error = group.result(1)
         assert group.result(0) == 400
@@ -325,7 +326,7 @@ def raised_by_local(tmp_path: Path) -> Callable[..., BaseException]:
                 ended.put(error)
 
         threading.Thread(target=body, daemon=True).start()
-        return ended.get(timeout=20)
+        return ended.get(timeout=WITHIN_S)
 
     return run
 

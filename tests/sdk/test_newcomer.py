@@ -6,6 +6,7 @@ The command line's own mistakes are in tests/cli, the agent's in tests/worker.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -86,7 +87,7 @@ def start_coordinator() -> Iterator[StartCoordinator]:
     yield start
     stop.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(WITHIN_S)
         assert not thread.is_alive()
 
 
@@ -119,12 +120,14 @@ def grid_of(config: JoinConfig, identity: Identity, kind: type[ZeroMQTransport] 
 
 
 def join(address: str, invited: Invitation | None = None, **options: str) -> Grid:
-    """As `gridtrain.join` does once a key was let in, with less patience."""
-    key = invited.coordinator if invited is not None else bytes(32)
+    """As `gridtrain.join` does once a key was let in; with less patience where nobody is to answer."""
     identity = Identity.generate()
-    if invited is not None:
-        enrol(invited, identity.public, 10.0)
-    return grid_of(replace(config_of(address, key, **options), deadlines=IMPATIENT), identity)
+    if invited is None:
+        config = replace(config_of(address, bytes(32), **options), deadlines=IMPATIENT)
+    else:
+        enrol(invited, identity.public, WITHIN_S)
+        config = config_of(address, invited.coordinator, **options)
+    return grid_of(config, identity)
 
 
 # -- the invitation ----------------------------------------------------------------------------------------
@@ -153,6 +156,7 @@ def test_what_is_no_invitation(text: str) -> None:
     assert str(caught.value) == (
         f"{text.replace(' ', '')!r} is not an invitation, which begins with gridtrain1: -> "
         "copy the whole line that the run's owner gave you"
+        + ("" if text else "; if a command was to print it, see what that one said")
     )
 
 
@@ -296,11 +300,11 @@ def test_a_stranger_is_not_let_in(start_coordinator: StartCoordinator) -> None:
 
 
 def test_another_version(start_coordinator: StartCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator greets with protocol 9; who joins speaks 1."""
+    """The coordinator greets with protocol 9; who joins speaks another."""
     with monkeypatch.context() as patch:
         patch.setattr(zeromq, "PROTOCOL_VERSION", 9)
         text = start_coordinator().invitation().text()
-    told = r"protocol 9, this software speaks 1 .* -> install the same version of gridtrain on both machines"
+    told = r"protocol 9, this software speaks 2 .* -> install the same version of gridtrain on both machines"
     with pytest.raises(JoinRefused, match=told) as caught:
         gridtrain.join(text)
     assert caught.value.code == "version"
@@ -351,18 +355,22 @@ def test_a_coordinator_needs_no_torch(without: Callable[[str], dict[str, str]]) 
 SCRIPT = """
 import sys, torch, gridtrain
 torch.set_num_threads(1)
+how, *said = sys.argv[1:]  # `said`, if given: a FIFO, opened when step 3 was made and told of
 data = [(torch.tensor([float(i)]), torch.tensor([2.0 * i])) for i in range(8)]
 grid = gridtrain.join()
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 optimizer = grid.optimizer(optimizer, model, exchange=gridtrain.Dense())
 for inputs, targets in grid.batches(data, batch_size=1, steps=6):
-    if grid.step == 3 and sys.argv[1] == "raises":
+    if grid.step == 3 and how == "raises":
+        open(*said).read()
         raise ValueError("no such column")
     optimizer.zero_grad()
     (model(inputs) - targets).square().mean().backward()
     optimizer.step()
     print(f"step {grid.step} of a group of {grid.world_size}")
+    if grid.step == 3 and how == "works" and said:
+        open(*said, "w").close()
 """
 
 
@@ -370,11 +378,12 @@ def test_a_script_that_raises(start_coordinator: StartCoordinator, tmp_path: Pat
     """Its traceback and one line of the agent's; exit code 1.  The other worker goes on to the end."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
+    os.mkfifo(tmp_path / "said")
     invitation = start_coordinator(min_workers=2).invitation(uses=2).text()
 
     def agent(name: str, how: str) -> subprocess.Popen[str]:
         options = ("--name", name, "--export-dir", str(tmp_path / name))
-        command = (sys.executable, "-u", str(script), how)
+        command = (sys.executable, "-u", str(script), how, str(tmp_path / "said"))
         return subprocess.Popen(
             (sys.executable, "-m", "gridtrain.cli", "worker", invitation, *options, "--", *command),
             stdout=subprocess.PIPE,
@@ -392,9 +401,12 @@ def test_a_script_that_raises(start_coordinator: StartCoordinator, tmp_path: Pat
 
     assert agents[1].returncode == 1
     assert raised_out.splitlines() == [f"step {step} of a group of 2" for step in (1, 2, 3)]
-    *_, traceback_end, agents_line = raised_err.splitlines()
+    shown = [line for line in raised_err.splitlines() if '"event": "contribution"' not in line]
+    *_, traceback_end, contributed, agents_line = shown
+    assert (given := json.loads(contributed)["fields"])["steps"] == 3 and 0 < given["share"] < 1
+    agents_line = json.loads(agents_line)["fields"]["text"]
     assert traceback_end == "ValueError: no such column"
-    assert agents_line.startswith("gridtrain worker: the script ended with exit code 1 after ")
+    assert agents_line.startswith("the script ended with exit code 1 after ")
     assert agents_line.endswith("-> its own message is above; with --restarts N it is started again")
 
     assert agents[0].returncode == 0, err
@@ -413,12 +425,13 @@ def test_a_script_that_is_refused(start_coordinator: StartCoordinator, tmp_path:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     *_, sentence, agents_line = done.stderr.splitlines()
+    agents_line = json.loads(agents_line)["fields"]["text"]
     assert sentence == (
-        "gridtrain: train.py, line 9: ConfigError: "
+        "gridtrain: train.py, line 10: ConfigError: "
         "the run's end is epochs=1, steps=6; exactly one must be given -> "
         "give grid.batches either epochs= or steps="
     )
-    assert agents_line.startswith("gridtrain worker: the script ended with exit code 1 after ")
+    assert agents_line.startswith("the script ended with exit code 1 after ")
 
 
 def test_a_script_without_an_agent_trains_with_its_invitation(

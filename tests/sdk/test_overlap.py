@@ -13,7 +13,6 @@ from torch import nn
 import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.optim import state_sync
-from gridtrain.optim.overlap import PERIOD_STEPS, TRIAL_STEPS, Switch
 from gridtrain.runtime.api import GroupSession
 from gridtrain.runtime.buckets import cut
 
@@ -288,7 +287,7 @@ def test_workers_must_agree(new_group: Any) -> None:
     assert "in at most 3 buckets of at least 1 elements here" in str(results[0])
 
 
-# -- where buckets are cut, and whether it pays --------------------------------------------------------
+# -- where buckets are cut ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -305,18 +304,3 @@ def test_workers_must_agree(new_group: Any) -> None:
 )
 def test_cut(sizes: Any, most: int, least: int, bounds: Any) -> None:
     assert cut(sizes, most, least) == bounds
-
-
-@pytest.mark.parametrize(
-    ("early_s", "late_s", "used"), [(1.0, 1.1, True), (1.1, 1.0, False), (1.0, 1.0, True)]
-)
-def test_the_switch_takes_what_was_faster(early_s: float, late_s: float, used: bool) -> None:
-    switch, now_s = Switch(adaptive=True), 0.0
-    ways = []
-    for step in range(PERIOD_STEPS):
-        ways.append(switch.early(step))
-        now_s += early_s if ways[-1] else late_s
-        switch.done(step, now_s)
-    trial = [True] * TRIAL_STEPS + [False] * TRIAL_STEPS
-    assert ways == trial + [used] * (PERIOD_STEPS - len(trial))
-    assert switch.early(PERIOD_STEPS)  # and tries again

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import WITHIN_S
 from torch import nn
 
 import gridtrain
@@ -61,11 +62,11 @@ def turned_away(new_group: Any) -> Any:
 
         def hold() -> None:
             defined.set()
-            assert over.wait(20)
+            assert over.wait(WITHIN_S)
 
         with new_group(workers=1) as group:
             group.start(lambda grid, number: first.run(grid, hold))
-            assert defined.wait(20)
+            assert defined.wait(WITHIN_S)
             group.start(lambda grid, number: second.run(grid))
             error = group.result(1)
             over.set()

@@ -79,7 +79,7 @@ def in_a_group(
     with new_group(workers=workers, deadlines=SOON) as group:
         numbers = [group.start(train) for _ in range(workers)]
         results = [group.result(number) for number in numbers]
-        plans = [e["plan"] for e in group.coordinator._core._events if e["event"] == "generation"]
+        plans = [e["plan"] for e in group.snapshot()["events"] if e["event"] == "generation"]
     assert all(isinstance(result, tuple) for result in results), results
     print(*plans, sep="\n")
     assert "even shares: no speed is measured yet" in plans[0]

@@ -67,7 +67,7 @@ def a_map_is_built() -> Any:
 
 
 def a_cursor_that_moves() -> Any:
-    return decode([header(10, "run", "\x1b[2J", "tcp://h:1", True)])
+    return decode([header(10, "run", "\x1b[2J", "tcp://h:1", True, False, 0)])
 
 
 def a_negative_count() -> Any:

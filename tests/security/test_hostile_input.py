@@ -27,6 +27,7 @@ from gridtrain.protocol.ring import Ring
 from gridtrain.protocol.round import Prepared
 from gridtrain.protocol.tree import Tree
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace, Workspace
+from gridtrain.runtime.direct import DirectWorkspace
 from gridtrain.runtime.stars import DenseStarWorkspace, StarWorkspace, TreeWorkspace
 from gridtrain.runtime.statefeed import BLOCK_BYTES, MAX_BLOBS, StateIntake, cut
 from gridtrain.sparsify.merge import largest_summable
@@ -35,8 +36,8 @@ from gridtrain.testing.defences import without
 from gridtrain.wire.sparse import ValueKind, decode, encode
 
 Seeds = Callable[[int], Iterator[int]]
-KINDS = ("dense", "topk", "gtopk", "tree", "star", "dense-star")
-DENSE: dict[str, Any] = {"dense": DenseWorkspace, "dense-star": DenseStarWorkspace}
+KINDS = ("dense", "topk", "gtopk", "tree", "star", "dense-star", "direct")
+DENSE: dict[str, Any] = {"dense": DenseWorkspace, "dense-star": DenseStarWorkspace, "direct": DirectWorkspace}
 MERGING = {"gtopk": ButterflyWorkspace, "tree": TreeWorkspace, "star": StarWorkspace}
 N, K = 48, 6
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import BRISK
 from torch import nn
 
 import gridtrain
-from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError
 from gridtrain.protocol.invitation import RUN_NAME, Invitation
 from gridtrain.runtime.local import LocalGroup
 from gridtrain.runtime.naming import state_directory
 from gridtrain.runtime.operator import Contact
-from gridtrain_coordinator.daemon import Settings, default_state
+from gridtrain_coordinator.serving import Settings, default_state
 
 HOSTILE = [
     *("../../x", "..", ".", "", "/etc/passwd", "a/b", "a\\b", "~", "~root", "$HOME", "-rf", "--help"),
@@ -69,9 +69,6 @@ def test_a_run_of_such_a_name_is_neither_made_nor_asked_for_nor_invited_to(run: 
 @pytest.mark.parametrize("run", [name for name in HOSTILE if RUN_NAME.fullmatch(name)])
 def test_coordinator_and_operator_mean_the_same_folder(run: str, base: Path) -> None:
     assert default_state(run) == state_directory(run) == base / run
-
-
-BRISK = Deadlines(beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, report_s=2.0, connect_s=5.0)
 
 
 def test_members_of_such_names_write_nothing_but_the_model(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from gridtrain.protocol.lines import Link, Network
-from gridtrain.protocol.loads import FREE, Cpu, Kind, Load, moves_of, work_s
+from gridtrain.protocol.loads import FREE, Kind, Load, moves_of, work_s
 from gridtrain.protocol.walk import Walk
 from gridtrain.sim.exchange import simulate
 
@@ -44,7 +45,7 @@ def test_work_takes_the_same_time_in_both(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice([2, 4, 8])
     load, network = Load(Kind.GTOPK, 500_000, density=0.05), uneven(rng, size)
-    cpu = Cpu(*(0.0,) * 8, merge_entry_s=207e-9, sum_entry_s=0.0, select_parameter_s=0.0)
+    cpu = replace(FREE, merge_entry_s=207e-9)
     real = simulate(load, network, lambda work: work_s(work, load, 1.0, cpu))
     walked_s = Walk(moves_of(load, size), load, network, cpu).run()
     assert max(walked_s) == pytest.approx(max(real.complete_s.values()), rel=1e-6), f"seed {seed}"

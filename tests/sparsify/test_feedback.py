@@ -130,6 +130,16 @@ def test_state_goes_on_where_it_was(momentum):
     assert one.prepare(contribution, 3, FP16).payload == other.prepare(contribution, 3, FP16).payload
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_is_forgotten_is_zero_as_at_the_beginning(momentum):
+    feedback = ErrorFeedback(4, "cpu", momentum)
+    feedback.commit(feedback.prepare(vector(1, 2, 3, 4), 1, FP16), [])
+    assert feedback.residual_N.any()
+    feedback.forget()
+    fresh = ErrorFeedback(4, "cpu", momentum)
+    assert all(torch.equal(value, fresh.state()[name]) for name, value in feedback.state().items())
+
+
 def test_state_of_another_model_is_refused():
     with pytest.raises(ConfigError, match="7 elements"):
         ErrorFeedback(7, "cpu").load(ErrorFeedback(8, "cpu").state())

@@ -131,8 +131,8 @@ class Net:
         self.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
         return anna, bert
 
-    def until(self, condition: Callable[[], Any], *endpoints: Endpoint, deadline_s: float = 10.0) -> None:
-        """Poll the endpoints in turn until the condition holds."""
+    def until(self, condition: Callable[[], Any], *endpoints: Endpoint, deadline_s: float = 20.0) -> None:
+        """Poll the endpoints in turn until the condition holds; within less than `SILENCE_S`."""
         end_s = time.monotonic() + deadline_s
         while not condition():
             stories = {endpoint.name: endpoint.story()[-20:] for endpoint in endpoints}

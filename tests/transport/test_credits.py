@@ -310,8 +310,8 @@ def test_a_poll_ends_when_credit_lets_something_leave(pair):
     waited_bytes = anna.transport.backlog_bytes(bert.key)
     start_s = time.monotonic()
     while anna.transport.backlog_bytes(bert.key) == waited_bytes:
-        assert anna.transport.poll(5.0) == []
-    assert time.monotonic() - start_s < 2.0
+        assert anna.transport.poll(60.0) == []
+    assert time.monotonic() - start_s < 30.0
 
 
 # -- cheats ------------------------------------------------------------------------------------------

@@ -189,6 +189,12 @@ SILENT = 400
 
 
 @pytest.fixture
+def patient(monkeypatch):
+    """A silent connection is not cut for its age: who waited behind all of them would wait for minutes."""
+    monkeypatch.setattr(doorway, "HALF_OPEN_S", 600.0)
+
+
+@pytest.fixture
 def besieged(zeromq_net):
     """`besieged(count)`: an endpoint at whose door so many connections stand and say nothing."""
     opened = []
@@ -226,13 +232,11 @@ def closed(silent: socket.socket) -> bool:
     return True
 
 
-def test_a_silent_crowd_delays_no_honest_peer(zeromq_net, besieged):
+def test_a_silent_crowd_delays_no_honest_peer(zeromq_net, patient, besieged):
     bert, address = besieged(SILENT)
     anna = zeromq_net.add("anna")
-    start_s = time.monotonic()
     anna.transport.dial(bert.key, address)
     zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
-    assert time.monotonic() - start_s < 2.0
     zeromq_net.until(lambda: besieged.still_open() <= MOST_OF_ONE_RANGE, bert, anna)
     assert bert.story() == ["up anna"]
 
@@ -264,7 +268,7 @@ while True:
 
 
 @pytest.mark.integration
-def test_a_silent_crowd_that_comes_back_at_once_delays_nobody(zeromq_net):
+def test_a_silent_crowd_that_comes_back_at_once_delays_nobody(zeromq_net, patient):
     bert = zeromq_net.add("bert")
     address = bert.transport.listen("tcp://127.0.0.1:0")
     command = [sys.executable, "-c", SIEGE, address.rpartition(":")[2]]
@@ -274,10 +278,9 @@ def test_a_silent_crowd_that_comes_back_at_once_delays_nobody(zeromq_net):
             end_s = time.monotonic() + 1.0
             zeromq_net.until(lambda: time.monotonic() > end_s, bert)
             for name in ("anna", "carl", "dave"):
-                honest, start_s = zeromq_net.add(name), time.monotonic()
+                honest = zeromq_net.add(name)
                 honest.transport.dial(bert.key, address)
                 zeromq_net.until(lambda honest=honest: honest.of(PeerUp), honest, bert)
-                assert time.monotonic() - start_s < 2.0
             assert bert.of(PeerDown) == []
         finally:
             siege.kill()

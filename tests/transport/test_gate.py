@@ -273,7 +273,7 @@ import os, time, zmq
 dealer = zmq.Context().socket(zmq.DEALER)
 dealer.sndhwm, dealer.heartbeat_ivl, dealer.heartbeat_timeout = 0, 1, 100_000
 dealer.connect({address!r})
-end_s = time.monotonic() + 1.0
+end_s = time.monotonic() + 0.3
 while time.monotonic() < end_s:
     dealer.send(b"x" * 10)
 os.kill(os.getpid(), 9)

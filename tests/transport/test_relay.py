@@ -36,10 +36,13 @@ from gridtrain.transport.base import (
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 from gridtrain.transport.outbox import MAX_SEALED_CONTROL_BYTES, SEALED_BULK, is_bulk
-from gridtrain.transport.relay import RelayingTransport, nobody, relay_address
+from gridtrain.transport.relay import CONFIRM_S, RelayingTransport, nobody, relay_address
 from gridtrain.transport.stack import over
 from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain.wire import codec
+
+SOON_S = CONFIRM_S / 2
+"""At most: what is only noticed by a deadline takes longer."""
 
 
 def everybody(origin: bytes, to: bytes) -> bool:
@@ -226,11 +229,11 @@ def test_the_relay_dies_and_comes_back(world):
 
 
 def test_the_other_end_dies(world):
-    """Without the relay's word only a deadline would tell."""
+    """Without the relay's word only a deadline would tell: see `SOON_S`."""
     anna, bert, _carl = three(world)
     world.hub.kill(bert.key)
     world.parties.remove(bert)
-    world.until(lambda: "down bert" in anna.story(), deadline_s=1.0)
+    world.until(lambda: "down bert" in anna.story(), deadline_s=SOON_S)
     assert not anna.transport.connected(bert.key)
 
 
@@ -254,7 +257,7 @@ def test_one_side_starts_again_at_once(world):
 def test_hanging_up_is_heard_and_dialling_anew_works(world):
     anna, bert, carl = three(world)
     anna.transport.hang_up(bert.key)
-    world.until(lambda: "down anna" in bert.story(), deadline_s=1.0)
+    world.until(lambda: "down anna" in bert.story(), deadline_s=SOON_S)
     assert anna.about(bert) == ["up bert"]  # who hangs up knows
     anna.transport.dial(bert.key, relay_address(carl.key))
     world.until(lambda: anna.transport.connected(bert.key) and bert.transport.connected(anna.key))
@@ -609,7 +612,7 @@ def test_nonsense_inside_the_seal_is_its_authors_fault(world, frames, reason):
 
 def test_another_version_is_told_in_words(world, monkeypatch):
     with monkeypatch.context() as other:
-        other.setattr("gridtrain.transport.relay.PROTOCOL_VERSION", 2)
+        other.setattr("gridtrain.transport.relay.PROTOCOL_VERSION", 99)
         anna = world.relaying("anna")
     bert, carl = world.relaying("bert"), world.relaying("carl", everybody)
     carl.transport.listen("memory://carl")
@@ -618,7 +621,7 @@ def test_another_version_is_told_in_words(world, monkeypatch):
         party.transport.dial(peer.key, relay_address(carl.key))
     world.until(lambda: [event for event in bert.events if isinstance(event, Violation)])
     reason = next(event.reason for event in bert.events if isinstance(event, Violation))
-    assert "peer speaks gridtrain protocol 2, this software speaks 1" in reason
+    assert "peer speaks gridtrain protocol 99, this software speaks 2" in reason
     assert not bert.transport.connected(anna.key)
 
 

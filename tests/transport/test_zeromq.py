@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -161,12 +163,12 @@ def new_hello(endpoint) -> list[bytes]:
 def test_another_version_is_told_to_both_sides(zeromq_net, mallory, mallory_key):
     anna = zeromq_net.add("anna")
     future = mallory(anna)
-    future.send_multipart(greeting(mallory_key, version=2))
+    future.send_multipart(greeting(mallory_key, version=99))
     zeromq_net.until(lambda: anna.events, anna)
     assert anna.events == [
         Violation(
             None,  # old or new software is no offence of the peer's
-            "peer speaks gridtrain protocol 2, this software speaks 1 (the peer runs 'gridtrain 9.9') "
+            "peer speaks gridtrain protocol 99, this software speaks 2 (the peer runs 'gridtrain 9.9') "
             "-> install the same version of gridtrain on both machines",
         )
     ]
@@ -180,10 +182,10 @@ def test_a_joiner_learns_that_the_coordinator_speaks_another_version(zeromq_net,
     worker = zeromq_net.add("worker")
     worker.transport.dial(mallory_key, f"tcp://127.0.0.1:{port}")
     routing_id, *_ = coordinator.recv_multipart()
-    coordinator.send_multipart([routing_id, *greeting(mallory_key, version=2)])
+    coordinator.send_multipart([routing_id, *greeting(mallory_key, version=99)])
     zeromq_net.until(lambda: worker.events, worker)
     (violation,) = worker.of(Violation)
-    assert "peer speaks gridtrain protocol 2, this software speaks 1" in violation.reason
+    assert "peer speaks gridtrain protocol 99, this software speaks 2" in violation.reason
 
 
 def test_an_address_where_somebody_else_answers(zeromq_net):
@@ -251,9 +253,7 @@ def test_a_killed_process_is_noticed_at_once(zeromq_net, identity_of, who_dialle
                 anna.transport.dial(bert.public, process.stdout.readline().strip())
             zeromq_net.until(lambda: anna.of(PeerUp), anna, deadline_s=30.0)
             process.send_signal(signal.SIGKILL)
-            start_s = time.monotonic()
-            zeromq_net.until(lambda: anna.of(PeerDown), anna)
-            assert time.monotonic() - start_s < 1.0
+            zeromq_net.until(lambda: anna.of(PeerDown), anna, deadline_s=sockets.SILENCE_S / 2)
         finally:
             process.kill()
     assert anna.story() == ["up bert", "down bert"]
@@ -271,18 +271,22 @@ def test_zmtp_framing_is_counted_as_it_is_on_the_wire():
 
 def test_a_download_cap_slows_the_sender_instead_of_filling_memory(zeromq_net):
     """Everything that comes is read; the byte credits are what makes the sender wait."""
-    anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert", download_Bps=1e6)
+    rate_Bps, block_bytes = 1e6, 2**20
+    anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert", download_Bps=rate_Bps)
     for end in (anna, bert):
         end.transport = CreditTransport(end.transport, window_bytes=4 * 2**20)
     sender = anna.transport
     sender.dial(bert.key, bert.transport.listen("tcp://127.0.0.1:0"))
     zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), bert, anna)
+    began_s = time.monotonic()
     for index in range(60):
-        sender.send(bert.key, StateBlock(1, 1, index, 60, bytes(2**20)))
+        sender.send(bert.key, StateBlock(1, 1, index, 60, bytes(block_bytes)))
+    zeromq_net.until(lambda: bert.got(), anna, bert)
     end_s = time.monotonic() + 0.3
     zeromq_net.until(lambda: time.monotonic() > end_s, anna, bert)
-    assert len(bert.got()) == 1  # the first block; then a second of debt
-    assert sender.backlog_bytes(bert.key) >= 50 * 2**20
+    passed_s = time.monotonic() - began_s  # 0.3 s, unless other programs have the processor
+    assert len(bert.got()) <= 1 + passed_s * rate_Bps / block_bytes  # the first block; then a second of debt
+    assert sender.backlog_bytes(bert.key) >= (55 - len(bert.got())) * block_bytes
 
 
 def test_one_peers_giant_does_not_keep_the_others_from_being_heard(zeromq_net):
@@ -295,7 +299,7 @@ def test_one_peers_giant_does_not_keep_the_others_from_being_heard(zeromq_net):
     zeromq_net.until(lambda: len(bert.got()) == 1, anna, bert, carl)
     carl.transport.send(bert.key, StateBlock(1, 1, 0, 1, bytes(1000)))
     anna.transport.send(bert.key, Ping(7))
-    zeromq_net.until(lambda: len(bert.got()) == 3, anna, bert, carl, deadline_s=3.0)
+    zeromq_net.until(lambda: len(bert.got()) == 3, anna, bert, carl, deadline_s=15.0)
 
 
 def test_two_threads_play_ping_pong():
@@ -326,3 +330,53 @@ def test_two_threads_play_ping_pong():
         thread.join()
         anna.close()
         bert.close()
+
+
+# -- what a connection keeps ---------------------------------------------------------------------
+
+
+def test_a_connection_that_is_used_again_keeps_its_congestion_control(zeromq_net, monkeypatch):
+    """Else one that has bbr back, as its line loses frames, would lose them to cubic once more."""
+    anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert")
+    chosen = []
+    monkeypatch.setattr(anna.transport._entrance, "choose_control", chosen.append)
+    bert.transport.dial(anna.key, anna.transport.listen("tcp://127.0.0.1:0"))
+    zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
+    assert [link.peer for link in chosen] == [bert.key]
+    anna.transport.hang_up(bert.key)
+    anna.transport.dial(bert.key, "tcp://127.0.0.1:9")  # the old connection still stands
+    zeromq_net.until(lambda: len(anna.of(PeerUp)) == 2, anna, bert)
+    assert len(chosen) == 1
+
+
+def test_who_hung_up_on_a_peer_that_does_not_read_tries_the_next_full_one_soon(zeromq_net):
+    """How long one has been full says nothing of another."""
+    anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert")
+    bert.transport.dial(anna.key, anna.transport.listen("tcp://127.0.0.1:0"))
+    zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
+    block = StateBlock(1, 1, 0, 1, bytes(1 << 20))
+    while not anna.transport._outbox.blocked():
+        anna.transport.send(bert.key, block)
+    assert anna.transport._router_full_s <= time.monotonic()
+    anna.transport.hang_up(bert.key)
+    assert anna.transport._router_full_s == math.inf
+
+
+# -- what nobody reads ---------------------------------------------------------------------------
+
+ENDS_S = 20.0
+
+
+def test_connections_that_nobody_looks_at_hold_up_neither_others_nor_the_end() -> None:
+    """Beyond the 1,000 events that libzmq keeps for a reader as a rule, its thread would wait for one."""
+    context = zmq.Context()
+    router = sockets.open_router(context, None)
+    monitor = sockets.open_monitor(router)
+    host, port = sockets.bind(router, "tcp://127.0.0.1:*").removeprefix("tcp://").split(":")
+    for _ in range(1500):
+        socket.create_connection((host, int(port)), timeout=ENDS_S).close()
+    ends = threading.Thread(target=sockets.close, args=(router, monitor), daemon=True)
+    ends.start()
+    ends.join(ENDS_S)
+    assert not ends.is_alive()
+    context.term()

@@ -23,6 +23,11 @@ from gridtrain.wire.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, TYPE_CODES
 FEW = 4  # items in a drawn list; how many are allowed is tested in test_limits.py
 
 
+def _some(blocks: m.Span) -> m.Span:
+    """Of a model: one block at least."""
+    return blocks if blocks.start < blocks.stop else m.Span(0, 1)
+
+
 def _of(index: int, total: int, most: int) -> tuple[int, int]:
     return index % min(total, most), min(total, most)
 
@@ -30,11 +35,23 @@ def _of(index: int, total: int, most: int) -> tuple[int, int]:
 # A drawn value that breaks its record's rule is put right.
 PUT_RIGHT: dict[type, Callable[[Any], Any]] = {
     m.Span: lambda s: m.Span(min(s.start, s.stop), max(s.start, s.stop)),
+    m.Held: lambda h: replace(h, blocks=_some(h.blocks)),
+    m.PieceAsk: lambda ask: replace(ask, blocks=_some(ask.blocks)),
+    m.Member: lambda one: replace(
+        one,
+        pieces=tuple((_some(blocks), rank) for blocks, rank in one.pieces),
+        piece_digests=(*one.piece_digests, *(b"",) * len(one.pieces))[: len(one.pieces)],
+    ),
+    m.StagedModel: lambda model: replace(model, cuts=(0, len(model.blocks) or 3)),
     m.LedgerSpec: lambda s: m.LedgerSpec(s.size, s.seed, s.epochs, 7 if s.epochs is None else None),
     m.Roster: lambda r: m.Roster(r.term, r.generation, *_of(r.page, r.pages, 256), r.members),
     m.HandOver: lambda h: replace(h, **dict(zip(("index", "total"), _of(h.index, h.total, 16), strict=True))),
+    m.BundleBlock: lambda b: replace(
+        b, **dict(zip(("index", "total"), _of(b.index, b.total, 8), strict=True))
+    ),
     m.Burst: lambda b: replace(b, index=b.index % m.BURSTS),
     m.StateBlock: lambda b: m.StateBlock(b.term, b.generation, *_of(b.index, b.total, 65536), b.payload),
+    m.Copy: lambda c: replace(c, **dict(zip(("index", "total"), _of(c.index, c.total, 65536), strict=True))),
 }
 
 
@@ -194,7 +211,7 @@ def test_our_own_reasons_are_made_to_fit() -> None:
 
 
 def test_a_full_page_of_a_roster_fits_a_header() -> None:
-    member = m.Member(bytes(32), "n" * 64, "a" * 128, 2**31 - 1, True)
+    member = m.Member(bytes(32), "n" * 64, "a" * 128, 2**31 - 1, True, 2**31 - 1, digest=bytes(64))
     last = schema.MAX_ROSTER_PAGES - 1
     page = m.Roster(2**63 - 1, 2**63 - 1, last, schema.MAX_ROSTER_PAGES, (member,) * schema.MAX_ROSTER_PAGE)
     frames = encode(page)

@@ -39,7 +39,7 @@ class Desk:
         door = Door(operator=self.operator.public, coordinator=self.keys.public)
         transport = over(ZeroMQTransport(self.keys, SOFTWARE, gate=gate_of(door, time.time)), self.keys)
         self.address = transport.listen("tcp://127.0.0.1:0")
-        daemon = Coordinator.of_run(
+        self.daemon = daemon = Coordinator.of_run(
             transport,
             Store.open(":memory:"),
             door,

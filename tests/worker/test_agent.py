@@ -28,7 +28,7 @@ from gridtrain_worker import agent as agent_module
 from gridtrain_worker.agent import Job, check, supervise
 
 pytestmark = pytest.mark.integration
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 NOBODY = Invitation("tcp://127.0.0.1:1", bytes(32), bytes(32), "default")
 StartAgent = Callable[..., "subprocess.Popen[str]"]
 
@@ -92,7 +92,9 @@ def test_the_script_finds_its_run_in_the_environment(
         checkpoint_every=0,
     )
     assert supervise(job) == 0
-    assert json.loads(capfd.readouterr().out) == {
+    found = json.loads(capfd.readouterr().out)
+    assert found.pop("GRIDTRAIN_CONTROL").endswith("control.sock"), "where its owner's wishes come from"
+    assert found == {
         "GRIDTRAIN_COORDINATOR": invitation.address,
         "GRIDTRAIN_COORDINATOR_KEY": invitation.coordinator.hex(),
         "GRIDTRAIN_IDENTITY": str(identities(state, invitation) / "worker-0.key"),
@@ -105,6 +107,7 @@ def test_the_script_finds_its_run_in_the_environment(
         "GRIDTRAIN_STATE_DIR": str(tmp_path / "mine"),
         "GRIDTRAIN_CHECKPOINT_EVERY": "0",
         "GRIDTRAIN_RELAY": "yes",
+        "GRIDTRAIN_CONTRIBUTION": str(identities(state, invitation) / "worker-0.now.json"),
     }
 
 
@@ -167,7 +170,7 @@ def test_a_program_that_does_not_exist(invitation: Invitation) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"command": ()},
+        {"donate_limit": "much"},
         {"upload_limit": "fast"},
         {"download_limit": "0Mbit"},
     ],
@@ -189,7 +192,8 @@ def test_a_machine_that_was_let_in_needs_no_further_use(desk: Any, state: Path) 
     for _ in range(3):
         assert supervise(Job(python("pass"), once)) == 0
     assert desk.door()["enrolled_total"] == before + 1
-    assert [path.name for path in sorted(identities(state, once).iterdir())] == [
+    assert [path.name for path in sorted(identities(state, once).glob("worker-*"))] == [
+        "worker-0",
         "worker-0.key",
         "worker-0.lock",
     ]
@@ -265,6 +269,30 @@ def test_the_pause_grows_with_early_failures_alone(
     assert supervise(job, lines.append) == 5
     told = [line.rpartition(" in ")[2] for line in lines if line.startswith("restart ")]
     assert told == [f"{pause_s:g} s" for pause_s in pauses]
+
+
+@pytest.mark.parametrize("answers, put_out", [([False, True], False), ([False] * 9, True)])
+def test_one_refused_handshake_does_not_put_a_worker_out(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch, answers: list[bool], put_out: bool
+) -> None:
+    """Whoever sits on the way can refuse one; refused on end, the script is not started again."""
+    now_s, asked = [0.0], iter(answers)
+
+    def still_let_in(entry: Entry, timeout_s: float) -> bool:
+        now_s[0] += 1.0
+        return next(asked, True)
+
+    monkeypatch.setattr(agent_module, "still_let_in", still_let_in)
+    monkeypatch.setattr(agent_module, "DENIED_AGAIN_S", 0.0)
+    monkeypatch.setattr(agent_module, "_clock", lambda: now_s[0])
+    lines: list[str] = []
+    job = Job(python("raise SystemExit(5)"), invitation, restarts=1, backoff_s=0.01)
+    if put_out:
+        with pytest.raises(JoinRefused, match="was put out of the run"):
+            supervise(job, lines.append)
+    else:
+        assert supervise(job, lines.append) == 5
+    assert any(line.startswith("restart 1 of 1") for line in lines) is not put_out
 
 
 # -- signals, against a real agent process ---------------------------------------------------------

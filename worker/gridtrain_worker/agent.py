@@ -9,15 +9,20 @@ part in the training: the SDK inside the script talks to the coordinator and to 
       |     `-- whatever it starts (data loaders, ...)
       `-- watchdog: a pipe that closes when the agent is gone, even by SIGKILL: ends the group
 
+The owner's rules hold all the time (`warden`): while they say pause, no script is started, and one that runs
+leaves the group and waits; one that does not obey is ended, and started again when it may train.
+
 A signal goes to the script, which leaves the run gracefully; after `grace_s`, or at a second signal,
 the whole group is killed.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import math
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -25,23 +30,42 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.errors import ConfigError, JoinRefused
+from gridtrain.options import PROGRAMS
 from gridtrain.protocol.invitation import Invitation
-from gridtrain.runtime.entry import Entry, enter
+from gridtrain.runtime.entry import Entry, enter, put_out_of, still_let_in
 from gridtrain.runtime.naming import listen_address
+from gridtrain.transport.curve import Identity
 from gridtrain.transport.limits import parse_rate
+from gridtrain_worker.adoption import Ask, Offer, agree, offer_of
+from gridtrain_worker.controls import Rules
+from gridtrain_worker.giving import Giving
 from gridtrain_worker.session import Machine
+from gridtrain_worker.voice import Silent, Terminal, Voice
+from gridtrain_worker.warden import LOOK_S, Warden, sensors_of
 
 Tell = Callable[[str], None]
 
+KEY_DIGITS = 12  # as the coordinator shows it
+_clock = time.monotonic  # a name of its own, for tests
 TICK_S = 0.05
 LEFTOVER_S = 3.0
 """What a script leaves running in its group gets so long to end after SIGTERM."""
+
+ANSWER_S = 2.0
+"""After a failure the coordinator gets so long to say whether it still lets this worker in."""
+
+DENIED_S = 5.0
+"""Refused for so long on end, this worker has been put out.  One refused handshake proves nothing about who
+refused it: anybody on the way can, and so does a coordinator that is just being started anew."""
+
+DENIED_AGAIN_S = 0.5
 
 BACKOFF_MOST_S = 30.0
 SOUND_S = 10.0
@@ -61,49 +85,70 @@ class Job:
     """What to run, and for which run.  Texts as in `gridtrain.config.JoinConfig`.
 
     Attributes:
+        command: (): what the run's bundle says, once somebody has accepted it.
         invitation: as the run's owner made it.
+        folder: where the command runs; "": here.
+        accept: the digest of a bundle that was accepted beforehand; "": ask.
+        dry_run: do all but join.
         relay: pass on what members that cannot reach each other send one another.
         unencrypted: join a run that talks in the clear.
         state_dir, checkpoint_every, checkpoint_keep: of this worker's checkpoints; as `gridtrain.join`.
         restarts: how often a script that failed is started again.
+        controls: the owner's rules, by key: see `controls.KEYS`.
+        sensors: a file that speaks for this machine's sensors; "": they speak for themselves.
         prefix: begin each line of the script's output with the worker's name.
         grace_s: time for a graceful leave.
         backoff_s: pause before the first restart; it doubles with each early failure in a row.
 
     Raises:
-        ConfigError: no command, a malformed rate limit.
+        ConfigError: a malformed rate limit.
     """
 
     command: tuple[str, ...]
     invitation: Invitation
+    folder: str = ""
     name: str = ""
     listen: str = ""
     advertise: str = ""
     upload_limit: str = ""
     download_limit: str = ""
+    donate_limit: str = ""
     export_dir: str = ""
     state_dir: str = ""
+    data_dir: str = ""
     checkpoint_every: int | None = None
     checkpoint_keep: int | None = None
+    handover_mib: int | None = None
     relay: bool = True
     unencrypted: bool = False
     restarts: int = 0
     prefix: bool = False
+    controls: tuple[tuple[str, str], ...] = ()
+    sensors: str = ""
+    accept: str = ""
+    dry_run: bool = False
     grace_s: float = 20.0
     backoff_s: float = 1.0
     connect_s: float = Deadlines().connect_s
 
     def __post_init__(self) -> None:
-        if not self.command:
-            raise ConfigError(
-                "no training command was given",
-                remedy="write it after two dashes: gridtrain worker INVITATION -- python train.py",
-            )
-        for limit in (self.upload_limit, self.download_limit):
-            if limit:
-                parse_rate(limit)
+        for name in ("upload_limit", "download_limit", "donate_limit"):
+            try:
+                if limit := getattr(self, name):
+                    parse_rate(limit)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error.reason}", remedy=error.remedy) from None
+        Rules().changed(self.rules)
 
-    def environment(self, machine: Machine, entry: Entry) -> dict[str, str]:
+    @property
+    def rules(self) -> dict[str, str]:
+        """Everything that the owner has said at the start, by key."""
+        rates = {"upload": self.upload_limit, "download": self.download_limit}
+        return {key: text for key, text in rates.items() if text} | dict(self.controls)
+
+    def environment(
+        self, machine: Machine, entry: Entry, control: str = "", contribution: Path | None = None
+    ) -> dict[str, str]:
         """What `gridtrain.join` reads in the script; nothing in it is secret."""
         variables = {
             **{name.upper(): value for name, value in entry.variables().items()},
@@ -113,32 +158,79 @@ class Job:
             "UPLOAD_LIMIT": self.upload_limit,
             "DOWNLOAD_LIMIT": self.download_limit,
             "EXPORT_DIR": self.export_dir,
+            "DONATE_LIMIT": self.donate_limit,
             "STATE_DIR": self.state_dir,
+            "DATA_DIR": self.data_dir,
             "CHECKPOINT_EVERY": "" if self.checkpoint_every is None else str(self.checkpoint_every),
             "CHECKPOINT_KEEP": "" if self.checkpoint_keep is None else str(self.checkpoint_keep),
+            "HANDOVER_MIB": "" if self.handover_mib is None else str(self.handover_mib),
             "RELAY": "yes" if self.relay else "no",
+            "CONTROL": control,
+            "CONTRIBUTION": "" if contribution is None else str(contribution),
         }
         return {ENV_PREFIX + name: value for name, value in variables.items() if value}
 
 
-def supervise(job: Job, tell: Tell = lambda line: print(line, file=sys.stderr, flush=True)) -> int:
+def supervise(
+    job: Job,
+    tell: Tell = lambda line: print(line, file=sys.stderr, flush=True),
+    *,
+    voice: Voice = Silent(),  # noqa: B008  it has no state
+    ask: Ask | None = None,
+    show: Callable[[Job, Offer | None], None] = lambda job, offer: None,
+) -> int:
     """Run the script to its end; returns the exit code for this process.
 
     That is the script's own, 128 + signal if a signal killed it, 128 + SIGINT or SIGTERM if that is
     what stopped us.  To be called in the main thread.
 
+    Args:
+        voice: how the script's output and what this machine contributes are shown.
+        ask: shows a bundle to a person, who accepts it or not; None: there is nobody.
+        show: of a dry run: what would be run.
+
     Raises:
         CoordinatorUnreachable, JoinRefused: found out before the script is started.
         ConfigError: there is no such program, or the key files cannot be used.
+        NotAccepted: the run's bundle is not run.
+        JoinRefused: also later: the run's owner has put this worker out.
     """
     machine = Machine.here(job.name)
     with enter(job.invitation, job.connect_s, unencrypted=job.unencrypted) as entry:
         check(entry)
+        job = replace(job, name=machine.name)
+        offer = None if job.command else offer_of(entry, job.data_dir, job.connect_s)
+        if job.dry_run:
+            show(job, offer)
+            return 0
+        if offer is not None:
+            agree(offer, job.accept, ask)
+            job = adopted(job, offer)
+        giving = Giving(entry.identity, voice)
         tell(
             f'{machine.name} ({machine.cpus} CPU cores) joins run "{entry.run}" at {entry.coordinator}: '
             f"{entry.status.get('reason')}"
         )
-        return _run(job, machine, entry, tell)
+        sensors, folder = sensors_of(job.sensors), entry.identity.with_suffix("")
+        try:
+            key = Identity.read(entry.identity).public.hex()[:KEY_DIGITS]
+            with Warden(
+                folder, machine.name, job.rules, tell, run=entry.run, key=key, sensors=sensors
+            ) as warden:
+                return _run(job, machine, entry, warden, tell, voice, giving)
+        finally:
+            giving.end()
+
+
+def adopted(job: Job, offer: Offer) -> Job:
+    """With the bundle's command, in the bundle's folder; the volunteer's own folders stay where they are."""
+    own = {
+        name: os.path.abspath(path) for name in ("export_dir", "state_dir") if (path := getattr(job, name))
+    }
+    data = offer.folder if offer.data is None else offer.data.parent
+    if offer.data is not None and offer.bundle.run.data is not None:
+        data = Path(str(offer.data).removesuffix(offer.bundle.run.data.file))
+    return replace(job, command=offer.command, folder=str(offer.folder), data_dir=str(data.absolute()), **own)
 
 
 def check(entry: Entry) -> None:
@@ -156,27 +248,65 @@ def check(entry: Entry) -> None:
         )
 
 
-def _run(job: Job, machine: Machine, entry: Entry, tell: Tell) -> int:
+def _run(
+    job: Job, machine: Machine, entry: Entry, warden: Warden, tell: Tell, voice: Voice, giving: Giving
+) -> int:
     """Start the script, again after a failure, until it ends well or a signal comes; its exit code."""
     with Signals() as signals:
-        in_a_row = 0
-        for attempt in range(job.restarts + 1):
+        in_a_row = failures = 0
+        while _await_leave(warden, signals):
             started_s = time.monotonic()
-            code = _run_once(job, job.environment(machine, entry), machine, signals)
+            variables = job.environment(machine, entry, warden.path, giving.path)
+            code = _run_once(job, variables, machine, signals, warden, voice, giving)
+            giving.script_ended()
             if signals.first:
+                giving.end()  # before why it stopped, which is to be the last line
                 tell(f"{machine.name} stopped by {_signal_name(signals.first)}")
                 return 128 + signals.first
-            if code == 0:
-                return 0
+            if warden.stopping or (code == 0 and not warden.ended_it):
+                return code
+            if not warden.decision.run:
+                tell(
+                    f"the script has ended; it is started again when it may train ({warden.decision.text()})"
+                )
+                continue
+            if failures == job.restarts:
+                giving.end()  # before what went wrong, likewise
             ran_s = time.monotonic() - started_s
             tell(_failure(job, code, ran_s))
+            if _is_put_out(entry, signals):
+                giving.end()
+                identity = Identity.read(entry.identity)
+                raise put_out_of(job.invitation, identity)  # to start it again would lead to the same
             in_a_row = 0 if ran_s >= SOUND_S else in_a_row + 1
-            if attempt < job.restarts:
-                pause_s = min(BACKOFF_MOST_S, job.backoff_s * 2 ** max(0, in_a_row - 1))
-                tell(f"restart {attempt + 1} of {job.restarts} in {pause_s:g} s")
-                if signals.wait(pause_s):
-                    return 128 + signals.first
-        return code
+            if failures == job.restarts:
+                return code
+            failures += 1
+            pause_s = min(BACKOFF_MOST_S, job.backoff_s * 2 ** max(0, in_a_row - 1))
+            tell(f"restart {failures} of {job.restarts} in {pause_s:g} s")
+            if signals.wait(pause_s):
+                return 128 + signals.first
+        return 128 + signals.first if signals.first else 0
+
+
+def _is_put_out(entry: Entry, signals: Signals) -> bool:
+    """False: somebody let this worker in, nobody answered, or a signal came before that was clear."""
+    until_s = _clock() + DENIED_S
+    while not still_let_in(entry, ANSWER_S):
+        if _clock() >= until_s:
+            return True
+        if signals.wait(DENIED_AGAIN_S):
+            return False
+    return False
+
+
+def _await_leave(warden: Warden, signals: Signals) -> bool:
+    """Until the owner's rules let a script be started; False: it is to be none."""
+    while not warden.stopping and not signals.count:
+        if warden.decision.run:
+            return True
+        signals.wait(LOOK_S)
+    return False
 
 
 class Signals:
@@ -214,24 +344,47 @@ class Signals:
 # -- one run of the script -----------------------------------------------------------------------
 
 
-def _run_once(job: Job, variables: Mapping[str, str], machine: Machine, signals: Signals) -> int:
+def _run_once(
+    job: Job,
+    variables: Mapping[str, str],
+    machine: Machine,
+    signals: Signals,
+    warden: Warden,
+    voice: Voice,
+    giving: Giving,
+) -> int:
     """Exit code of the script; when this returns, nothing that it started is left."""
-    with _watchdog(job.grace_s) as watch, _script(job, variables, machine) as script:
+    with _watchdog(job.grace_s) as watch, _script(job, variables, machine, voice) as script:
         watch(script.pid)
+        warden.script_runs(script.pid)
         kill_at_s = math.inf
         while (code := _poll(script)) is None:
-            if signals.count and kill_at_s == math.inf:
-                script.send_signal(signals.first)
+            giving.look(time.monotonic())
+            if (signals.count or warden.overdue) and kill_at_s == math.inf:
+                warden.ended_it = not signals.count
+                script.send_signal(signals.first or signal.SIGTERM)
                 kill_at_s = time.monotonic() + job.grace_s
             if signals.count > 1 or time.monotonic() >= kill_at_s:
                 _signal_group(script.pid, signal.SIGKILL)
+    warden.script_runs(0)
     return 128 - code if code < 0 else code
 
 
 def _poll(script: subprocess.Popen[bytes]) -> int | None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return script.wait(TICK_S)
-    return None
+    """Its exit code, or None after a while.  `Popen.wait(timeout)` would look 140 times a second."""
+    try:
+        handle = os.pidfd_open(script.pid)
+    except (AttributeError, OSError):  # not Linux, or it has ended
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return script.wait(TICK_S)
+        return None
+    try:
+        ends = select.poll()
+        ends.register(handle, select.POLLIN)
+        ends.poll(1000 * TICK_S)
+    finally:
+        os.close(handle)
+    return script.poll()
 
 
 @contextlib.contextmanager
@@ -265,16 +418,22 @@ def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def _script(job: Job, variables: Mapping[str, str], machine: Machine) -> Iterator[subprocess.Popen[bytes]]:
+def _script(
+    job: Job, variables: Mapping[str, str], machine: Machine, voice: Voice
+) -> Iterator[subprocess.Popen[bytes]]:
     """The running script; on leaving, nothing of its process group is alive."""
-    environment = {**os.environ, **variables}
-    if job.prefix:
+    chosen = {one.variable for one in PROGRAMS["worker"]}  # the invitation among them, which is secret
+    inherited = {name: value for name, value in os.environ.items() if name not in chosen}
+    environment = {**inherited, **variables}
+    piped = job.prefix or isinstance(voice, Terminal)  # whose live line has to make room
+    if piped:
         environment.setdefault("PYTHONUNBUFFERED", "1")  # a pipe would hold lines back
-    output = subprocess.PIPE if job.prefix else None
+    output = subprocess.PIPE if piped else None
     try:
         script = subprocess.Popen(
             job.command,
             env=environment,
+            cwd=job.folder or None,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -286,7 +445,9 @@ def _script(job: Job, variables: Mapping[str, str], machine: Machine) -> Iterato
             remedy="check the command after the two dashes, for instance: -- python train.py",
         ) from None
     copiers = [
-        threading.Thread(target=_copy, args=(pipe, stream, machine.name), daemon=True)
+        threading.Thread(
+            target=_copy, args=(pipe, stream, machine.name if job.prefix else "", voice), daemon=True
+        )
         for pipe, stream in ((script.stdout, sys.stdout), (script.stderr, sys.stderr))
         if pipe is not None
     ]
@@ -321,12 +482,16 @@ def _signal_group(group: int, number: int) -> bool:
     return True
 
 
-def _copy(pipe: IO[bytes], stream: IO[str], name: str) -> None:
-    """Line by line, each with the worker's name."""
+def _copy(pipe: IO[bytes], stream: TextIO, name: str, voice: Voice) -> None:
+    """Line by line, each with the worker's name; without a name as it comes."""
     with pipe:
-        for line in pipe:
-            stream.write(f"[{name}] {line.decode(errors='replace')}")
-            stream.flush()
+        if name:
+            for line in pipe:
+                voice.pass_on(f"[{name}] {line.decode(errors='replace')}", stream)
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        while piece := os.read(pipe.fileno(), 1 << 16):
+            voice.pass_on(decoder.decode(piece), stream)
 
 
 def _failure(job: Job, code: int, ran_s: float) -> str:
@@ -341,7 +506,7 @@ def _failure(job: Job, code: int, ran_s: float) -> str:
         return f"the script was killed by {name} after {ran_s:.1f} s ({command}) -> {hint}"
     return (
         f"the script ended with exit code {code} after {ran_s:.1f} s ({command}) -> "
-        "its own message is above; with --restarts N it is started again"
+        "its own message is above" + ("" if job.restarts else "; with --restarts N it is started again")
     )
 
 

@@ -109,8 +109,10 @@ def _put_right(drawn: Any) -> Any:
             return replace(drawn, steps=7 if epochs is None else None)
         case m.Roster(page=page, pages=pages):
             return replace(drawn, page=page % pages)
-        case m.StateBlock(index=index, total=total):
+        case m.StateBlock(index=index, total=total) | m.Copy(index=index, total=total):
             return replace(drawn, index=index % total)
+        case m.BundleBlock(index=index, total=total):
+            return replace(drawn, index=index % min(total, 8), total=min(total, 8))
         case m.Burst(index=index):
             return replace(drawn, index=index % m.BURSTS)
     return drawn

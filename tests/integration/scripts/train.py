@@ -123,6 +123,7 @@ EXCHANGES = {
     "dense": gridtrain.Dense(),
     "topk": gridtrain.TopK(density=0.05, momentum=0.9),
     "gtopk": gridtrain.GTopK(density=0.05, momentum=0.9),
+    "auto": "auto",
 }
 
 
@@ -140,7 +141,7 @@ class Witness:
         if options.die == "restore":
             self._session._restore = lambda blobs: die()
         elif options.die == "capture":
-            self._session._capture = lambda whole: die()
+            self._session._capture = lambda picture, whole: die()
 
     def run(self, plan, workspaces, skip, salt):
         round_id = self._session._turn.open_round
@@ -232,6 +233,7 @@ def train(options: Options) -> None:
         of=grid.world_size,
         n=sum(p.numel() for p in model.parameters()),
         skipped_steps=optimizer.skipped_steps,
+        used=str(optimizer.exchange_now),
         sent_bytes={name: sent for name, (sent, _) in grid.traffic.items()},
     )
     grid.close()

@@ -84,8 +84,11 @@ class Office:
     # -- what honest workers do ----------------------------------------------------------------------
 
     def come(self, peer: m.PeerId) -> None:
+        """Once with a seat, it is the same process with it; before, each time another one."""
         self.event(io.Up(peer, "10.0.0.1"))
-        self.say(peer, m.Join("run", peer.decode()[:1], f"tcp://10.0.0.1:{peer[0]}"))
+        seat = self.views[peer].generation if peer in self.views else 0
+        address = f"tcp://10.0.0.1:{peer[0]}"
+        self.say(peer, m.Join("run", peer.decode()[:1], address, True, seat > 0, seat))
         if peer in self.calls:
             reached = self.calls.pop(peer)
             self.event(io.CalledBack(peer, "" if self.source.one_in(4) else reached[0] if reached else ""))

@@ -14,6 +14,7 @@ from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import gtopk, tree
 from gridtrain.protocol.allgather import AllGather
 from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, SendTo
+from gridtrain.protocol.direct import Direct
 from gridtrain.protocol.gtopk import Butterfly
 from gridtrain.protocol.messages import Phase, Place
 from gridtrain.protocol.ring import Ring
@@ -21,6 +22,7 @@ from gridtrain.protocol.star import DenseStar, SparseStar
 from gridtrain.protocol.tree import Tree
 
 Due = list[tuple[int, Place]]
+DENSE: dict[int, type[Ring] | type[DenseStar] | type[Direct]] = {0: Ring, 5: DenseStar, 6: Direct}
 SCHEDULES = {2: gtopk.schedule, 3: tree.schedule}
 
 
@@ -49,6 +51,10 @@ def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
         case 2 | 3:
             hops = SCHEDULES[kind](rank, world_size)
             return [(hop.partner, hop.place) for hop in hops if hop.receives]
+        case 6:
+            others = [(r, s) for r in ranks if r != rank for s in range(slices)]
+            parts = [(r, Place(Phase.REDUCE, 0, rank, s)) for r, s in others]
+            return parts + [(r, Place(Phase.GATHER, 0, r, s)) for r, s in others]
         case _:
             count = slices if kind == 5 else 1
             if rank == 0:
@@ -58,10 +64,10 @@ def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
 
 def run(data: bytes) -> bool:
     source = Source(data)
-    kind, world_size = source.below(6), 1 + source.below(9)
+    kind, world_size = source.below(7), 1 + source.below(9)
     rank, slices = source.below(world_size), 1 + source.below(3)
-    if kind in (0, 5):
-        core: Collective = (Ring if kind == 0 else DenseStar)(rank, world_size, slices, False)
+    if kind in DENSE:
+        core: Collective = DENSE[kind](rank, world_size, slices, False)
     else:
         core = (AllGather, Butterfly, Tree, SparseStar)[kind - 1](rank, world_size, False)
     due, sent = expected(kind, rank, world_size, slices), 0
@@ -119,7 +125,7 @@ def _check(effects: Sequence[CollectiveEffect], rank: int, world_size: int, comp
 
 
 def _to_send(kind: int, rank: int, world_size: int, slices: int) -> int:
-    if kind == 0:
+    if kind in (0, 6):
         return 2 * (world_size - 1) * slices
     if kind in SCHEDULES:
         return sum(hop.sends for hop in SCHEDULES[kind](rank, world_size))

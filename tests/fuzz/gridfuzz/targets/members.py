@@ -47,11 +47,12 @@ PAYLOADS = tuple(
 EDGES = (ring.neighbours, allgather.neighbours, gtopk.neighbours)
 OF_MEMBERS = (
     *(m.Data, m.Vote, m.Decision, m.Progress, m.MeanAsk, m.MeanTell, m.StateRequest, m.StateBlock),
-    *(m.HandOver, m.TakenOver),
+    m.StateDigest,
+    *(m.HandOver, m.TakenOver, m.Copy),
 )
 OF_COORDINATOR = (
     *(m.Welcome, m.Rejoin, m.Refused, m.Reach, m.Expect, m.Admitted, m.Freeze, m.Roster, m.View, m.Start),
-    *(m.RunState, m.BeatReply),
+    *(m.RunState, m.BeatReply, m.Spared),
 )
 ANY = tuple(drawing.TYPE_CODES)
 
@@ -291,14 +292,17 @@ class Rig:
         else:
             workspace = ButterflyWorkspace(self._payload(), n=N, k=K, kind=KIND)
         collective = workspace.collective(rank, self.world, self.source.one_in(16))
-        self.loop._open = loop._OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
+        self.loop._open = loop.OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
         self.loop._handle(io.Submit(round_id, {CHANNEL: collective}))
 
     def _restore(self) -> None:
         try:
-            term, generation, _ = self.loop.take_state()
+            taken = self.loop.take_state()
         except RemoteProtocolError:  # the trainer's affair: a donor that lies costs the joiner its start
             return
+        if taken is None:
+            return
+        term, generation, _ = taken
         self.loop._handle(io.Restored(term, generation))
 
     # -- what must hold ------------------------------------------------------------------------------
@@ -322,7 +326,7 @@ class Rig:
         core = self.core
         if isinstance(cause, io.Sealed) and self.open is not None:
             self.yes.setdefault(self.open, {})[self.me] = cause.digest
-        by_view = isinstance(cause, io.Heard) and isinstance(cause.message, m.View)
+        by_view = isinstance(cause, io.Heard) and isinstance(cause.message, m.View | m.Spared)
         allowed = before.members | self._members() | core.acquaintances | {COORDINATOR}
         if isinstance(cause, io.Heard):
             allowed |= {cause.peer}
@@ -332,7 +336,7 @@ class Rig:
                     must(peer in allowed and peer != self.me, f"posted to no acquaintance: {message}")
                     voted = isinstance(message, m.Vote)
                     must(not voted or before.running or core.stage is io.Stage.RUNNING, "a vote while frozen")
-                case io.Ship(peer) | io.GiveState(peer):
+                case io.Ship(peer) | io.GiveState(peer) | io.PassOn(peer):
                     must(peer in allowed and peer != self.me, "shipped to no member")
                 case io.Resolve(round_id, committed) if not by_view:
                     self._check_resolved(round_id, committed, cause, before)

@@ -1,0 +1,63 @@
+"""The real dashboard over a simulated run, for whoever looks at it: tests, pictures, measurements.
+
+Decides nothing.  `steps` of them are played at once, further ones when they are asked for.
+
+    with Stage(Run(40)) as stage:  browser.page().open(stage.url);  stage.play(5)
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from gridtrain.protocol.messages import Done, Expel, Pardon
+from gridtrain_coordinator.dashboard.places import bind, parsed, token_in, url
+from gridtrain_coordinator.dashboard.service import Service
+from gridtrain_coordinator.log import silent
+from showing.simulated import Run
+
+
+class Stage:
+    """A context manager.
+
+    Attributes:
+        url: with the token.
+        orders: what was ordered on the page, and answered with a plain yes.
+    """
+
+    def __init__(self, run: Run, *, past: int = 600, listen: str = "127.0.0.1:0", token: str = "") -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            token = token or token_in(Path(folder))
+        bound = bind(parsed(listen))
+        self.address = url(bound)
+        self.url = f"{self.address}#token={token}"
+        self.orders: list[Expel | Pardon] = []
+        self.service = Service(bound, token, silent)
+        run.started_s = time.time() - past
+        run.events = [(run.started_s, *event[1:]) for event in run.events]
+        self._pictures = run.pictures(10_000_000)
+        self._past = past
+
+    def __enter__(self) -> Stage:
+        self.service.start()
+        self.service.replay([next(self._pictures) for _ in range(self._past)])
+        self.play()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.service.close()
+
+    def play(self, pictures: int = 1) -> None:
+        """The next seconds of the run, now; and the daemon's part, which looks for orders."""
+        for _ in range(pictures):
+            _, picture, events = next(self._pictures)
+            for _, level, event, fields in events:
+                self.service.note(level, event, fields)
+            self.service.show(picture)
+            for order, answer in self.service.orders():
+                self.orders.append(order)
+                answer.set_result(Done("nobody is there who could go: this run is simulated"))

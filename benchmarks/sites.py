@@ -1,0 +1,226 @@
+"""What a planned order of ranks gains over the order of joining, on links that are not alike.
+
+Decides where everybody sits, and that they join one after the other, so that the order of joining is the
+worst one there is.  The product does the rest: members measure their links, the coordinator plans.
+
+    sites    two sites of P / 2 workers, 1 Gbit/s inside, a thin line between; they join in turns
+             worker-1 3 5 --lan A== router ==thin== internet ==thin== router ==lan B-- worker-2 4 6
+    home     one worker at home among workers of a LAN: who is at home joins first
+             worker-1 ==20 Mbit/s, 20 ms==+==1 Gbit/s== worker-2 3 4 5
+
+Each order has a group of its own, and the groups take turns.  The median of the exchanges after the last
+generation began counts; the coordinator's own words for its plan are printed.
+
+Run (root):  python benchmarks/sites.py [--cases sites home] [--repeats 5] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gridtrain.speed.group import CLI, Setting, environment, started
+from lab.net import Host, Net
+from lab.ns import LabError, command
+
+JOIN_S, PLANNED_S = 60.0, 70.0
+ASK_S = 0.5
+MEMBER = "gridtrain.speed.member"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An uneven network and what is exchanged on it."""
+
+    name: str
+    exchange: str
+    workers: int
+    n: int
+
+
+CASES = {
+    "sites": (
+        Case("sites", "dense", 6, 1_000_000),
+        Case("sites", "gtopk:density=0.01", 6, 10_000_000),
+        Case("sites", "topk:density=0.01", 6, 4_000_000),
+    ),
+    "home": (
+        Case("home", "gtopk:density=0.01", 5, 10_000_000),
+        Case("home", "gtopk:topology=star,density=0.01", 5, 10_000_000),
+    ),
+}
+THIN, FAST, WAY_S = "20Mbit", "1Gbit", 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one order: seconds of each exchange, and the plan in the coordinator's words."""
+
+    case: Case
+    order: str
+    seconds: tuple[float, ...]
+    plan: str
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+
+class Uneven:
+    """A `gridtrain.speed.group.Ground` whose workers join one after the other."""
+
+    interface = Host.interface
+    limit = ""
+
+    def __init__(self, net: Net, case: Case) -> None:
+        self._hub = net.host("hub")
+        self._workers = (_two_sites if case.name == "sites" else _one_at_home)(net, self._hub, case.workers)
+        self._ports = itertools.count(7700)
+        self.state = Path()
+
+    def listen(self) -> tuple[str, str]:
+        port = next(self._ports)
+        return f"tcp://0.0.0.0:{port}", f"tcp://{self._hub.address}:{port}"
+
+    def member_listen(self) -> str:
+        return ""
+
+    def run(
+        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        host = self._hub if who == "hub" else self._workers[who]
+        if MEMBER in argv and who != "worker-1":
+            self._until_joined(int(who.removeprefix("worker-")) - 1, env)
+        return host.run(argv, log.parent, env=env, log=log.name)
+
+    def picture(self, env: Mapping[str, str]) -> dict[str, object]:
+        """What the coordinator shows.  Raises `LabError`."""
+        argv = [*CLI, "status", "--state", str(self.state), "--json"]
+        host = ["ip", "netns", "exec", self._hub.namespace]
+        done = subprocess.run([*host, *argv], env=dict(env), capture_output=True, timeout=30, check=False)
+        if done.returncode:
+            raise LabError(f"no status: {done.stderr.decode(errors='replace')}")
+        picture: dict[str, object] = json.loads(done.stdout)
+        return picture
+
+    def _until_joined(self, count: int, env: Mapping[str, str]) -> None:
+        until_s = time.monotonic() + JOIN_S
+        while time.monotonic() < until_s:
+            workers = self.picture(env)["members"]
+            assert isinstance(workers, list)
+            if len(workers) >= count:
+                return
+            time.sleep(ASK_S)  # nothing tells when somebody joins
+        raise LabError(f"worker {count} has not joined within {JOIN_S:g} s")
+
+
+def _two_sites(net: Net, hub: Host, workers: int) -> dict[str, Host]:
+    sites = [net.router(f"site{number}", translate=False) for number in (1, 2)]
+    for here, there in itertools.permutations(sites):
+        command("ip", "-n", here.namespace, "route", "add", f"{there.subnet}.0/24", "via", there.address)
+    for site in sites:
+        command("ip", "-n", hub.namespace, "route", "add", f"{site.subnet}.0/24", "via", site.address)
+        site.shape(up=THIN, down=THIN, delay_s=WAY_S / 2)
+    found = {f"worker-{number}": sites[(number - 1) % 2].host(f"worker-{number}") for number in _to(workers)}
+    for host in found.values():
+        host.shape(up=FAST, down=FAST)
+    return found
+
+
+def _one_at_home(net: Net, hub: Host, workers: int) -> dict[str, Host]:
+    found = {f"worker-{number}": net.host(f"worker-{number}") for number in _to(workers)}
+    for name, host in found.items():
+        if name == "worker-1":
+            host.shape(up=THIN, down=THIN, delay_s=2 * WAY_S)
+        else:
+            host.shape(up=FAST, down=FAST)
+    return found
+
+
+def _to(workers: int) -> range:
+    return range(1, workers + 1)
+
+
+@contextlib.contextmanager
+def _group(case: Case, order: str, folder: Path) -> Iterator[tuple[Uneven, object, Mapping[str, str]]]:
+    with Net() as net:
+        ground = Uneven(net, case)
+        ground.state = folder / "g" / "hub"
+        setting = Setting(case.exchange, case.workers, case.n, order=order)
+        with started(setting, ground, folder / "g") as group:
+            yield ground, group, environment(folder / "g")
+
+
+def measure(case: Case, order: str, repeats: int) -> Outcome:
+    """One group: exchanges until the coordinator has planned with all measurements, then those that count.
+
+    Raises `LabError`, `GridtrainError`.
+    """
+    with tempfile.TemporaryDirectory(prefix="sites-") as folder, _group(case, order, Path(folder)) as made:
+        ground, group, env = made
+        until_s = time.monotonic() + PLANNED_S
+        for _ in range(2):
+            group.repeat()  # type: ignore[attr-defined]
+        while order == "planned" and time.monotonic() < until_s and ground.picture(env)["generation"] == 1:
+            group.repeat()  # type: ignore[attr-defined]
+        seconds = [group.repeat().seconds for _ in range(repeats)]  # type: ignore[attr-defined]
+        plan = str(ground.picture(env).get("plan_reason", ""))
+    return Outcome(case, order, tuple(seconds), plan)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    lines = [
+        "| network | exchange | P | n | by joining | planned | times as fast |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    by_case: dict[Case, dict[str, Outcome]] = {}
+    for outcome in outcomes:
+        by_case.setdefault(outcome.case, {})[outcome.order] = outcome
+    for case, found in by_case.items():
+        if set(found) == {"joined", "planned"}:
+            joined_s, planned_s = found["joined"].median_s, found["planned"].median_s
+            lines.append(
+                f"| {case.name} | {case.exchange} | {case.workers} | {case.n:,} | {joined_s:.3f} s | "
+                f"{planned_s:.3f} s | {joined_s / planned_s:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
+    parser.add_argument("--only", default="", metavar="TEXT", help="exchanges that begin with this text")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    outcomes: list[Outcome] = []
+    for case in (c for name in options.cases for c in CASES[name] if c.exchange.startswith(options.only)):
+        for order in ("joined", "planned"):
+            outcome = measure(case, order, options.repeats)
+            outcomes.append(outcome)
+            print(
+                f"{case.name}, {case.exchange}, {order}: {outcome.median_s:.3f} s; {outcome.plan}", flush=True
+            )
+            if options.out is not None:
+                date = datetime.date.today().isoformat()
+                result = {"date": date, "cores": os.cpu_count(), "outcomes": [asdict(o) for o in outcomes]}
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(outcomes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What benchmarks/pipeline.py measures, one file for each of its tables."""

@@ -1,0 +1,44 @@
+"""What comes from workers, made fit to be shown: no control characters, no turned-round text, bounded.
+
+Decides nothing else.  That nothing is read as markup is the page's part: it writes text nodes only.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+MOST_LETTERS = 400
+MOST_ITEMS = 64
+_INSTEAD = "\N{REPLACEMENT CHARACTER}"
+_HIDDEN = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}  # controls, bidirectional overrides, private use, surrogates
+
+
+def text(value: object, most: int = MOST_LETTERS) -> str:
+    """`value` in one line of at most `most` letters."""
+    raw = str(value)
+    cut = raw if len(raw) <= most else raw[: most - 1] + "…"
+    if cut.isascii() and cut.isprintable():
+        return cut  # nearly always
+    return "".join(_INSTEAD if unicodedata.category(letter) in _HIDDEN else letter for letter in cut)
+
+
+def number(value: object) -> float | None:
+    """A finite number; None: it is none."""
+    return value if type(value) in (int, float) and math.isfinite(value) else None  # type: ignore[arg-type,return-value]
+
+
+def tree(value: object, depth: int = 4) -> Any:
+    """Something JSON-able with every text cleaned; lists and mappings bounded."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return number(value)
+    if isinstance(value, Mapping) and depth:
+        some = list(value.items())[:MOST_ITEMS]
+        return {text(name, 64): tree(each, depth - 1) for name, each in some}
+    if isinstance(value, list | tuple) and depth:
+        return [tree(each, depth - 1) for each in value[:MOST_ITEMS]]
+    return text(value)

@@ -1,0 +1,109 @@
+"""What every request has to pass, and what every answer carries.
+
+Decides which hosts a request may name (a page elsewhere whose name is made to point here, "DNS rebinding",
+names its own), and who may change something.  Knows nothing of the run.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MOST_BODY_BYTES = 4096
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+    "cache-control": "no-store",
+}
+
+
+def problem(status: int, code: str, reason: str, remedy: str) -> JSONResponse:
+    """Every refusal looks like this."""
+    return JSONResponse({"code": code, "reason": reason, "remedy": remedy}, status)
+
+
+def host_allowed(host: str, named: Collection[str]) -> bool:
+    """Whether a request's Host may be ours: an address, localhost, or a name that the owner has given.
+
+    Only a name can be made to point here by somebody else, so an address needs no list.
+    """
+    name = _without_port(host.strip().lower()).rstrip(".")
+    if name in ("localhost", *named):
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[: host.find("]") + 1]
+    return host.rsplit(":", 1)[0] if host.count(":") == 1 else host
+
+
+def bearer(headers: Headers, token: str) -> bool:
+    """Whether the request carries the token; compared in constant time."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), token.encode())
+
+
+class Guard:
+    """The outermost layer: hosts, sizes, headers."""
+
+    def __init__(self, app: ASGIApp, named: Collection[str]) -> None:
+        self._app = app
+        self._named = frozenset(name.lower() for name in named)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+                return
+            await self._app(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        refusal = self._refusal(Headers(scope=scope))
+        await (refusal or self._app)(scope, receive, guarded)
+
+    def _refusal(self, headers: Headers) -> JSONResponse | None:
+        host = headers.get("host", "")
+        if not host_allowed(host, self._named):
+            return problem(
+                421,
+                "host",
+                f"this dashboard does not answer to the name {host[:80]!r}",
+                "open it by its address, or name the host with --dashboard-host",
+            )
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > MOST_BODY_BYTES or "transfer-encoding" in headers:
+            return problem(
+                413,
+                "size",
+                f"a body of {length[:20]} bytes is over the bound of {MOST_BODY_BYTES}",
+                "send less",
+            )
+        return None

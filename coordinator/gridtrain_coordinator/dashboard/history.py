@@ -1,0 +1,103 @@
+"""The curves of a run in bounded memory: the last minutes in full, the whole run thinned.
+
+Decides what is kept.  Knows no clock: a point brings its time.
+
+    recent   the last 600 points as they came
+    whole    at most 1,440 points, each the mean of `stride` that came; full: neighbours become one, and
+             the stride doubles, so a run of any length fits and keeps its shape
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+RECENT_POINTS = 600
+WHOLE_POINTS = 1440  # even: neighbours are put together in pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What was true at one time; None: not known.
+
+    Attributes:
+        at_s: seconds of the wall clock.
+        bytes: sent by all workers for exchanges since this coordinator started.
+        dense_bytes: what a dense ring of float32 would have sent for the same steps.
+    """
+
+    at_s: float
+    step: float | None
+    bytes: float | None
+    dense_bytes: float | None
+    loss: float | None
+    steps_per_s: float | None
+    samples_per_s: float | None
+    sent_Bps: float | None
+
+    def row(self) -> list[float | None]:
+        """In the order of `COLUMNS`, rounded to what a plot can show."""
+        return [shortened(getattr(self, name)) for name in COLUMNS]
+
+
+COLUMNS = tuple(field.name for field in fields(Point))
+
+
+class History:
+    """See the module's text."""
+
+    def __init__(self) -> None:
+        self.recent: deque[Point] = deque(maxlen=RECENT_POINTS)
+        self._whole: list[Point] = []
+        self._open: list[Point] = []  # fewer than `stride`
+        self._stride = 1
+
+    @property
+    def stride(self) -> int:
+        """So many points as they came make one of the whole."""
+        return self._stride
+
+    def add(self, point: Point) -> None:
+        self.recent.append(point)
+        self._open.append(point)
+        if len(self._open) < self._stride:
+            return
+        self._whole.append(mean(self._open))
+        self._open.clear()
+        if len(self._whole) >= WHOLE_POINTS:
+            self._whole = [mean(self._whole[i : i + 2]) for i in range(0, len(self._whole), 2)]
+            self._stride *= 2
+
+    def whole(self) -> list[Point]:
+        """From the first point to the latest."""
+        return [*self._whole, *([mean(self._open)] if self._open else [])]
+
+
+def mean(points: Sequence[Point]) -> Point:
+    """Where the last one is (time, step, totals), with the mean of what goes up and down."""
+    last = points[-1]
+
+    def of(name: str) -> float | None:
+        known = [value for point in points if (value := getattr(point, name)) is not None]
+        return sum(known) / len(known) if known else None
+
+    return Point(
+        last.at_s,
+        last.step,
+        last.bytes,
+        last.dense_bytes,
+        of("loss"),
+        of("steps_per_s"),
+        of("samples_per_s"),
+        of("sent_Bps"),
+    )
+
+
+def shortened(value: float | None) -> float | None:
+    """Six digits for small numbers, milliseconds and whole numbers for large ones: less to send."""
+    if value is None or isinstance(value, int):
+        return value
+    if value == int(value) and abs(value) < 2**53:
+        return int(value)
+    return round(value, 3) if abs(value) >= 1000 else float(f"{value:.6g}")

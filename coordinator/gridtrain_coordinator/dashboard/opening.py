@@ -1,0 +1,79 @@
+"""Whether there is a dashboard, and what the coordinator says about it.
+
+Decides that a missing package or a taken port stops only an owner who has asked for the dashboard by name.
+Imports the web server only if there is one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gridtrain.errors import ConfigError
+from gridtrain_coordinator.dashboard.places import INSTALL, Place, bind, is_loopback, missing, token_in, url
+from gridtrain_coordinator.log import Log
+
+if TYPE_CHECKING:
+    from gridtrain_coordinator.dashboard.service import Service
+
+
+class Opened:
+    """A dashboard that listens, or the reason why there is none."""
+
+    def __init__(self, service: Service | None, address: str, token: str, why_not: str, warning: str) -> None:
+        self.service = service
+        self.address = address
+        self._token = token
+        self._why_not = why_not
+        self._warning = warning
+
+    def start(self) -> None:
+        if self.service is not None:
+            self.service.start()
+
+    def close(self) -> None:
+        if self.service is not None:
+            self.service.close()
+
+    def greeting(self, *, is_terminal: bool) -> list[str]:
+        """Lines for the owner; the token only where nobody else reads along."""
+        if self.service is None:
+            return [f"  no dashboard:        {self._why_not}"] if self._why_not else []
+        key = f"#token={self._token}" if is_terminal else ""
+        return [
+            f"  in a browser:        {self.address}{key}",
+            *([f"  {self._warning}"] if self._warning else []),
+        ]
+
+
+def opened(place: Place | None, folder: Path, log: Log) -> Opened:
+    """Bind the port and read the token, or say why not.  The service is not started yet.
+
+    Raises `ConfigError` if `place` was asked for and cannot be had.
+    """
+    if place is None:
+        return Opened(None, "", "", "", "")
+    try:
+        return _opened(place, folder, log)
+    except ConfigError as error:
+        if place.asked:
+            raise
+        return Opened(None, "", "", f"{error.reason}; {error.remedy}", "")
+
+
+def _opened(place: Place, folder: Path, log: Log) -> Opened:
+    absent = missing()
+    if absent:
+        raise ConfigError(f"{', '.join(absent)} not installed", remedy=INSTALL)
+    from gridtrain_coordinator.dashboard.service import Service
+
+    token = token_in(folder)
+    bound = bind(place)
+    address = url(bound)
+    warning = ""
+    if not is_loopback(place.host):
+        warning = (
+            "OPEN TO THE NETWORK: whoever reaches this port sees the run, and the token travels in the clear"
+        )
+    service = Service(bound, token, log, named=place.named)
+    return Opened(service, address, token, "", warning)

@@ -1,0 +1,98 @@
+"""The board in Prometheus's words; `prometheus_client` writes and escapes them.
+
+Decides the names.  Counters begin anew with the coordinator, as everywhere in Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gridtrain_coordinator.dashboard.board import Board
+
+OF_RUN = {
+    "step": ("gridtrain_step", "Latest step of the run."),
+    "generation": ("gridtrain_generation", "Generation of the members."),
+    "term": ("gridtrain_term", "How often the coordinator has started."),
+    "world_size": ("gridtrain_world_size", "Members of the generation."),
+    "loss": ("gridtrain_loss", "Mean of what members report as loss, by their shares."),
+    "steps_per_s": ("gridtrain_steps_per_second", "Steps of the run per second."),
+    "samples_per_s": ("gridtrain_samples_per_second", "Samples that all members take per second."),
+    "sent_Bps": ("gridtrain_sent_bytes_per_second", "Bytes that all workers send per second."),
+    "uptime_s": ("gridtrain_uptime_seconds", "Seconds since the coordinator started."),
+}
+OF_WORKER = {
+    "step": ("gridtrain_worker_step", "Latest step of the worker."),
+    "rank": ("gridtrain_worker_rank", "Rank in the generation."),
+    "share": ("gridtrain_worker_share_samples", "Samples of a step."),
+    "strikes": ("gridtrain_worker_strikes", "Strikes that count against it."),
+    "heard_s": ("gridtrain_worker_heard_seconds", "Seconds since it was heard."),
+    "computing_s": ("gridtrain_worker_computing_seconds", "Computing, of the latest step."),
+    "selecting_s": ("gridtrain_worker_selecting_seconds", "Selecting, of the latest step."),
+    "communicating_s": ("gridtrain_worker_communicating_seconds", "Communicating, of the latest step."),
+    "waiting_s": ("gridtrain_worker_waiting_seconds", "Waiting for others, of the latest step."),
+    "loss": ("gridtrain_worker_loss", "What the worker reports as loss."),
+}
+COUNTED = {
+    "sent_bytes": ("gridtrain_worker_sent_bytes", "Bytes that the worker has sent since its start."),
+    "received_bytes": ("gridtrain_worker_received_bytes", "Bytes that it has received since its start."),
+}
+PHASES = ("waiting", "training", "paused", "finished")
+
+
+class _Run(Collector):
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def collect(self) -> Iterator[Metric]:
+        run = self._board.run
+        if not run:
+            return
+        for name, (metric, text) in OF_RUN.items():
+            if run[name] is not None:
+                yield GaugeMetricFamily(metric, text, value=run[name])
+        phase = GaugeMetricFamily(
+            "gridtrain_phase", "1 for the phase that the run is in.", labels=["run", "phase"]
+        )
+        for each in PHASES:
+            phase.add_metric([run["run"], each], float(run["phase"] == each))
+        yield phase
+        states = GaugeMetricFamily("gridtrain_workers", "Workers by state.", labels=["state"])
+        for state, count in run["workers"].items():
+            states.add_metric([state], count)
+        yield states
+        sent = "Bytes that workers have sent for exchanges."
+        dense = "Bytes that a dense ring of float32 would have sent for the same steps."
+        yield CounterMetricFamily("gridtrain_exchanged_bytes", sent, value=run["exchanged_bytes"])
+        yield CounterMetricFamily("gridtrain_dense_bytes", dense, value=run["dense_bytes"])
+        events = CounterMetricFamily("gridtrain_events", "Lines of the coordinator's log.", labels=["event"])
+        for event, count in sorted(self._board.counted.items()):
+            events.add_metric([event], count)
+        yield events
+        yield from self._workers()
+
+    def _workers(self) -> Iterator[Metric]:
+        here = [row for row in self._board.workers() if row["reach"] or row["rank"] is not None]
+        labels = [[row["name"], row["peer"][:12]] for row in here]
+        families: list[tuple[type[Any], dict[str, tuple[str, str]]]] = [
+            (GaugeMetricFamily, OF_WORKER),
+            (CounterMetricFamily, COUNTED),
+        ]
+        for family, names in families:
+            for name, (metric, text) in names.items():
+                told = family(metric, text, labels=["worker", "peer"])
+                for label, row in zip(labels, here, strict=True):
+                    if row[name] is not None:
+                        told.add_metric(label, row[name])
+                yield told
+
+
+def exposition(board: Board) -> bytes:
+    """In Prometheus's text format."""
+    registry = CollectorRegistry()
+    registry.register(_Run(board))
+    return generate_latest(registry)

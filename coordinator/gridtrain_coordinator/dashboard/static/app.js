@@ -1,0 +1,153 @@
+// The page: takes events from the coordinator, keeps what they say, draws once a frame at most.
+
+import { about, bytes, count, digits, el, put, rate } from "./format.js";
+import { Plots } from "./plots.js";
+import { Table } from "./table.js";
+import { Topology } from "./topology.js";
+import { Timeline } from "./timeline.js";
+import { Details } from "./details.js";
+
+const STALE_S = 5;
+const at = (id) => document.getElementById(id);
+const state = { run: {}, columns: [], workers: new Map(), shape: { kind: "", size: 0, stages: 1, edges: [], ids: [] }, stride: 1 };
+const details = new Details(token());
+const open = (id) => details.open(state.workers.get(id));
+const plots = new Plots(at("plots")), table = new Table(open), topology = new Topology(open), timeline = new Timeline();
+let planned = false, heard_ms = 0, drawn_s = 0;
+
+/** From the address, once: it must not stay where others read it over a shoulder or in the history. */
+function token() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (given) {
+    sessionStorage.setItem("token", given);
+    history.replaceState(null, "", location.pathname);
+  }
+  return sessionStorage.getItem("token");
+}
+
+// -- what comes in -----------------------------------------------------------------------------------
+
+function whole(told) {
+  Object.assign(state, { run: told.run, columns: told.columns, shape: { ...state.shape, ...told.shape }, stride: told.stride });
+  state.workers.clear();
+  merge(told);
+  plots.whole(told.point, { whole: told.whole, recent: told.recent });
+  timeline.whole(told.events);
+  drawn_s = 0;
+  plan();
+}
+
+function tick(told) {
+  Object.assign(state.run, told.run);
+  if (told.shape) state.shape = told.shape;
+  merge(told);
+  for (const id of told.gone ?? []) state.workers.delete(id);
+  if (told.points) plots.add(told.points, state.stride);
+  if (told.events) { timeline.add(told.events); drawn_s = 0; }
+  plan();
+}
+
+function merge({ who = [], rows = [] }) {
+  for (const one of who) state.workers.set(one.id, Object.assign(state.workers.get(one.id) ?? {}, one));
+  for (const [id, ...values] of rows) {
+    const worker = state.workers.get(id);
+    if (worker) state.columns.forEach((name, i) => { worker[name] = values[i]; });
+  }
+}
+
+function plan() {
+  if (planned) return;
+  planned = true;
+  requestAnimationFrame(() => { planned = false; render(); });
+}
+
+// -- what is drawn -----------------------------------------------------------------------------------
+
+function render() {
+  const { run } = state;
+  put(at("run"), run.run ?? "…");
+  put(at("phase"), run.phase ?? "starting");
+  at("phase").className = `badge ${["waiting", "training", "paused", "finished"].includes(run.phase) ? run.phase : ""}`;
+  put(at("reason"), run.reason ?? "");
+  put(at("plan"), run.plan_reason ?? "");
+  put(at("software"), run.software ?? "");
+  document.title = run.run ? `${run.phase} ${count(run.step)} · ${run.run} · gridtrain` : "gridtrain";
+  tiles(run);
+  const workers = [...state.workers.values()];
+  for (const worker of workers) worker.slowest = run.waited_for?.id === worker.id ? "the others wait for it" : undefined;
+  table.render(workers);
+  topology.render(state.shape, state.workers, run.waited_for, run.phase);
+  const now_s = run.now_s ?? 0;
+  if (now_s - drawn_s >= 5 || now_s < drawn_s) { timeline.draw(now_s); drawn_s = now_s; }
+  facts(run.facts ?? {});
+}
+
+function tiles(run) {
+  const active = run.workers?.active ?? 0, all = Object.values(run.workers ?? {}).reduce((sum, n) => sum + n, 0);
+  const saved = run.exchanged_bytes > 0 && run.dense_bytes > 0 ? run.dense_bytes / run.exchanged_bytes : null;
+  const dense = /^Dense/.test(run.facts?.exchange ?? "");
+  const lines = [
+    ["Step", count(run.step), run.steps_per_s === null || run.steps_per_s === undefined ? "no rate yet" : `${digits(run.steps_per_s)} a second`],
+    ["Loss", digits(run.loss, 4), run.loss === null ? "no worker reports one" : "mean of all workers"],
+    ["Samples/s", digits(run.samples_per_s), "of all workers"],
+    ["Workers", count(active), !all ? "nobody is here" : all === active ? "all active" : `of ${all}: ${others(run.workers)}`],
+    ["Sent", rate(run.sent_Bps), `${bytes(run.exchanged_bytes)} for exchanges`],
+    ["Saved", saved === null ? "–" : dense ? "none" : `${digits(saved, 3)} ×`, dense ? "a dense exchange leaves nothing out" : saved === null ? "against a dense ring" : `a dense ring: ${bytes(run.dense_bytes)}`],
+    ["Generation", count(run.generation), `term ${count(run.term)}, drifts ${count(run.drifts)}`],
+    ["Up", run.uptime_s === undefined ? "–" : about(run.uptime_s), "since the coordinator started"],
+  ];
+  const place = at("tiles");
+  if (place.children.length !== lines.length) place.replaceChildren(...lines.map(() => el("div", {}, el("dt"), el("dd"), el("dd"))));
+  lines.forEach((words, i) => words.forEach((text, j) => put(place.children[i].children[j], text)));
+}
+
+function others(workers) {
+  return Object.entries(workers).filter(([name]) => name !== "active").map(([name, n]) => `${n} ${name}`).join(", ");
+}
+
+function facts(told) {
+  const key = JSON.stringify(told);
+  if (at("facts").dataset.key === key) return;
+  at("facts").dataset.key = key;
+  at("facts").replaceChildren(...Object.entries(told).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+}
+
+// -- choices -----------------------------------------------------------------------------------------
+
+const THEMES = ["system", "light", "dark"];
+
+function theme(name) {
+  if (name === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  put(at("theme"), `Theme: ${name}`);
+  plots.redraw();
+}
+
+at("theme").addEventListener("click", () => {
+  const next = THEMES[(THEMES.indexOf(chosen()) + 1) % THEMES.length];
+  localStorage.setItem("theme", next);
+  theme(next);
+});
+const chosen = () => { const name = localStorage.getItem("theme"); return THEMES.includes(name) ? name : "system"; };
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.redraw());
+for (const radio of document.querySelectorAll("input[type=radio]")) {
+  radio.addEventListener("change", () => plots.choose(
+    document.querySelector("input[name=x]:checked").value, document.querySelector("input[name=window]:checked").value));
+}
+theme(chosen());
+
+// -- the line to the coordinator ---------------------------------------------------------------------
+
+function alive(words, kind) {
+  put(at("live"), words);
+  at("live").className = `live ${kind}`;
+}
+
+const stream = new EventSource("api/v1/stream");
+const heard = (use) => (event) => { heard_ms = performance.now(); alive("live", "on"); use(JSON.parse(event.data)); };
+stream.addEventListener("whole", heard(whole));
+stream.addEventListener("tick", heard(tick));
+stream.addEventListener("error", () => alive("no connection, trying again", "off"));
+setInterval(() => {
+  if (heard_ms && performance.now() - heard_ms > STALE_S * 1000 && stream.readyState === EventSource.OPEN) alive("nothing new for a while", "");
+}, 1000);

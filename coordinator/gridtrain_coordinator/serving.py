@@ -1,0 +1,249 @@
+"""The coordinator as a process: its folder, keys, port and dashboard, until a signal or the end of the run.
+
+Decides what the person who starts it may choose, where state lies by default, in which order things are
+opened, and what is greeted with.  The loop itself is `daemon.Coordinator`, in this process's main thread.
+
+    Settings --> folder, backup --> Store, keys, Door --> port --> next term --> contact file --> loop
+                                                 a start that fails up to here leaves no trace
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from gridtrain.bundle import Bundle
+from gridtrain.config import DEFAULT_PORT, Deadlines
+from gridtrain.errors import ConfigError, JournalError
+from gridtrain.protocol.door import Door, Standing
+from gridtrain.protocol.door import recover as recover_the_door
+from gridtrain.protocol.invitation import RUN_NAME
+from gridtrain.protocol.messages import PeerId
+from gridtrain.transport.base import Transport
+from gridtrain.transport.contact import ContactFile
+from gridtrain.transport.curve import private_folder
+from gridtrain.transport.stack import over
+from gridtrain_coordinator.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
+from gridtrain_coordinator.daemon import SOFTWARE, Coordinator
+from gridtrain_coordinator.dashboard.opening import Opened, opened
+from gridtrain_coordinator.dashboard.places import Place
+from gridtrain_coordinator.keys import operator_identity
+from gridtrain_coordinator.log import log_to, to_both
+from gridtrain_coordinator.reception import gate_of
+from gridtrain_coordinator.shelf import Shelf
+from gridtrain_coordinator.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the person who starts a coordinator chooses.
+
+    Attributes:
+        listen: "tcp://host:port"; port 0: any free one.
+        advertise: the address that workers are told to use; empty: the one listened at.
+        state: the folder of the journal and the keys; None: `default_state(run)`.
+        unencrypted: talk in the clear: on this machine only, or anywhere if `benchmark` says so.
+        backup_to: a folder for backups of the state; None: none are made.
+        from_backup: begin from this backup, in a state folder without a journal.
+        dashboard: where people watch the run in a browser; None: nowhere.
+        bundle: the script and what belongs to it, for volunteers; None: they bring their own.
+    """
+
+    run: str = "default"
+    listen: str = f"tcp://127.0.0.1:{DEFAULT_PORT}"
+    advertise: str = ""
+    state: Path | None = None
+    unencrypted: bool = False
+    benchmark: bool = False
+    min_workers: int = 1
+    plans: bool = True
+    recut_s: float = Deadlines().recut_s
+    exit_when_finished: bool = False
+    backup_to: Path | None = None
+    backup_every_s: float = EVERY_S
+    backup_keep: int = KEEP
+    from_backup: Path | None = None
+    dashboard: Place | None = None
+    bundle: Bundle | None = None
+
+    def __post_init__(self) -> None:
+        if not RUN_NAME.fullmatch(self.run):
+            raise ConfigError(
+                f"{self.run!r} cannot be a run's name",
+                remedy="use 1 to 64 letters, digits, '.', '_' or '-', the first a letter or a digit",
+            )
+        if self.min_workers < 1:
+            raise ConfigError(
+                f"min_workers is {self.min_workers}; it must be >= 1", remedy="leave it out for 1"
+            )
+
+
+def default_state(run: str) -> Path:
+    """Where the journal and the keys of `run` lie if nobody says."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "gridtrain" / run
+
+
+class StopOnSignal:
+    """Set by SIGINT or SIGTERM; a plain attribute, because a handler must not wait for a lock."""
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal_number = number
+
+    def is_set(self) -> bool:
+        return self.signal_number != 0
+
+
+def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
+    """A coordinator over TCP in this process's main thread; returns the exit code.
+
+    `out` gets the address for the workers, `err` the log.  0: the run is finished;
+    128 + signal: stopped by it.  Raises `JournalError`, `TransportError`, `ConfigError`.
+    """
+    from gridtrain.transport.zeromq import ZeroMQTransport  # a group in one process needs no ZeroMQ
+
+    stop = StopOnSignal()
+    folder = settings.state or default_state(settings.run)
+    _make(folder)
+    backups = _backups(settings, folder)
+    board = opened(settings.dashboard, folder, log_to(err))
+    log = log_to(err) if board.service is None else to_both(log_to(err), board.service.note)
+    if settings.from_backup is not None:
+        source = restore(settings.from_backup, folder)
+        log_to(err)("info", "restored", {"from": str(source), "to": str(folder)})
+    store = Store.open(folder / JOURNAL)
+    transport: Transport | None = None
+    try:
+        identity, operator = store.identity(), operator_identity(folder / JOURNAL)
+        door = recover_door(store, settings.run, operator.public, identity.public)
+        sockets = ZeroMQTransport(
+            identity,
+            SOFTWARE,
+            gate=gate_of(door, time.time),
+            encrypted=not settings.unencrypted,
+            plain_anywhere=settings.benchmark,
+            advertise_host=_outward_host(),
+        )
+        transport = over(
+            sockets, identity, may_relay=door_lets_relay(door, operator.public), software=SOFTWARE
+        )
+        # First the port, then the term: a start that fails leaves no trace.
+        bound = transport.listen(settings.listen)
+        contact = ContactFile(
+            settings.advertise or bound, bound, identity.public, settings.run, not settings.unencrypted
+        )
+        coordinator = Coordinator.of_run(
+            transport,
+            store,
+            door,
+            run=settings.run,
+            operator=operator.public,
+            min_workers=settings.min_workers,
+            plans=settings.plans,
+            deadlines=Deadlines(recut_s=settings.recut_s),
+            log=log,
+            exit_when_finished=settings.exit_when_finished,
+            address=contact.address,
+            backups=backups,
+            window=board.service,
+            shelf=Shelf(settings.bundle),
+        )
+    except BaseException:
+        if transport is not None:
+            transport.close()
+        store.close()
+        board.close()
+        raise
+    contact.write(folder)
+    try:
+        board.start()
+        out.write(_greeting(settings, contact, folder, board, is_terminal=out.isatty()))
+        out.flush()
+        coordinator.run(stop)
+    finally:
+        contact.remove(folder)
+        board.close()
+    return 128 + stop.signal_number if stop.signal_number else 0
+
+
+def recover_door(store: Store, run: str, operator: PeerId, coordinator: PeerId) -> Door:
+    """Who may come in, as the journal left it.  Raises `JournalError`."""
+    try:
+        entries = [(entry.kind, entry.body) for entry in store.entries()]
+        return recover_the_door(entries, run=run, operator=operator, coordinator=coordinator)
+    except (KeyError, TypeError, ValueError) as error:
+        raise JournalError(
+            f"the journal holds an entry that no coordinator wrote: {error!r}",
+            remedy="restore it from a backup, or begin a new run with another --state",
+        ) from None
+
+
+def door_lets_relay(door: Door, operator: PeerId) -> Callable[[PeerId, PeerId], bool]:
+    """The relay of last resort serves members of the run, and nobody else."""
+
+    def may_relay(origin: PeerId, to: PeerId) -> bool:
+        members = (door.standing(key, time.time()) is Standing.PEER for key in (origin, to))
+        return operator not in (origin, to) and all(members)
+
+    return may_relay
+
+
+def _backups(settings: Settings, state: Path) -> Backups | None:
+    if settings.backup_to is None:
+        return None
+    backups = Backups(settings.backup_to, state, every_s=settings.backup_every_s, keep=settings.backup_keep)
+    backups.try_folder()
+    return backups
+
+
+def _make(folder: Path) -> None:
+    try:
+        private_folder(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} cannot be made: {error.strerror}", remedy="name another one with --state"
+        ) from None
+
+
+def _outward_host() -> str:
+    """The address of the interface that leads outwards (nothing is sent); without one, loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _greeting(
+    settings: Settings, contact: ContactFile, folder: Path, board: Opened, *, is_terminal: bool
+) -> str:
+    where = f" --state {shlex.quote(str(settings.state))}" if settings.state is not None else ""
+    where += "" if settings.run == "default" or where else f" --run {settings.run}"
+    clear = "" if contact.encrypted else " --unencrypted"
+    command = " -- python train.py" if settings.bundle is None else ""
+    lines = [
+        f'run "{settings.run}" is coordinated at {contact.address}, state in {folder}',
+        f"  to invite a worker:  gridtrain invite{where}",
+        f"  on the worker:       gridtrain worker INVITATION{clear}{command}",
+        f"  to watch it:         gridtrain status{where} --watch",
+    ]
+    if settings.bundle is not None:
+        lines.append(f"  volunteers run:      {settings.bundle.run.script}, {settings.bundle.digest}")
+    lines += board.greeting(is_terminal=is_terminal)
+    if not contact.encrypted:
+        lines.insert(1, "  NOT ENCRYPTED: everybody on the way can read and alter what is sent")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,41 @@
+#!/bin/sh
+# The worker image's entrypoint: where the invitation comes from, and what is run.
+#
+#   GRIDTRAIN_INVITATION_FILE=/invitations/local   a file: docker/compose.yaml
+#   GRIDTRAIN_INVITATION=gridtrain1:...            the text itself: docker/compose.volunteer.yaml
+#   neither                                        the arguments are those of gridtrain, for instance: --help
+#
+# It never gets onto a command line, which every user of the machine can read.
+#
+#   GRIDTRAIN_ACCEPT=sha256:...                    run the bundle that the coordinator serves, if it is that one
+#   GRIDTRAIN_ACCEPT_FILE=/invitations/digest      the same, the digest in a file
+#   the one argument `look`                        show that bundle, and its digest; nothing is run
+#   none of them                                   the arguments are the training command
+set -eu
+
+if [ -z "${GRIDTRAIN_ACCEPT:-}" ] && [ -n "${GRIDTRAIN_ACCEPT_FILE:-}" ]; then
+    GRIDTRAIN_ACCEPT=$(cat "$GRIDTRAIN_ACCEPT_FILE")
+    export GRIDTRAIN_ACCEPT
+fi
+unset GRIDTRAIN_ACCEPT_FILE
+if [ -n "${GRIDTRAIN_INVITATION_FILE:-}" ]; then
+    from=@$GRIDTRAIN_INVITATION_FILE
+elif [ -n "${GRIDTRAIN_INVITATION:-}" ]; then
+    from=-
+else
+    exec gridtrain "$@"
+fi
+invitation=${GRIDTRAIN_INVITATION:-}
+unset GRIDTRAIN_INVITATION_FILE GRIDTRAIN_INVITATION
+
+if [ "$*" = look ]; then
+    set -- worker "$from" --dry-run
+elif [ -n "${GRIDTRAIN_ACCEPT:-}" ]; then
+    set -- worker "$from"
+else
+    set -- worker "$from" -- "$@"
+fi
+[ "$from" = - ] || exec gridtrain "$@"
+exec gridtrain "$@" <<END
+$invitation
+END

@@ -1,0 +1,45 @@
+"""A loop with Hugging Face Accelerate on several workers.  Lines marked `# grid` are what gridtrain changes.
+
+    pip install 'gridtrain[adapters]'
+    gridtrain coordinator                                                           # one terminal
+    gridtrain worker "$(gridtrain invite)" -- python examples/accelerate_loop.py    # one per worker
+
+Accelerate prepares the model and the optimizer, but not the loader: it would fetch a batch ahead, and shares
+samples out among processes of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+import gridtrain  # grid
+from gridtrain.demo.model import ByteGPT, Windows
+from gridtrain.demo.text import load_corpus
+
+
+def main(steps: int = 300) -> tuple[torch.nn.Module, list[float]]:
+    """The model at the end, and the loss of each of this worker's batches."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    model = ByteGPT()
+    dataset = Windows(load_corpus().train, model.size.context)
+    grid = gridtrain.join()  # grid
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+    exchange = gridtrain.GTopK(density=0.05, momentum=0.9)  # grid
+    optimizer = grid.optimizer(optimizer, model, exchange=exchange, clip_norm=1.0)  # grid
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loader = DataLoader(dataset, batch_sampler=grid.sampler(dataset, batch_size=4, steps=steps))  # grid
+
+    losses = []
+    for x_BT, y_BT in loader:
+        loss = model.loss(x_BT.to(accelerator.device), y_BT.to(accelerator.device))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return accelerator.unwrap_model(model), losses
+
+
+if __name__ == "__main__":
+    print("losses:", main()[1][::10])

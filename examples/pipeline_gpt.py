@@ -1,0 +1,67 @@
+"""A GPT that no worker can hold: four workers train it, each a quarter, below a declared memory limit.
+
+    gridtrain coordinator --min-workers 4                                       # one terminal
+    gridtrain worker "$(gridtrain invite)" -- python examples/pipeline_gpt.py   # four times
+
+The model is made on torch's meta device, where it has shapes and no memory; each worker then builds its stage
+alone.  The limit is checked twice: before the training against what `partition` foresees, and in the second
+step against the bytes that are there, counted.  Eight workers make two replicas of each stage, which
+exchange gradients with gTop-k.  Nothing is downloaded: the text is the source of Python's standard library.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import gridtrain
+from gridtrain.demo import stages_model
+from gridtrain.demo.model import Windows
+from gridtrain.demo.text import load_corpus
+from gridtrain.errors import ConfigError
+from gridtrain.pipeline import Blueprint, partition
+
+STAGES, BATCH, MICRO_BATCHES = 4, 16, 8
+LIMIT_BYTES = stages_model.MEMORY_LIMIT_BYTES
+
+
+def main() -> None:
+    dataset = Windows(load_corpus().train, stages_model.SIZE.context)
+    x, _ = dataset.spread(BATCH // MICRO_BATCHES)
+    model = Blueprint(stages_model.make_model, seed=0, init=stages_model.init)
+    limits = {
+        "example": x,
+        "optimizer": "adamw",
+        "extra_copies": 1.0,  # the flat gradient
+        "micro_batches": MICRO_BATCHES,
+        "memory_bytes": LIMIT_BYTES,
+    }
+    try:
+        partition(model, 1, **limits)
+        raise SystemExit("the whole model fits into one worker's limit: there is no need to cut it")
+    except ConfigError as error:
+        print(f"in one piece: {error}", flush=True)
+    print(partition(model, STAGES, **limits), flush=True)
+
+    grid = gridtrain.join()
+    pipe = grid.pipeline(
+        model,
+        stages_model.adam,
+        stages=STAGES,
+        loss_fn=stages_model.loss_of,
+        micro_batches=MICRO_BATCHES,
+        exchange=gridtrain.Dense(),
+    )
+    for inputs, targets in grid.batches(dataset, batch_size=BATCH, steps=60):
+        pipe.metered = grid.step == 1
+        loss = pipe.step(inputs, targets)
+        if pipe.metered:
+            print(f"stage {pipe.stage} holds {pipe.holding}", flush=True)
+            if pipe.holding.total > LIMIT_BYTES:
+                raise SystemExit(f"that is more than the limit of {LIMIT_BYTES / 2**20:.1f} MiB")
+        if loss is not None and grid.is_first and grid.step % 10 == 0:
+            print(f"step {grid.step}: loss {loss:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,279 @@
+"""A gTop-k communication hook for torch's DistributedDataParallel.
+
+    state = GTopKState(gridtrain.GTopK(density=0.01, momentum=0.9))
+    ddp.register_comm_hook(state, gtopk_hook)
+
+Decides what of each of DDP's buckets travels, and puts the sum of it in the place of the mean gradient.
+Selection, payloads, merges and error feedback are gridtrain's own; only the transport is torch.distributed's.
+There is no coordinator here, nobody joins, and a process that dies ends the job, as always with DDP.
+
+    autograd's thread    bucket 0 --select--> payload    bucket 1 --select--> payload ...
+    one more thread                              [ butterfly over gloo ]         [ butterfly over gloo ]
+                                                  --> update of bucket 0           --> bucket 1, the last:
+                                                                                       all residuals commit
+
+DDP fills its buckets anew after the first step, in the order in which gradients became ready.  So what has
+not been sent belongs to parameters: where a bucket's parameters change, their residuals move with them.
+
+A gradient that is not finite on one process makes the whole bucket NaN on all of them, so that GradScaler
+skips the step everywhere; no residual changes in that step.
+"""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
+
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+
+from gridtrain.adapters.mail import Mail
+from gridtrain.config import GTopK
+from gridtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from gridtrain.optim.flat import canonical_parameters
+from gridtrain.protocol.collective import Arrived, Complete, SendTo
+from gridtrain.protocol.messages import Phase, Place
+from gridtrain.runtime.buffers import ButterflyWorkspace
+from gridtrain.runtime.stars import SPARSE_WORKSPACES
+from gridtrain.sparsify.feedback import ErrorFeedback, Prepared
+from gridtrain.sparsify.merge import largest_summable
+from gridtrain.wire.sparse import ValueKind, encoded_bytes
+from gridtrain.wire.values import BY_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Parameters that DDP sends together, and what of them was not sent: `feedback`, in their order."""
+
+    parameters: tuple[Tensor, ...]
+    feedback: ErrorFeedback
+
+    @property
+    def sizes(self) -> list[int]:
+        return [parameter.numel() for parameter in self.parameters]
+
+
+class GTopKState:
+    """What the hook keeps from step to step.  Make one on every process, before the first backward.
+
+    Args:
+        exchange: the same on all processes; `topology` as in a run.
+        process_group: the one that DDP was given; None: all processes.
+
+    Attributes:
+        step: backward passes whose gradients were exchanged: what a density warm-up goes by.
+
+    Raises:
+        ConfigError: the processes were given different exchanges.
+    """
+
+    def __init__(self, exchange: GTopK | None = None, process_group: dist.ProcessGroup | None = None) -> None:
+        self.exchange = GTopK() if exchange is None else exchange
+        if not isinstance(self.exchange, GTopK):
+            raise ConfigError(
+                f"{self.exchange!r} cannot go into DDP", remedy="use gridtrain.GTopK(...) for the hook"
+            )
+        self.kind: ValueKind = BY_NAME[self.exchange.values]
+        self.step = 0
+        # Of its own: payloads are on the host, and DDP itself goes on using its group meanwhile.
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._mail = Mail(group)
+        self._buckets: dict[tuple[int, ...], _Bucket] = {}
+        self._loaded: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, until its bucket comes
+        self._exchanged: list[tuple[ErrorFeedback, Prepared, ButterflyWorkspace]] = []
+        self._skipped = False
+        self._thread = ThreadPoolExecutor(1, "gridtrain-ddp")
+        weakref.finalize(self, self._thread.shutdown, wait=False)
+        self._check_alike()
+
+    @property
+    def world_size(self) -> int:
+        return self._mail.world_size
+
+    # -- one bucket ------------------------------------------------------------------------------
+
+    def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Select here, on the thread and stream that computed the bucket; exchange on the other thread."""
+        mean_B = bucket.buffer()
+        held = self._held(tuple(bucket.parameters()), mean_B)
+        k = self.exchange.k_at(self.step, mean_B.numel())
+        limit, weight = largest_summable(self.world_size), 1.0 / self.world_size
+        gradient_B = mean_B.detach().to(torch.float32).contiguous()
+        prepared = held.feedback.prepare(gradient_B, k, self.kind, limit, weight=weight)
+        on_cuda: list[int | str | torch.device] | None = (
+            [mean_B.device] if mean_B.device.type == "cuda" else None
+        )
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=on_cuda)
+        self._thread.submit(self._finish, future, held, prepared, k, mean_B, bucket.index(), bucket.is_last())
+        return future
+
+    def _finish(
+        self,
+        future: torch.futures.Future[Tensor],
+        held: _Bucket,
+        prepared: Prepared,
+        k: int,
+        mean_B: Tensor,
+        index: int,
+        is_last: bool,
+    ) -> None:
+        try:
+            if index == 0:  # also after a step that an error has ended
+                self._exchanged, self._skipped = [], False
+            n = mean_B.numel()
+            made = SPARSE_WORKSPACES[self.exchange.topology]
+            workspace = made(prepared.payload, n=n, k=k, kind=self.kind, decoded=prepared.decoded)
+            skip = self._run(workspace, prepared.skip, encoded_bytes(k, n, self.kind))
+            self._skipped |= skip
+            self._exchanged.append((held.feedback, prepared, workspace))
+            if is_last:
+                self._commit()
+            future.set_result(_dense(workspace, mean_B, skip))
+        except BaseException as error:  # DDP waits for the future, and raises what is in it
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    def _run(self, workspace: ButterflyWorkspace, skip: bool, most_bytes: int) -> bool:
+        """The collective, to its end.  Returns whether anybody skips."""
+        mail = self._mail
+        core = workspace.collective(mail.rank, mail.world_size, skip)
+        effects = core.start(0.0)
+        while True:
+            for effect in effects:
+                match effect:
+                    case SendTo(to_rank, place, flag):
+                        head = (place.phase, place.hop, place.segment, place.slice, flag)
+                        mail.post(to_rank, head, workspace.payload(place))
+                    case Complete(skipped):
+                        mail.settle()
+                        return skipped
+                    case _:
+                        workspace.apply(effect)
+            from_rank = min(core.waiting_for())
+            head_H, payload = mail.take(from_rank, most_bytes)
+            effects = core.handle(Arrived(from_rank, _place(head_H), bool(head_H[4]), payload), 0.0)
+
+    def _commit(self) -> None:
+        """All buckets of a step or none: GradScaler drops a step in which one of them is NaN."""
+        exchanged, self._exchanged = self._exchanged, []
+        if not self._skipped:
+            for feedback, prepared, workspace in exchanged:
+                feedback.commit(prepared, workspace.kept)
+        self.step += 1
+
+    # -- what was not sent -------------------------------------------------------------------------
+
+    def _held(self, parameters: tuple[Tensor, ...], mean_B: Tensor) -> _Bucket:
+        key = tuple(id(parameter) for parameter in parameters)
+        if key in self._buckets:
+            return self._buckets[key]
+        if sum(parameter.numel() for parameter in parameters) != mean_B.numel():
+            raise LocalProtocolError(
+                f"a bucket of {mean_B.numel()} elements for parameters of "
+                f"{sum(parameter.numel() for parameter in parameters)}"
+            )
+        moved = [self._take_out(parameter) for parameter in parameters]
+        fresh = _Bucket(
+            parameters, ErrorFeedback(mean_B.numel(), mean_B.device, momentum=self.exchange.momentum)
+        )
+        fresh.feedback.load({name: torch.cat([each[name] for each in moved]) for name in moved[0]})
+        self._buckets[key] = fresh
+        return fresh
+
+    def _take_out(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What belongs to a parameter, flat; the rest of its old bucket stays to be taken out, too."""
+        self._dissolve(parameter)
+        names = ("residual", "u") if self.exchange.momentum else ("residual",)
+        nothing = {name: torch.zeros(parameter.numel()) for name in names}
+        return self._loaded.pop(id(parameter), nothing)
+
+    def _dissolve(self, parameter: Tensor) -> None:
+        for key, held in list(self._buckets.items()):
+            if id(parameter) in key:
+                self._loaded |= _by_parameter(held)
+                del self._buckets[key]
+
+    def _by_id(self) -> dict[int, dict[str, Tensor]]:
+        found = dict(self._loaded)
+        for held in self._buckets.values():
+            found |= _by_parameter(held)
+        return found
+
+    def residual_of(self, parameter: Tensor) -> Tensor:
+        """A copy on the host, flat float32: what this process has accumulated of it and not sent."""
+        found = self._by_id().get(id(parameter))
+        return torch.zeros(parameter.numel()) if found is None else found["residual"].clone()
+
+    def state_dict(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+        """By the parameters' names; each process has its own, to be saved and loaded there."""
+        found = self._by_id()
+        return {name: found[id(p)] for name, p in canonical_parameters(model) if id(p) in found}
+
+    def load_state_dict(self, model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over `state_dict`, between two steps.  Raises `ConfigError` if it is of another model."""
+        parameters = dict(canonical_parameters(model))
+        names = {"residual", "u"} if self.exchange.momentum else {"residual"}
+        for name, kept in state.items():
+            sizes = {part.numel() for part in kept.values()}
+            if name not in parameters or set(kept) != names or sizes != {parameters[name].numel()}:
+                raise ConfigError(
+                    f"the residual of {name!r} ({', '.join(kept)}) fits no parameter of the model",
+                    remedy="load what was saved with this model and this exchange",
+                )
+        for parameter in parameters.values():
+            self._dissolve(parameter)
+        self._loaded = {
+            id(parameters[name]): {part: kept[part].cpu().clone() for part in kept}
+            for name, kept in state.items()
+        }
+
+    def _check_alike(self) -> None:
+        mine = blake2b(self.exchange.describe().encode(), digest_size=8).digest()
+        number = torch.frombuffer(bytearray(mine), dtype=torch.int64)
+        numbers = [torch.empty_like(number) for _ in range(self.world_size)]
+        dist.all_gather(numbers, number, group=self._mail.group)
+        unlike = [rank for rank, other in enumerate(numbers) if not torch.equal(other, number)]
+        if unlike:
+            raise ConfigError(
+                f"this process exchanges by {self.exchange.describe()}, ranks {unlike} otherwise",
+                remedy="give GTopKState the same exchange on all processes",
+            )
+
+
+def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """For `ddp.register_comm_hook(GTopKState(...), gtopk_hook)`.
+
+    In the place of the mean gradient comes the group's update: of the sum of (residual + gradient / P) over
+    all P processes about the k largest elements of each bucket (DESIGN section 6, after arXiv 1901.04359),
+    the same bits on every process.  The rest stays in the residuals.
+    """
+    return state.begin(bucket)
+
+
+def _by_parameter(held: _Bucket) -> dict[int, dict[str, Tensor]]:
+    parts = {name: torch.split(flat, held.sizes) for name, flat in held.feedback.state().items()}
+    return {
+        id(parameter): {name: pieces[index].clone() for name, pieces in parts.items()}
+        for index, parameter in enumerate(held.parameters)
+    }
+
+
+def _dense(workspace: ButterflyWorkspace, like_B: Tensor, skip: bool) -> Tensor:
+    if skip:
+        return torch.full_like(like_B, torch.nan)
+    update_B = torch.zeros_like(like_B)
+    where = torch.from_numpy(workspace.update.indices).to(like_B.device)
+    update_B[where] = torch.from_numpy(workspace.update.values).to(like_B)
+    return update_B
+
+
+def _place(head: Sequence[int]) -> Place:
+    phase, hop, segment, slice_ = head[:4]
+    if phase not in set(Phase):
+        raise RemoteProtocolError(f"place of phase {phase}", remedy="run one version on all processes")
+    return Place(Phase(phase), hop, segment, slice_)

@@ -1,0 +1,141 @@
+"""`transformers.Trainer` as a worker of a run.
+
+    exchange = gridtrain.GTopK(density=0.05, momentum=0.9)
+    trainer = GridTrainer(grid=grid, grid_options={"exchange": exchange}, model=model,
+                          args=TrainingArguments(max_steps=500, ...), train_dataset=dataset,
+                          optimizers=(torch.optim.SGD(model.parameters(), lr=0.4), None))
+    trainer.train()
+
+Decides nothing about training: Trainer's own loop runs, with the group's optimizer, samples and steps.
+
+    Trainer asks for                     it gets
+    create_optimizer                     what it would have made or was given, wrapped by grid.optimizer
+    create_scheduler                     its own, and newcomers receive its state
+    get_train_dataloader                 GridLoader: this worker's samples of each step, until the run ends
+    evaluate                             its own, while the others know that this worker is busy
+    saving, logging to files             on the first worker alone
+    state.global_step                    the run's, so that a worker that joins late stops with the others
+
+`max_steps` ends the run, for all workers together.  `max_grad_norm` clips the local gradient, as everywhere;
+for the exchanged one give `clip_norm=` and set max_grad_norm=0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from gridtrain.adapters.loader import GridLoader
+from gridtrain.errors import ConfigError
+from gridtrain.optim.grid import Grid
+from gridtrain.optim.wrapper import GridOptimizer
+
+
+class GridTrainer(Trainer):
+    """`transformers.Trainer` whose steps are a run's.
+
+    Args:
+        grid: of `gridtrain.join()`.
+        grid_options: `exchange=`, `clip_norm=`, ... as for `grid.optimizer`.  Without an exchange it is
+            GTopK(), beside which AdamW, Trainer's default, learns badly: `LocalSteps(...)` suits it.
+        options: all of Trainer's own.
+
+    Raises:
+        ConfigError: the arguments cannot be those of a worker; the text says which.
+    """
+
+    def __init__(self, *, grid: Grid, grid_options: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        _refuse_misfits(self.args)
+        self.grid = grid
+        self._grid_options = grid_options or {}
+        self._loader: GridLoader | None = None
+        self.add_callback(_Steps(self))
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if model is None:  # older versions know no argument
+            made: torch.optim.Optimizer = super().create_optimizer()
+        else:
+            made = super().create_optimizer(model)
+        if not isinstance(made, GridOptimizer):
+            made = self.grid.optimizer(made, self.model, **self._grid_options)
+        self.optimizer = made
+        return made
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self.grid.track(scheduler=scheduler)
+        return scheduler
+
+    def get_train_dataloader(self) -> GridLoader:
+        if self.train_dataset is None:
+            raise ConfigError("GridTrainer has no train_dataset", remedy="give the same one on all workers")
+        self._loader = GridLoader(
+            self.grid,
+            self.train_dataset,
+            steps=self.args.max_steps,
+            accumulate=self.args.gradient_accumulation_steps,
+            batch_size=self._train_batch_size,
+            seed=self.args.data_seed or 0,
+            num_workers=self.args.dataloader_num_workers,
+            collate_fn=self.data_collator,
+        )
+        return self._loader
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        with self.grid.evaluation():
+            figures: dict[str, float] = super().evaluate(*args, **options)
+        return figures
+
+    def finish(self) -> None:
+        if self._loader is not None:
+            self._loader.finish()
+
+
+class _Steps(TrainerCallback):
+    """Trainer counts from 0 and stops by its own count; here the run counts."""
+
+    def __init__(self, trainer: GridTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        grid = self._trainer.grid
+        if grid.calls_per_step == 1:
+            state.global_step = grid.step
+        if state.global_step >= state.max_steps:
+            control.should_training_stop = True
+        control.should_save = control.should_save and grid.is_first
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        figures = {name: float(v) for name, v in (logs or {}).items() if isinstance(v, int | float)}
+        self._trainer.grid.report(
+            **{name: figures[name] for name in ("loss", "eval_loss") if name in figures}
+        )
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._trainer.grid.finished:
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trainer.finish()
+
+
+def _refuse_misfits(args: TrainingArguments) -> None:
+    if args.max_steps < 1:
+        raise ConfigError(
+            "TrainingArguments without max_steps: how many steps an epoch takes depends on who is there",
+            remedy="set TrainingArguments(max_steps=...), the same on all workers",
+        )
+    if args.fp16:
+        raise ConfigError(
+            "TrainingArguments(fp16=True): Trainer's GradScaler would differ from worker to worker",
+            remedy="use bf16=True, which needs no scaler",
+        )
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise ConfigError(
+            f"Trainer itself would train on {max(args.world_size, args.n_gpu)} processes or GPUs",
+            remedy="start one worker for each GPU (CUDA_VISIBLE_DEVICES), without torchrun",
+        )

@@ -1,0 +1,95 @@
+"""`lightning.Trainer` as a worker of a run.
+
+    class Model(L.LightningModule):
+        def configure_optimizers(self):
+            return grid.optimizer(torch.optim.SGD(self.parameters(), lr=0.4), self, exchange=...)
+
+    loader = GridLoader(grid, dataset, batch_size=8, steps=500)
+    trainer = L.Trainer(max_epochs=1, strategy=GridStrategy(grid, loader), ...)
+    trainer.fit(model, loader)
+
+Decides how Lightning's step and gridtrain's meet.  Lightning hands `optimizer.step` a closure that computes
+the gradient; a group's gradient is exchanged once, so the closure runs first, with the clipping and hooks
+that Lightning puts around it, and then comes the step.
+
+    Lightning    optimizer_step(optimizer, closure)
+    here                   closure(): forward, backward, on_before_optimizer_step, clipping
+                           optimizer.step(): exchange and apply
+
+To Lightning this is one process on one device: it draws no samples and moves no gradients itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from gridtrain.adapters.loader import GridLoader
+from gridtrain.errors import ConfigError
+from gridtrain.optim.grid import Grid
+from gridtrain.optim.wrapper import GridOptimizer
+
+
+class GridStrategy(SingleDeviceStrategy):
+    """For `lightning.Trainer(strategy=...)`.
+
+    Args:
+        loader: what `trainer.fit` is given to train from; at the end of the fit this worker leaves the run.
+        device: of the model.
+    """
+
+    def __init__(self, grid: Grid, loader: GridLoader, device: str = "cpu") -> None:
+        super().__init__(device=device)
+        self._grid, self._loader = grid, loader
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Lightning writes checkpoints and logs only there."""
+        return self._grid.world_size == 0 or self._grid.is_first
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        plain = [o for o in self.optimizers if not isinstance(o, GridOptimizer)]
+        if plain and trainer.training:
+            raise ConfigError(
+                f"configure_optimizers returned {type(plain[0]).__name__}, which belongs to no group",
+                remedy="return grid.optimizer(optimizer, self, exchange=...)",
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigError(
+                "precision 16-mixed: Lightning's GradScaler would differ from worker to worker",
+                remedy="use precision='bf16-mixed', which needs no scaler",
+            )
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: LightningModule | None = None, **options: Any
+    ) -> Any:
+        once = _ClosureFirst(optimizer)
+        return self.precision_plugin.optimizer_step(
+            once, model=model or self.lightning_module, closure=closure, **options
+        )
+
+    def teardown(self) -> None:
+        try:
+            if self._grid.world_size:
+                self._loader.finish()
+        finally:
+            super().teardown()
+
+
+class _ClosureFirst:
+    """An optimizer whose `step` runs the closure once, then steps by the gradient that it left."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def step(self, closure: Callable[[], Any], **options: Any) -> Any:
+        result = closure()
+        self._optimizer.step(**options)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)

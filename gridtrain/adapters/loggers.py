@@ -1,0 +1,107 @@
+"""Figures of a run to TensorBoard, to Weights & Biases, or to anything with `write` and `close`.
+
+    log = Log(grid, TensorBoard("runs/mine"), WeightsAndBiases(project="mine"))
+    for batch in grid.batches(...):
+        ...
+        log(loss=grid.mean(loss))
+    log.close()
+
+Decides who writes: the first worker of the generation, so that a run is one curve.  When the first worker
+leaves, the next one goes on, with writers of its own, which it opens only then.
+
+Whoever writes, all workers tell the group (`grid.report`); the packages are imported at the first write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from gridtrain.extras import require
+
+
+class Writer(Protocol):
+    """Takes figures of one step, by name."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Worker(Protocol):
+    """What is needed of a `Grid`."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def traffic(self) -> dict[str, tuple[int, int]]: ...
+
+    def report(self, **figures: float) -> None: ...
+
+
+class Log:
+    """Call it with figures, on every worker; only the first one's writers see them.
+
+    What is not finite is left out.  With them comes `sent_bytes`, what this worker has sent so far.
+    """
+
+    def __init__(self, grid: Worker, *writers: Writer) -> None:
+        self._grid, self._writers = grid, writers
+
+    def __call__(self, **figures: float) -> None:
+        finite = {name: float(value) for name, value in figures.items() if math.isfinite(float(value))}
+        self._grid.report(**finite)
+        if self._grid.is_first:
+            sent_bytes = sum(sent for sent, _ in self._grid.traffic.values())
+            for writer in self._writers:
+                writer.write(self._grid.step, {**finite, "sent_bytes": float(sent_bytes)})
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+class TensorBoard:
+    """Scalars in a folder for `tensorboard --logdir`; needs the package `tensorboard`."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._open: Any = None
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        if self._open is None:
+            require("tensorboard", "gridtrain.adapters.loggers.TensorBoard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._open = SummaryWriter(self._folder)
+        for name, value in figures.items():
+            self._open.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+
+
+class WeightsAndBiases:
+    """A run of `wandb.init(**options)`; needs the package `wandb`."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._open: Any = None
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        if self._open is None:
+            require("wandb", "gridtrain.adapters.loggers.WeightsAndBiases")
+            import wandb
+
+            self._open = wandb.init(**self._options)
+        self._open.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.finish()

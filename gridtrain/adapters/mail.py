@@ -1,0 +1,76 @@
+"""Messages of a few numbers and some bytes between two processes of a gloo group.
+
+Decides how a message lies in tensors.  Never pickles, and never decides what a message means.
+
+    int64   | payload bytes | head[0] | head[1] | ... |     always `HEAD` numbers
+    uint8   | payload |                                     only where there is one
+
+Two messages between the same two processes arrive in the order in which they were sent.  A process that is
+gone ends every wait for it: gloo raises as soon as the connection breaks, or at the group's time-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+
+HEAD = 7
+
+
+class Mail:
+    """This process's end of the messages in `group`, a gloo group; ranks are those within it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._under_way: list[tuple[dist.Work, Tensor]] = []  # a tensor lives until it has been sent
+
+    def post(self, to_rank: int, head: Sequence[int], payload: bytes | memoryview = b"") -> None:
+        """Begin to send; `settle` waits for the end."""
+        if len(head) > HEAD - 1:
+            raise LocalProtocolError(f"message head of {len(head)} numbers, at most {HEAD - 1} fit")
+        numbers = [len(payload), *head, *[0] * (HEAD - 1 - len(head))]
+        self._send(torch.tensor(numbers, dtype=torch.int64), to_rank)
+        if len(payload):
+            self._send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to_rank)
+
+    def take(self, from_rank: int, most_bytes: int) -> tuple[list[int], bytes]:
+        """Wait for the next message of `from_rank`: (its head, filled up with zeros; its payload).
+
+        Raises:
+            RemoteProtocolError: its payload is larger than `most_bytes`; nothing was allocated for it.
+            RuntimeError: of gloo: that process is gone, or the group's time is up.
+        """
+        numbers_H = torch.empty(HEAD, dtype=torch.int64)
+        self._receive(numbers_H, from_rank)
+        payload_bytes, *head = numbers_H.tolist()
+        if not 0 <= payload_bytes <= most_bytes:
+            raise RemoteProtocolError(
+                f"local rank {from_rank} announced {payload_bytes} bytes, must be 0 .. {most_bytes}",
+                remedy="start all processes of the group from the same script and version",
+            )
+        if not payload_bytes:
+            return head, b""
+        data_B = torch.empty(payload_bytes, dtype=torch.uint8)
+        self._receive(data_B, from_rank)
+        return head, data_B.numpy().tobytes()
+
+    def settle(self) -> None:
+        """Wait until everything has been sent."""
+        under_way, self._under_way = self._under_way, []
+        for work, _ in under_way:
+            work.wait()
+
+    def _send(self, tensor: Tensor, to_rank: int) -> None:
+        work = dist.isend(tensor, group=self.group, group_dst=to_rank)
+        assert work is not None  # this process is in the group
+        self._under_way.append((work, tensor))
+
+    def _receive(self, tensor: Tensor, from_rank: int) -> None:
+        dist.recv(tensor, group=self.group, group_src=from_rank)

@@ -1,0 +1,333 @@
+"""Several processes of one place (the GPUs of a machine, the machines of a room) as one worker of a run.
+
+    torchrun --nproc-per-node 8 train.py
+
+    with Site.enter() as site:
+        optimizer = site.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=...)
+        for x, y in site.batches(dataset, batch_size=32, steps=1000):
+            loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+Decides how the processes of a site share a step.  One of them, the leader (rank 0), is the worker: it alone
+speaks gridtrain, holds the optimizer's state and the residual.  Among themselves they use torch.distributed:
+NCCL for tensors on GPUs, gloo for the rest.
+
+    leader       turn: the site's samples, the model ------> every process
+    every one    its part of the samples, backward
+    leader       <--- reduce: sum of (n_j / n) * gradient_j --- every process
+                 step: exchange with the world, apply
+                 ... next turn: the model with the update in it ------> every process
+
+The model is sent whole, as a dense update would be: so whatever happens to the leader's (a skipped step,
+another member's state, a repair) has happened to all, and no other process needs an optimizer's state.
+
+A process that fails says why before it goes; the leader then leaves the run with that reason.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from itertools import groupby
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from gridtrain.adapters.mail import Mail
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.optim import sampler
+from gridtrain.optim.flat import FlatGradient
+from gridtrain.optim.grid import Grid, join
+from gridtrain.optim.wrapping import WrappingOptimizer
+
+LEADER = 0
+_MOST_SAMPLES = 1 << 24
+_MOST_TEXT_BYTES = 4096
+
+
+class SiteFailed(GridtrainError):
+    """Another process of this site is gone or has failed."""
+
+
+class _Word(IntEnum):
+    TURN = 1  # leader: the samples of the next step
+    END = 2  # leader: no further step; with a text: because of an error
+    READY = 3  # the others: the gradient is there
+    FAILED = 4  # the others: with a text
+
+
+class Site:
+    """This process's place in the site.  Used from the thread that trains, in a `with`.
+
+    Attributes:
+        grid: the leader's hold on the run; None on the others.
+        rank, world_size: within the site.
+    """
+
+    def __init__(self, grid: Grid | None, mail: Mail) -> None:
+        self.grid = grid
+        self.rank, self.world_size = mail.rank, mail.world_size
+        self._mail = mail
+        self._optimizer: SiteOptimizer | None = None
+        self._weight = 0.0  # of this process's gradient in the site's
+        self._listening = self._told_to_end = self._has_ended = False
+
+    @classmethod
+    def enter(cls, invitation: str | None = None, **options: Any) -> Site:
+        """Set up torch.distributed from torchrun's variables, and join the run on rank 0.
+
+        Without torchrun the site is this process alone.  Arguments as of `gridtrain.join`.
+        """
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            if "RANK" in os.environ:
+                dist.init_process_group(backend)
+            else:
+                dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        mail = Mail(dist.new_group(backend="gloo"))
+        site = cls(None, mail)
+        site._end_politely()
+        if mail.rank == LEADER:
+            try:
+                site.grid = join(invitation, **options)
+            except BaseException as error:
+                site._end(f"the leader could not join: {type(error).__name__}: {error}")
+                raise
+        return site
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == LEADER
+
+    @property
+    def is_first(self) -> bool:
+        """True on exactly one process of all sites and workers: for logging and saving."""
+        return self.grid is not None and self.grid.is_first
+
+    def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> SiteOptimizer:
+        """Wrap `optimizer` on every process of the site; arguments as of `grid.optimizer`."""
+        if self._optimizer is not None:
+            raise ConfigError("site.optimizer was called twice", remedy="one run trains one model")
+        if options.get("overlap") is not None:
+            raise ConfigError("a site cannot overlap its exchange with backward", remedy="leave overlap= out")
+        flat = FlatGradient(model, optimizer)
+        inner = optimizer if self.grid is None else self.grid.optimizer(optimizer, model, **options)
+        self._optimizer = SiteOptimizer(self, inner, model, flat)
+        return self._optimizer
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] = sampler.collate,
+    ) -> Iterator[Any]:
+        """Yield this process's batches until the run ends; one yielded batch is one `optimizer.step()`.
+
+        Args:
+            batch_size: samples of each process; the site's share is `world_size` times as large.
+            max_batch_size: likewise of each process, with `global_batch_size`, which is of all workers.
+        """
+        if self._optimizer is None:
+            raise ConfigError("the optimizer has not been wrapped yet", remedy="call site.optimizer first")
+        sizes = {"batch_size": batch_size, "max_batch_size": max_batch_size}
+        ours = {name: None if each is None else each * self.world_size for name, each in sizes.items()}
+        turns = self._follow()
+        if self.grid is not None:
+            options: dict[str, Any] = {"epochs": epochs, "steps": steps, "seed": seed, **ours}
+            turns = self._lead(self.grid.sampler(dataset, global_batch_size=global_batch_size, **options))
+        for indices in turns:
+            part = _part(indices, self.rank, self.world_size)
+            self._weight = len(part) / len(indices)
+            self._optimizer.stepped = False
+            yield sampler.fetch(dataset, part or indices[:1], collate_fn)
+            if not self._optimizer.stepped:
+                raise ConfigError(
+                    "optimizer.step() was not called for a batch; each batch is one step",
+                    remedy="call it once for each batch on all processes of the site",
+                )
+
+    # -- turns ---------------------------------------------------------------------------------------
+
+    def _lead(self, turns: sampler.GridSampler) -> Iterator[list[int]]:
+        for indices in turns:
+            self._tell(_Word.TURN, np.asarray(indices, np.int64).tobytes())
+            self._share_model()
+            yield indices
+        self._has_ended = True
+        self._tell(_Word.END, b"")
+        self._share_model()
+
+    def _follow(self) -> Iterator[list[int]]:
+        while True:
+            word, payload = self._listen(LEADER, 8 * _MOST_SAMPLES)
+            if word is _Word.END:
+                self._has_ended = True
+                if payload:
+                    raise SiteFailed(payload.decode(errors="replace"), remedy="see the leader's output")
+                self._share_model()
+                return
+            self._share_model()
+            yield np.frombuffer(payload, np.int64).tolist()
+
+    def _share_model(self) -> None:
+        """Everybody's parameters and buffers become the leader's, one message for each type of number."""
+        assert self._optimizer is not None
+        model = self._optimizer.model
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+        if self.world_size == 1:
+            return
+        by_kind = sorted(tensors, key=_kind)
+        for _, alike in groupby(by_kind, key=_kind):
+            group = list(alike)
+            flat_N = torch.cat([tensor.flatten() for tensor in group])
+            dist.broadcast(flat_N, group_src=LEADER)
+            if self.is_leader:
+                continue
+            for tensor, piece in zip(group, torch.split(flat_N, [t.numel() for t in group]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+    def sum_up(self, flat_N: Tensor) -> None:
+        """On the leader: flat_N = the sum of every process's n_j / n times flat_N; elsewhere it is spent."""
+        if self._weight:
+            flat_N.mul_(self._weight)
+        else:
+            flat_N.zero_()  # it stands for no sample, and may hold anything
+        if self.world_size == 1:
+            return
+        if self.is_leader:
+            for rank in range(1, self.world_size):  # whoever has failed would leave a reduce hanging
+                word, payload = self._listen(rank, _MOST_TEXT_BYTES)
+                if word is not _Word.READY:
+                    text = payload.decode(errors="replace")
+                    raise SiteFailed(f"process {rank} of this site failed: {text}", remedy="see its output")
+        else:
+            self._mail.post(LEADER, [_Word.READY])
+        dist.reduce(flat_N, group_dst=LEADER)
+        self._mail.settle()
+
+    # -- words -----------------------------------------------------------------------------------------
+
+    def _tell(self, word: _Word, payload: bytes) -> None:
+        for rank in range(1, self.world_size):
+            self._mail.post(rank, [word], payload)
+        self._mail.settle()
+
+    def _listen(self, rank: int, most_bytes: int) -> tuple[_Word, bytes]:
+        """torchrun ends all processes when one fails: what that one has said is heard first."""
+        self._listening = True
+        try:
+            head, payload = self._mail.take(rank, most_bytes)
+        except RuntimeError as error:  # of gloo
+            who = "the leader" if rank == LEADER else f"process {rank}"
+            first = (str(error).splitlines() or [""])[0]
+            raise SiteFailed(f"{who} of this site is gone: {first}", remedy="see its output") from error
+        finally:
+            self._listening = False
+        if self._told_to_end and head[0] != _Word.FAILED:
+            sys.exit(128 + signal.SIGTERM)
+        return _Word(head[0]), payload
+
+    def _end_politely(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._terminate)
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        if self._listening:
+            self._told_to_end = True
+        else:
+            sys.exit(128 + number)
+
+    def _end(self, reason: str) -> None:
+        """The others learn that this process goes, and why."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        text = reason.encode()[:_MOST_TEXT_BYTES]
+        try:
+            if self.is_leader:
+                self._tell(_Word.END, text)
+            else:
+                self._mail.post(LEADER, [_Word.FAILED], text)
+                self._mail.settle()
+        except RuntimeError:  # of gloo: whom it should reach is gone already
+            pass
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        reason = "the training script ended" if error is None else _reason(error)
+        try:
+            if self.grid is not None:
+                self.grid.close(reason)
+        finally:
+            self._end(reason)
+
+
+class SiteOptimizer(WrappingOptimizer):
+    """What `site.optimizer` returns: `step` sums the site's gradients, and on the leader takes the step.
+
+    Attributes:
+        inner: on the leader the group's optimizer, elsewhere the user's, which holds no state.
+        stepped: `step` was called for the latest batch.
+    """
+
+    _step_supports_amp_scaling = True  # or a GradScaler would leave one process out of a step
+
+    def __init__(
+        self, site: Site, inner: torch.optim.Optimizer, model: nn.Module, flat: FlatGradient
+    ) -> None:
+        self._wrap(inner)
+        self.model = model
+        self._site, self._flat = site, flat
+        self.stepped = False
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if closure is not None or getattr(self, "grad_scale", None) is not None:
+            raise ConfigError(
+                "a site's step was called with a closure, or through a GradScaler",
+                remedy="call loss.backward() and optimizer.step(); bfloat16 needs no scaler",
+            )
+        self._flat.gather()
+        self._site.sum_up(self._flat.flat_N)
+        self.stepped = True
+        if self._site.is_leader:
+            self._flat.scatter()
+            self.inner.step()
+
+
+def _part(indices: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Near-equal parts in order; () where there are fewer samples than processes."""
+    n = len(indices)
+    return list(indices[n * rank // world_size : n * (rank + 1) // world_size])
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tensor.device.type}"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, GridtrainError):
+        return error.reason
+    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+        return "its site was ended, perhaps because another process of it failed"
+    return f"{type(error).__name__}: {error}"

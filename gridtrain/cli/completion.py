@@ -1,0 +1,26 @@
+"""`gridtrain completion SHELL`: a script for the shell; click knows how it looks, and what can follow."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+from gridtrain.cli.main import EXIT_CODES, cli
+
+PROGRAM, VARIABLE = "gridtrain", "_GRIDTRAIN_COMPLETE"
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a script that completes gridtrain's commands and options in your shell.
+
+    \b
+      gridtrain completion bash >> ~/.bashrc       (bash 4.4 or newer)
+      gridtrain completion zsh  >> ~/.zshrc
+      gridtrain completion fish >  ~/.config/fish/completions/gridtrain.fish
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    made = kind(cli, {}, PROGRAM, VARIABLE)
+    click.echo(made.source_template % made.source_vars())  # source() would start a shell to learn its version

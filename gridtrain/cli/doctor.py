@@ -1,0 +1,107 @@
+"""`gridtrain doctor INVITATION`: can this machine join, and what would that bring?
+
+Decides how findings are shown.  What is looked at is `gridtrain.doctor`'s.
+
+    exit code 0   everything is fine
+              1   it can join; there are warnings
+              2   it cannot join like this, or the invitation is none
+            130   stopped by Ctrl-C
+
+Piped, or with --json: one JSON object a line, {"check", "level", "text", "fix", ...}; the last one is
+{"check": "doctor", "level": the worst of all, "took_s": seconds}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gridtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gridtrain.doctor.findings import Finding
+    from gridtrain.doctor.prediction import Run
+
+EXIT_WARNINGS, EXIT_FAILURES = 1, 2
+MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failure": ("FAILURE", "red")}
+EXIT_CODES = """\b
+Exit codes:
+  0    everything is fine
+  1    this machine can join, with warnings
+  2    it cannot join like this
+  130  stopped by SIGINT (Ctrl-C)"""
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("invitation")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object a line, as where the output is piped.")
+def doctor(invitation: str, as_json: bool) -> None:
+    """Look whether this machine can join the run that INVITATION is for.  Takes less than 20 seconds.
+
+    Nothing is joined and no use of the invitation is spent; at most 256 KiB go to, and come from, the
+    coordinator and three members each.  INVITATION may be @FILE or -, as for `gridtrain worker`.
+    """
+    from gridtrain.cli.worker import _read
+    from gridtrain.doctor.examine import Examination
+    from gridtrain.doctor.findings import Level, worst
+    from gridtrain.protocol.invitation import parse
+
+    began_s = time.monotonic()
+    plain = as_json or not sys.stdout.isatty()
+    found: list[Finding] = []
+    for finding in Examination(parse(_read(invitation)), read_run).findings():
+        found.append(finding)
+        _show(finding, plain)
+    level, took_s = worst(found), time.monotonic() - began_s
+    if plain:
+        click.echo(json.dumps({"check": "doctor", "level": str(level), "took_s": round(took_s, 3)}))
+    else:
+        said = {
+            Level.OK: "this machine can join",
+            Level.WARNING: "this machine can join; see the warnings",
+            Level.FAILURE: "this machine cannot join like this",
+        }
+        click.echo(f"{said[level]} ({took_s:.1f} s)")
+    sys.exit({Level.OK: 0, Level.WARNING: EXIT_WARNINGS, Level.FAILURE: EXIT_FAILURES}[level])
+
+
+def _show(finding: Finding, plain: bool) -> None:
+    if plain:
+        click.echo(json.dumps(finding.document()))
+        return
+    mark, colour = MARKS[str(finding.level)]
+    click.echo(f"{click.style(f'{mark:8}', fg=colour)} {finding.name:12} {finding.text}")
+    if finding.fix:
+        click.echo(f"{'':8} {'':12} -> {finding.fix}")
+
+
+def read_run(picture: Mapping[str, Any]) -> Run:
+    """What the prediction needs of a status.  Raises `ConfigError`."""
+    from gridtrain.cli.live_network import from_status
+    from gridtrain.doctor.prediction import Run, numbers_of, shares_of
+    from gridtrain.protocol.messages import LedgerSpec, Setup
+    from gridtrain.protocol.topology import load_of
+
+    facts = picture.get("facts", {})
+    texts = tuple((str(k), str(v)) for k, v in facts.items()) if isinstance(facts, dict) else ()
+    load = load_of(Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None))
+    shares, compute_s = shares_of(picture), numbers_of(picture, "computing_s")
+    if load is None or not sum(shares) or not compute_s:
+        raise ConfigError(
+            "nobody trains yet, so there is nothing to compare with", remedy="ask again once somebody trains"
+        )
+    whole = picture.get("global_batch_size")
+    network = from_status(picture).members if len(shares) > 1 else None
+    return Run(
+        network,
+        load,
+        compute_s,
+        shares,
+        whole if isinstance(whole, int) and whole > 0 else None,
+        numbers_of(picture, "float32_flops"),
+    )

@@ -1,0 +1,278 @@
+"""`gridtrain plan --stages`: how a model would be cut, and in how many micro-batches, before anybody joins.
+
+Decides how a pipeline is described and shown.  The figures are `protocol.pipelining`'s; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gridtrain.protocol.lines import Network
+    from gridtrain.protocol.pipelining import Outlook, Proposal
+    from gridtrain.protocol.stage_costs import Card, Layer, Running
+
+MOST_STAGES = 256
+MOST_BATCH = 1_000_000
+MOST_ROWS = 10
+PLAIN_WIDTH = 120
+NAMES = (
+    *("layers", "activations", "batch", "micro_batches", "schedule", "memory", "speeds", "optimizer"),
+    "keep_activations",
+)
+
+_OPTIONS = (
+    click.option("--stages", type=click.IntRange(1, MOST_STAGES), help="Cut the model over so many workers."),
+    click.option(
+        "--layers",
+        metavar="FILE|N",
+        help="With --stages: a TOML file of the model's layers, or N alike [default: 4 a stage].",
+    ),
+    click.option(
+        "--activations", default="1MB", metavar="SIZE", help="Of a sample at a cut, with --layers N."
+    ),
+    click.option(
+        "--batch",
+        type=click.IntRange(1, MOST_BATCH),
+        default=32,
+        show_default=True,
+        help="Samples of a step, with --stages.",
+    ),
+    click.option(
+        "--micro-batches", default="auto", show_default=True, metavar="LIST", help='"auto", or "4,8,16".'
+    ),
+    click.option("--schedule", type=click.Choice(["1f1b", "fill-drain"]), default="1f1b", show_default=True),
+    click.option("--memory", metavar="LIST", help='Of each worker\'s card: "8GB", or one for each stage.'),
+    click.option("--speeds", metavar="LIST", help='Of the cards, such as "1,2,1,1".'),
+    click.option("--optimizer", default="adam", show_default=True, help="Whose state is to be held."),
+    click.option("--keep-activations", is_flag=True, help="Without re-materialisation."),
+)
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def pipeline_options(command: _Command) -> _Command:
+    """Adds the options that only count with --stages."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def show(
+    network: Network,
+    parameters: int,
+    compute_s: float,
+    picture: Path | None,
+    as_json: bool,
+    said: dict[str, Any],
+) -> None:
+    """Plans with what the options say, and prints.
+
+    Args:
+        network: of as many ranks as stages.
+        parameters, compute_s: of the whole model on a card of speed 1, where --layers is a number.
+        said: the options of `pipeline_options` by name.
+    """
+    from gridtrain.pipeline import picture as drawing
+    from gridtrain.protocol.pipelining import propose
+    from gridtrain.protocol.stage_costs import SLACK
+
+    layers, input_bytes = _layers(parameters, compute_s, said)
+    cards = _cards(said)
+    running = _running(input_bytes, said)
+    numbers = _numbers(said["micro_batches"], said["batch"])
+    proposal = propose(layers, cards, network, running, said["batch"], numbers=numbers, slack=SLACK)
+    if picture:
+        picture.write_text(drawing.svg(layers, proposal.chosen))
+    if as_json:
+        click.echo(json.dumps(_figures(layers, proposal)))
+        return
+    _print(layers, proposal, drawing.reason(layers, proposal, asked=len(numbers) == 1))
+    if picture:
+        click.echo(f"picture: {picture}")
+
+
+# -- what the options say --------------------------------------------------------------------------
+
+
+def _layers(parameters: int, compute_s: float, said: dict[str, Any]) -> tuple[list[Layer], int]:
+    from gridtrain.cli import layers_file
+
+    words = said["layers"] or str(4 * said["stages"])
+    if not words.isdecimal():
+        if not Path(words).is_file():
+            raise click.BadParameter(f'"{words}" is neither a file nor a number', param_hint="--layers")
+        return layers_file.read(Path(words))
+    if parameters < 1:
+        raise click.UsageError("--parameters is missing: how many has the model?  (or --layers FILE)")
+    output_bytes = layers_file.parse_bytes(said["activations"])
+    return layers_file.alike(int(words), parameters, compute_s, said["batch"], output_bytes), output_bytes
+
+
+def _cards(said: dict[str, Any]) -> list[Card]:
+    from gridtrain.cli.layers_file import parse_bytes
+    from gridtrain.protocol.stage_costs import Card
+
+    memory = _each("--memory", said["memory"], said["stages"], parse_bytes, float("inf"))
+    speeds = _each("--speeds", said["speeds"], said["stages"], float, 1.0)
+    return [Card(speed, limit) for speed, limit in zip(speeds, memory, strict=True)]
+
+
+def _each(
+    option: str, text: str | None, stages: int, parse: Callable[[str], float], usual: float
+) -> list[float]:
+    """One for all, or one for each stage."""
+    if text is None:
+        return [usual] * stages
+    try:
+        values = [parse(word) for word in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f'"{text}" is no list of numbers', param_hint=option) from None
+    if len(values) not in (1, stages):
+        raise click.BadParameter(f"{len(values)} values for {stages} stages", param_hint=option)
+    return values * stages if len(values) == 1 else values
+
+
+def _running(input_bytes: int, said: dict[str, Any]) -> Running:
+    from gridtrain.protocol.stage_costs import STATES, Order, Running
+
+    if said["optimizer"] not in STATES:
+        raise click.BadParameter(
+            f'"{said["optimizer"]}"; take one of {", ".join(STATES)}', param_hint="--optimizer"
+        )
+    return Running(
+        order=Order(said["schedule"]),
+        rematerialise=not said["keep_activations"],
+        copies=1.0 + STATES[said["optimizer"]],
+        input_bytes=input_bytes,
+    )
+
+
+def _numbers(text: str, batch: int) -> list[int]:
+    if text == "auto":
+        return []
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= batch for word in words):
+        raise click.BadParameter(
+            f'"{text}"; write auto, or numbers from 1 to {batch} (--batch)', param_hint="--micro-batches"
+        )
+    return [int(word) for word in words]
+
+
+# -- how it is shown -------------------------------------------------------------------------------
+
+
+def _print(layers: list[Layer], proposal: Proposal, reason: str) -> None:
+    import sys
+
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console.print(_stages(layers, proposal.chosen), markup=False)
+    if len(proposal.others) > 1:
+        console.print(_compared(proposal), markup=False)
+    console.print(reason, markup=False, highlight=False, soft_wrap=True)
+
+
+def _stages(layers: list[Layer], chosen: Outlook) -> Table:
+    """A line for each stage; the link is the one to the next stage, in bytes of a step each way."""
+    from rich.table import Table
+
+    from gridtrain.protocol.choosing import said_s
+    from gridtrain.protocol.fitting import said_bytes
+
+    table = Table()
+    table.add_column("stage", justify="right")
+    table.add_column("layers")
+    for name in ("compute", "line", "link, a step", "holds", "of"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, stage in enumerate(chosen.cut.stages):
+        on, back = _link(chosen, index)
+        limit = stage.card.memory_bytes
+        table.add_row(
+            str(index),
+            _named(layers, stage.start, stage.stop),
+            said_s(stage.compute_s),
+            said_s(stage.line_s),
+            f"{said_bytes(on)} / {said_bytes(back)}" if on or back else "",
+            said_bytes(stage.bytes.total),
+            said_bytes(limit) if limit < float("inf") else "",
+        )
+    return table
+
+
+def _named(layers: list[Layer], start: int, stop: int) -> str:
+    first, last = layers[start].name, layers[stop - 1].name
+    return first if stop - start == 1 else f"{first} to {last} ({stop - start})"
+
+
+def _link(outlook: Outlook, stage: int) -> tuple[int, int]:
+    """Bytes of a step to the next stage, and back from it; as if all micro-batches were of the largest."""
+    stages, count = outlook.cut.stages, outlook.running.micro_batches
+    if stage + 1 == len(stages):
+        return 0, 0
+    return count * stages[stage].out_bytes, count * stages[stage + 1].back_bytes
+
+
+def _compared(proposal: Proposal) -> Table:
+    from rich.table import Table
+
+    from gridtrain.protocol.choosing import said_s
+
+    table = Table()
+    for name in ("micro-batches", "samples", "step", "bubble", "of even stages"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for each in _some(proposal):
+        table.add_row(
+            str(each.running.micro_batches),
+            str(each.running.samples),
+            said_s(each.step_s),
+            f"{each.bubble:.1%}",
+            f"{each.ideal_bubble:.1%}",
+            "proposed" if each is proposal.chosen else "",
+        )
+    return table
+
+
+def _some(proposal: Proposal) -> list[Outlook]:
+    """Of many, those about the powers of two, and the proposed one."""
+    others = list(proposal.others)
+    while len(others) > MOST_ROWS:
+        halved = [each for i, each in enumerate(others) if i % 2 == 0 or each is proposal.chosen]
+        others = halved if len(halved) < len(others) else others[:MOST_ROWS]
+    return others
+
+
+def _figures(layers: list[Layer], proposal: Proposal) -> dict[str, Any]:
+    chosen = proposal.chosen
+    return {
+        "micro_batches": proposal.micro_batches,
+        "ahead": chosen.running.ahead,
+        "step_s": chosen.step_s,
+        "bubble": chosen.bubble,
+        "period_s": chosen.cut.period_s,
+        "cuts": list(chosen.cut.cuts),
+        "stages": [
+            {
+                "layers": [layer.name for layer in layers[stage.start : stage.stop]],
+                "forward_s": stage.forward_s,
+                "backward_s": stage.backward_s,
+                "line_s": stage.line_s,
+                "held_bytes": stage.bytes.total,
+                "to_next_bytes": _link(chosen, index)[0],
+                "from_next_bytes": _link(chosen, index)[1],
+            }
+            for index, stage in enumerate(chosen.cut.stages)
+        ],
+        "compared": [
+            {"micro_batches": each.running.micro_batches, "step_s": each.step_s, "bubble": each.bubble}
+            for each in proposal.others
+        ],
+    }

@@ -1,0 +1,64 @@
+"""What a look at a machine has found: one line each, with its fix.
+
+Decides nothing but how a finding is written down.  Never prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # it can join; something will be slower, or is not known
+    FAILURE = "failure"  # it cannot join like this
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        name: what was looked at; stable, for programs.
+        text: what was found, with the figures.
+        fix: the next thing to do; empty where nothing is to be done.
+        figures: numbers and short texts, for programs; units are in their names.
+    """
+
+    name: str
+    level: Level
+    text: str
+    fix: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """For a JSON line."""
+        return {
+            "check": self.name,
+            "level": str(self.level),
+            "text": self.text,
+            "fix": self.fix,
+            **self.figures,
+        }
+
+
+def ok(name: str, text: str, **figures: Any) -> Finding:
+    return Finding(name, Level.OK, text, "", figures)
+
+
+def warning(name: str, text: str, fix: str, **figures: Any) -> Finding:
+    return Finding(name, Level.WARNING, text, fix, figures)
+
+
+def failure(name: str, text: str, fix: str, **figures: Any) -> Finding:
+    return Finding(name, Level.FAILURE, text, fix, figures)
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    for level in (Level.FAILURE, Level.WARNING):
+        if any(finding.level is level for finding in findings):
+            return level
+    return Level.OK

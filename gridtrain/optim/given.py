@@ -1,0 +1,106 @@
+"""What a user gave to `Grid`: sizes, numbers, an optimizer, checked and put into words.
+
+Decides what is refused, with what to give instead.  Never talks to anybody, and knows of no step.
+
+    batch_size=32, accumulate=2, H = 4 calls a step      --> Sizes.share: 256 samples of each step
+    global_batch_size=512, max_batch_size=64             --> Sizes.whole_step, at most `share` of it here
+    AdamW(lr=0.1, weight_decay=0.5), two groups          --> "AdamW(lr=0.1, ...) and 1 more group, ..."
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gridtrain.errors import ConfigError
+from gridtrain.optim import reading, state_sync
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many samples a step takes, as `Grid.batches` was told: `each` worker's, or a `whole` step's."""
+
+    each: int | None
+    whole: int | None
+    most: int | None = None
+    accumulate: int = 1
+    every: int = 1  # calls of `optimizer.step` in a step of the run
+
+    @property
+    def whole_step(self) -> int | None:
+        """For `Setup.global_batch_size`."""
+        return None if self.whole is None else self.whole * self.every
+
+    @property
+    def share(self) -> int:
+        """For `Setup.batch_size`: of a step on this worker, or the most of it; 0: any number."""
+        return ((self.each if self.whole is None else self.most) or 0) * self.accumulate * self.every
+
+    def check(self) -> None:
+        """Raises `ConfigError`."""
+        if (self.each is None) == (self.whole is None):
+            raise ConfigError(
+                f"batch_size={self.each}, global_batch_size={self.whole}; exactly one must be given",
+                remedy="batch_size=32 for 32 samples on each worker",
+            )
+        if self.most is not None and self.whole is None:
+            raise ConfigError(
+                f"max_batch_size={self.most} without global_batch_size: this worker's batch size is fixed",
+                remedy="leave max_batch_size out",
+            )
+        named = {"batch_size": self.each, "global_batch_size": self.whole, "max_batch_size": self.most}
+        for name, value in named.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
+        if self.accumulate < 1:
+            raise ConfigError(f"accumulate is {self.accumulate}; it must be >= 1", remedy="try accumulate=1")
+
+
+def no_scaler() -> ConfigError:
+    return ConfigError(
+        "grid.scaler() with a pipeline, whose backward is inside of pipe.step, where no scale reaches it",
+        remedy="train in float32 or bfloat16, which need no scale; wire='fp16' or 'bf16' for what travels",
+    )
+
+
+def largest_state_bytes(model: nn.Module) -> int:
+    """What a donor may send: optimizers keep two or three copies of the model, averages one more each."""
+    tensors = (*model.parameters(), *model.buffers())
+    return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
+    most = 1 if reading.is_iterable(dataset) else None
+    if num_workers < 0 or (most is not None and num_workers > most):
+        bound = "0 or 1 for a data set that is read from the front" if most else ">= 0"
+        raise ConfigError(f"num_workers is {num_workers}; it must be {bound}", remedy="try num_workers=1")
+    if prefetch_factor < 1:
+        raise ConfigError(
+            f"prefetch_factor is {prefetch_factor}; it must be >= 1", remedy="try prefetch_factor=2"
+        )
+
+
+def optimizer_text(inner: torch.optim.Optimizer) -> str:
+    """For comparison and for people: the kind, and what the first group has other than by default."""
+    defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
+    first, *others = inner.param_groups
+    options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}
+    shown = ", ".join(
+        f"{name}={value}"
+        for name, value in sorted(options.items())
+        if name == "lr" or (isinstance(value, int | float | str | tuple) and value != defaults.get(name))
+    )
+    text, settings = f"{type(inner).__name__}({shown})", state_sync.hyper_digest(inner).hex()[:12]
+    if others:
+        text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {settings}"
+    return text if len(text) <= 400 else f"{text[:360]}... {settings}"
+
+
+def whole_number(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=500")
+    return int(text)

@@ -1,0 +1,84 @@
+"""The attempt whose round has not ended here yet, and with it the residual of a worker that is cut off.
+
+Decides whether a residual can be given away, and as which round has left it.  Never decides who gets it
+(`protocol.handover`), and never knows whose exchanger it is: a whole model's or a stage's.
+
+    sent(attempt) --> the round: committed --> commit         the exchanger's state is the new one
+                                 otherwise --> ended          the exchanger's state is as before
+          |                                       |
+          +-- cut off here: surrender settles the round first, and then gives the residual away
+                             cut off in `commit`: half applied, nothing can be given away until the
+                             residual is `forgotten` and begins anew, or a later round is committed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from gridtrain.optim.exchange import Attempt, Exchanger
+from gridtrain.runtime.plan import RoundOutcome
+from gridtrain.sparsify.feedback import ErrorFeedback
+from gridtrain.sparsify.merge import largest_summable
+from gridtrain.wire.sparse import Sparse
+
+
+class InFlight:
+    """Of one worker; used from the thread that trains."""
+
+    def __init__(self) -> None:
+        self._attempt: Attempt | None = None
+        self._committing = False
+
+    def sent(self, attempt: Attempt) -> None:
+        """From now on the others may commit it."""
+        self._attempt = attempt
+
+    def ended(self) -> None:
+        """Its round was not committed, or it was skipped: it changes nothing."""
+        self._attempt = None
+
+    def forgotten(self) -> None:
+        """The residual is no more, nor what the attempt under way, or half applied, would leave of it."""
+        self._attempt, self._committing = None, False
+
+    def commit(self, exchanger: Exchanger, attempt: Attempt) -> npt.NDArray[np.float32] | Sparse:
+        """The update.  Not to be begun twice, wherever Ctrl-C comes in between."""
+        self._attempt, self._committing = None, True
+        update = exchanger.commit(attempt)
+        self._committing = False
+        return update
+
+    def surrender(
+        self, exchanger: Exchanger, settle: Callable[[], RoundOutcome | None]
+    ) -> npt.NDArray[np.float32] | None:
+        """(n,): the residual of a worker that takes no further step: as its last round, if any, has left it.
+
+        None: there is none, or it cannot be told how that round ended, or it is half applied.
+
+        Args:
+            settle: waits for the end of the round in which the training was interrupted; None: not known.
+        """
+        before = exchanger.feedback
+        if before is None:
+            return None
+        if self._attempt is not None:
+            outcome = settle()
+            if outcome is None:
+                return None
+            if outcome.committed and not outcome.skip:
+                self.commit(exchanger, self._attempt)
+            self._attempt = None
+        if self._committing:
+            return None
+        if exchanger.feedback is None:  # the round was a dense step's, which has taken all of it along
+            return np.zeros(before.residual_N.numel(), np.float32)
+        return exchanger.feedback.residual_N.cpu().numpy().copy()
+
+
+def absorb(feedback: ErrorFeedback | None, entries: Sparse, world_size: int) -> bool:
+    """Add what another worker had not sent, between two rounds; False: it cannot be, and is dropped."""
+    limit = largest_summable(world_size)
+    return feedback is not None and feedback.absorb(entries.indices, entries.values, limit)

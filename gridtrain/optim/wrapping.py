@@ -1,0 +1,43 @@
+"""An optimizer around another one, whose groups and state it shows as its own.
+
+Decides nothing: what a step does is the subclass's.  Schedulers, GradScaler and checkpoints look at
+`param_groups`, `state` and `state_dict`, and must find the inner optimizer's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class WrappingOptimizer(torch.optim.Optimizer):
+    """A real `torch.optim.Optimizer` that has no groups of its own."""
+
+    inner: torch.optim.Optimizer
+
+    def _wrap(self, inner: torch.optim.Optimizer) -> None:
+        # Not Optimizer.__init__, which would build groups of its own: the door that unpickling uses
+        # sets up everything else (hooks, profiling).
+        self.__setstate__({"inner": inner})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)

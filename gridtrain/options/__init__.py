@@ -1,0 +1,18 @@
+"""What a person can choose for a coordinator or a worker, and where each choice comes from.
+
+Decides names, bounds and defaults of options, once, in `table`; flags, `GRIDTRAIN_*` variables, the keys of
+run.toml, `gridtrain config show` and docs/configuration.md are made from it.  Never opens a socket, and knows
+no command-line library.
+
+    --upload-limit 20Mbit            the command line
+    GRIDTRAIN_UPLOAD_LIMIT=20Mbit    else the environment
+    [worker]                         else run.toml, in the folder where the command is typed,
+    upload_limit = "20Mbit"            or the file that GRIDTRAIN_CONFIG names
+                                     else the default
+"""
+
+from gridtrain.options.resolve import Settings, Value, resolve
+from gridtrain.options.runfile import RunFile
+from gridtrain.options.table import PROGRAMS, Kind, Option
+
+__all__ = ["PROGRAMS", "Kind", "Option", "RunFile", "Settings", "Value", "resolve"]

@@ -1,0 +1,70 @@
+"""What passes each cut of a model, found before the first step by a forward without data.
+
+Decides the `Spec` of every cut; needs no weights: the layers run on torch's meta device, where tensors have
+shapes and dtypes and no values, so that a worker can do this for a model that it could never hold.
+
+    example input --layer 0-- | --layer 1-- | --layer 2--      each | is a Spec, equal on all workers
+
+Every layer runs with two numbers of samples: what differs between them is what a sample contributes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridtrain.errors import ConfigError
+from gridtrain.pipeline.narrow import Wire
+from gridtrain.pipeline.statistics import MiniBatchStatistics
+from gridtrain.pipeline.trees import Spec, rebuilt
+
+_SAMPLES = (2, 3)
+
+
+def boundaries(layers: Sequence[nn.Module], example: Any, *, wire: Wire = Wire.EXACT) -> tuple[Spec, ...]:
+    """`result[i]`: what layer i hands on, so a stage of layers a .. b - 1 has `input=result[a - 1]`.
+
+    Args:
+        layers: of the whole model, in order; on the meta device, or copied there one by one.
+        example: an input of the model with at least one sample, samples first.
+        wire: how floating tensors and their gradients travel.
+
+    Raises:
+        ConfigError: a layer's output depends on values, or on the number of samples other than in its rows.
+    """
+    meta = torch.device("meta")
+    ways = [_with_rows(example, samples, meta) for samples in _SAMPLES]
+    specs = []
+    for i, layer in enumerate(layers):
+        there = copy.deepcopy(layer).to(meta)
+        try:
+            with MiniBatchStatistics([there]).forward(first_time=False):
+                ways = [there(way) for way in ways]
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"layer {i}, {type(layer).__name__}, cannot run without data: {error}",
+                remedy="describe the cuts with Spec.of(output, samples) instead",
+            ) from error
+        specs.append(Spec.between(ways[0], _SAMPLES[0], ways[1], _SAMPLES[1], wire=wire))
+        ways = [_cut_off(way) for way in ways]
+    return tuple(specs)
+
+
+def _with_rows(tree: Any, samples: int, device: torch.device) -> Any:
+    def resized(tensor: Tensor) -> Tensor:
+        return torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+
+    return _changed(tree, resized)
+
+
+def _cut_off(tree: Any) -> Any:
+    """No leaves: a layer that is not the first of its stage may overwrite what it is given."""
+    return _changed(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone())
+
+
+def _changed(tree: Any, change: Any) -> Any:
+    return rebuilt(tree, lambda value: change(value) if isinstance(value, Tensor) else value)

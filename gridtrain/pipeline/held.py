@@ -1,0 +1,195 @@
+"""What a worker holds of a model in stages: one stage, and what trains it.
+
+Decides what is built for a stage and how large its neighbours' payloads may be.  Never talks to anybody.
+
+    Staging.build --> module --> optimizer, flat gradient, exchange      at once, when the seat is known
+                        +------> Stage, Runner                           when a batch shows what goes in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from gridtrain.config import Exchange
+from gridtrain.errors import ConfigError
+from gridtrain.optim.averages import BufferAverage
+from gridtrain.optim.exchange import Exchanger, exchanger
+from gridtrain.optim.flat import FlatGradient
+from gridtrain.pipeline.boundaries import boundaries
+from gridtrain.pipeline.checks import check_on_way
+from gridtrain.pipeline.holding import SavedMeter
+from gridtrain.pipeline.narrow import Wire
+from gridtrain.pipeline.runner import Planner, Runner
+from gridtrain.pipeline.stage import Loss, Stage
+from gridtrain.pipeline.staging import Staging
+from gridtrain.protocol import schedule
+from gridtrain.protocol.messages import MOST_STAGES, Span
+from gridtrain.protocol.stage_costs import Order
+from gridtrain.wire.sparse import Sparse
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What all workers of the run must have alike; see `Grid.pipeline`."""
+
+    stages: int
+    micro_batches: int | None  # None: found out in the first steps
+    exchange: Exchange
+    loss: Loss
+    schedule: Planner = schedule.one_forward_one_backward
+    schedule_name: str = "1F1B"
+    ahead: float = 0.0
+    clip_norm: float | None = None
+    average_buffers_every: int = 100
+    compare_every: int = 500
+    rematerialise: bool = True
+    wire: Wire = Wire.EXACT
+    seed: int = 0
+
+    @property
+    def order(self) -> Order:
+        return Order.FILL_DRAIN if self.schedule is schedule.fill_drain else Order.ONE_F_ONE_B
+
+    def __post_init__(self) -> None:
+        check_stages(self.stages)
+        if not callable(self.loss):
+            raise ConfigError(
+                f"loss_fn is {self.loss!r}",
+                remedy="a function of the last layer's output and the targets, such as "
+                "torch.nn.functional.cross_entropy",
+            )
+        if not isinstance(self.exchange, Exchange):
+            raise ConfigError(
+                f"exchange is {self.exchange!r}, and the replicas of a stage exchange gradients at each step",
+                remedy="Dense(), TopK(...) or GTopK(...)",
+            )
+        if self.micro_batches is not None:
+            check_on_way(self.schedule(self.stages, self.micro_batches))
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}", remedy="a whole number of at most 63 bits")
+
+
+def check_stages(stages: int) -> None:
+    """Raises `ConfigError` for a number of stages that no run can have."""
+    whole = isinstance(stages, int) and not isinstance(stages, bool)
+    if not whole or not 2 <= stages <= MOST_STAGES:
+        raise ConfigError(
+            f"stages is {stages!r}",
+            remedy=f"a whole number from 2 to {MOST_STAGES}; a model in one piece is for grid.optimizer(...)",
+        )
+
+
+def made(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of these parameters.  Raises `ConfigError` if `make` makes none."""
+    found = make(parameters) if callable(make) else make
+    if not callable(make) or not isinstance(found, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is {'a function that returned ' if callable(make) else ''}a {type(found).__name__}",
+            remedy="a function that makes the optimizer of any stage: "
+            "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
+        )
+    return found
+
+
+def planner(name: str, ahead: float) -> tuple[Planner, str]:
+    """A schedule by its name, and what it is called.  Raises `ConfigError`."""
+    if name == "fill-drain":
+        return schedule.fill_drain, name
+    if name != "1f1b" or not ahead >= 0:
+        raise ConfigError(
+            f'schedule="{name}", ahead={ahead:g}', remedy='schedule="1f1b" or "fill-drain", ahead >= 0'
+        )
+    return partial(schedule.one_forward_one_backward, ahead=ahead), f"1F1B, {ahead:g} ahead"
+
+
+def wire_of(name: str) -> Wire:
+    """How activations travel.  Raises `ConfigError`."""
+    try:
+        return Wire(name)
+    except ValueError:
+        known = ", ".join(f'"{wire.value}"' for wire in Wire)
+        raise ConfigError(f'wire="{name}"', remedy=f"one of {known}") from None
+
+
+class HeldStage:
+    """What this worker holds of the model: one stage of it, and what trains it."""
+
+    def __init__(self, stage: int, staging: Staging, make: MakeOptimizer, options: Options) -> None:
+        self.stage, self._options, self._cuts = stage, options, staging.cuts
+        self.blocks = Span(*staging.bounds(stage))
+        self.module, self.tied = staging.build(stage)
+        self.inner = made(make, self.module.parameters())
+        self.flat = FlatGradient(self.module, self.inner)
+        self.exchanger: Exchanger = exchanger(options.exchange, (0, self.flat.n), self.flat.flat_N.device)
+        self.averages = BufferAverage(self.module, options.average_buffers_every)
+        self.runner: Runner | None = None
+        self.stepped = False  # it is not any more what it was built as, or restored to
+
+    def place(self, staging: Staging, stage: int) -> None:
+        """The same blocks are a stage of another cut: other neighbours, other copies of what is tied."""
+        if (stage, staging.cuts) != (self.stage, self._cuts):
+            self.stage, self._cuts, self.runner = stage, staging.cuts, None
+            self.tied = staging.blueprint.tied_in(stage, staging.cuts, self.module.blocks)
+
+    def prepare(self, staging: Staging, options: Options, example: Any) -> Runner:
+        """The runner, as soon as a batch shows what goes in."""
+        if self.runner is None:
+            start, stop = staging.bounds(self.stage)
+            cuts = boundaries(staging.blueprint.blocks, example, wire=options.wire)
+            if options.micro_batches is not None:
+                order = options.schedule(staging.stages, options.micro_batches)
+                check_on_way(order, max((len(cut.leaves) for cut in cuts[:-1]), default=1))
+            last = self.stage == staging.stages - 1
+            stage = Stage(
+                self.module.blocks,
+                input=cuts[start - 1] if start else None,
+                output=None if last else cuts[stop - 1],
+                loss=options.loss if last else None,
+                first_layer=start,
+                tied=self.tied,
+                rematerialise=options.rematerialise,
+            )
+            self.runner = Runner(stage, self.stage, staging.stages, schedule=options.schedule)
+        return self.runner
+
+    def counted(self, update: npt.NDArray[np.float32] | Sparse) -> npt.NDArray[np.float32] | Sparse:
+        """What of an update counts in the whole model's norm: a tied parameter does in its first stage."""
+        copies = {id(t.parameter) for t in self.tied if t.stages[0] != self.stage}
+        stops = list(accumulate(self.flat.sizes))
+        for parameter, size, stop in zip(self.flat.parameters, self.flat.sizes, stops, strict=True):
+            if id(parameter) not in copies:
+                continue
+            if isinstance(update, Sparse):
+                inside_K = (update.indices >= stop - size) & (update.indices < stop)
+                update = Sparse(update.indices, np.where(inside_K, np.float32(0), update.values))
+            else:
+                update = np.concatenate([update[: stop - size], np.zeros(size, np.float32), update[stop:]])
+        return update
+
+    def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
+        """Of the micro-batches that wait for their backward, at most, but the one that is computed."""
+        if self.runner is None or self.runner.stage.input is None:
+            return 0
+        order = self._options.schedule(len(self._cuts) - 1, micro_batches)
+        return max(0, order.kept(self.stage) - 1) * self.runner.stage.input.payload_bytes(samples)
+
+    def meter(self) -> SavedMeter:
+        return SavedMeter((*self.module.parameters(), *self.module.buffers()))
+
+    def limit_bytes(self, samples: int) -> int:
+        """The largest payload that a neighbour may hand over: twice its largest, for framing and rounding."""
+        assert self.runner is not None
+        specs = [s for s in (self.runner.stage.input, self.runner.stage.output) if s is not None]
+        tied = [t.parameter.numel() * t.parameter.element_size() for t in self.runner.stage.tied]
+        return (1 << 16) + 2 * max([*(s.payload_bytes(samples) for s in specs), *tied, 0])

@@ -1,0 +1,111 @@
+"""How many bytes a stage holds: counted tensor by tensor, on any device.
+
+Decides what is counted, and nothing else.  A process's own size says little about a small model: torch itself
+takes hundreds of megabytes.
+
+    parameters     with buffers                          exchange    the flat gradient, residual and momentum
+    gradients      of the parameters                     kept        at most at once: what autograd saves for
+    optimizer      its state                                         backward, and micro-batches' inputs
+
+Counted are storages, each once, however many views there are; not counted is what a layer holds only while it
+computes, and messages on their way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes; see the module's text."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    exchange: int
+    kept: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.exchange + self.kept
+
+    def __str__(self) -> str:
+        parts = ("parameters", "gradients", "optimizer", "exchange", "kept")
+        listed = ", ".join(f"{name} {getattr(self, name) / 2**20:.1f}" for name in parts)
+        return f"{self.total / 2**20:.1f} MiB ({listed})"
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of their storages, each counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What an optimizer holds beside the parameters."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+class SavedMeter:
+    """Counts what autograd saves while `counting`: now, and at most.
+
+    Args:
+        without: tensors that are there anyway, such as parameters.
+    """
+
+    def __init__(self, without: Iterable[Tensor]) -> None:
+        self._without = {t.untyped_storage().data_ptr() for t in without}
+        self._held: Counter[int] = Counter()
+        self.now_bytes = self.peak_bytes = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def also(self, nbytes: int) -> None:
+        """Something else is held now, beside what is saved."""
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes + nbytes)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        key, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if key in self._without:
+            return _Saved(tensor, None, 0, 0)
+        if not self._held[key]:
+            self.now_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        self._held[key] += 1
+        return _Saved(tensor, self, key, nbytes)
+
+    def released(self, key: int, nbytes: int) -> None:
+        self._held[key] -= 1
+        if not self._held[key]:
+            self.now_bytes -= nbytes
+
+
+class _Saved:
+    """Lives as long as autograd keeps the tensor."""
+
+    __slots__ = ("_key", "_meter", "_nbytes", "tensor")
+
+    def __init__(self, tensor: Tensor, meter: SavedMeter | None, key: int, nbytes: int) -> None:
+        # A tensor that the graph itself owns would keep its graph, and so this, alive for ever.
+        self.tensor = tensor.detach() if tensor.is_leaf is False else tensor
+        self._meter, self._key, self._nbytes = meter, key, nbytes
+
+    def __del__(self) -> None:
+        if self._meter is not None:
+            self._meter.released(self._key, self._nbytes)
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    return saved.tensor

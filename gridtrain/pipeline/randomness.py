@@ -1,0 +1,58 @@
+"""Which random numbers a layer draws for a micro-batch: a function of what is drawn for, not of who draws.
+
+Decides seeds.  They depend on the run's seed, the step, the replica, the micro-batch and the layer's place in
+the whole model, never on the number of stages: dropout is the same however the model is cut, and the same
+again when an activation is computed anew.
+
+torch's generators belong to the process, so one stage at a time draws from them; afterwards they are as they
+were before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def _mixed(*numbers: int) -> int:
+    packed = struct.pack(f"<{len(numbers)}q", *numbers)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def seed_of_step(seed: int, step: int, replica: int = 0) -> int:
+    """Of one step of one replica, for `Runner.run`; 0 <= seed < 2**63.  A repeated attempt has the same."""
+    return _mixed(seed, step, replica)
+
+
+def seed_of_layer(step_seed: int, micro_batch: int, layer: int) -> int:
+    """What the generators are seeded with before this layer; `layer` counts from the model's first."""
+    return _mixed(step_seed, micro_batch, layer)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """The default generators of the CPU and of `device`."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def borrowed_generators(device: torch.device) -> Iterator[None]:
+    """Nobody else draws meanwhile who also asks here, and the generators' states are put back."""
+    with _ONE_AT_A_TIME:
+        host = torch.get_rng_state()
+        there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        try:
+            yield
+        finally:
+            torch.set_rng_state(host)
+            if there is not None:
+                torch.cuda.set_rng_state(there, device)

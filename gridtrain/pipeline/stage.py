@@ -1,0 +1,323 @@
+"""The part of a model that one worker holds: forward and backward of micro-batches.
+
+Decides what is kept between them, what is computed anew, and how gradients add up; never talks to anybody and
+knows no other stage.
+
+    begin --> forward(m), backward(m) in any order in which the schedule says --> finish --> commit
+                 |                |                                                  |          |
+         keeps m's input    computes the forward anew, with          parameter.grad is     batch norms'
+         (not the inside)   the same random numbers, then back       the mini-batch's      statistics move
+
+The loss of n samples in a mini-batch of N counts n / N, so gradients and loss are the mini-batch's mean
+however it is divided.  `abort` and the next `begin` put gradients back; nothing else has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridtrain.errors import ConfigError, LocalProtocolError
+from gridtrain.pipeline import randomness
+from gridtrain.pipeline.statistics import MiniBatchStatistics
+from gridtrain.pipeline.trees import Leaf, Spec, rebuilt, split
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Tied:
+    """One parameter that several stages hold a copy of.
+
+    Attributes:
+        index: which of the model's tied parameters, equal on all stages.
+        stages: who holds it, ascending.
+        parameter: this stage's copy.
+    """
+
+    index: int
+    stages: tuple[int, ...]
+    parameter: nn.Parameter
+
+    @property
+    def spec(self) -> Spec:
+        """Of the parameter and of its gradient: exactly, whatever is chosen for activations."""
+        return Spec(Leaf(self.parameter.dtype, tuple(self.parameter.shape)))
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Of a micro-batch between its forward and its backward; `result` None: to be computed anew."""
+
+    received: Any
+    result: Any
+
+
+class Stage:
+    """Consecutive layers of a model, each called with what the one before returned (as `nn.Sequential`).
+
+    Args:
+        layers: in order, on one device.
+        input: what arrives from the stage before; None: this is the first one.
+        output: what goes to the next stage; None: this is the last one.
+        loss: on the last stage: (output, targets) to the mean over the samples, a scalar.
+        first_layer: how many layers of the model the stages before hold.
+        tied: parameters that other stages hold too.
+        rematerialise: keep only inputs, compute the forward again before the backward (GPipe, section 2.3).
+        deterministic: no layer draws random numbers; then generators are left alone.
+        device: where what arrives goes; that of the first parameter, else the CPU.
+
+    Raises:
+        ConfigError: the last stage without a loss, or another one with it.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        input: Spec | None = None,
+        output: Spec | None = None,
+        loss: Loss | None = None,
+        first_layer: int = 0,
+        tied: Sequence[Tied] = (),
+        rematerialise: bool = True,
+        deterministic: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        if (loss is None) is (output is None):
+            raise ConfigError(
+                "a stage has either a loss, being the last one, or an output for the next one",
+                remedy="give Stage exactly one of loss= and output=",
+            )
+        self.layers, self.input, self.output = list(layers), input, output
+        self.tied = tuple(sorted(tied, key=lambda one: one.index))
+        self.loss: float | None = None
+        self._loss, self._first_layer = loss, first_layer
+        self._rematerialise, self._deterministic = rematerialise, deterministic
+        self.parameters = list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
+        self.device = device or (self.parameters[0].device if self.parameters else torch.device("cpu"))
+        self._statistics = MiniBatchStatistics(self.layers)
+        self._before: list[Tensor | None] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept: dict[int, _Kept] = {}
+        self._losses: list[Tensor] = []
+        self._inputs: list[Any] = []
+        self._targets: list[Any] = []
+
+    @property
+    def kept(self) -> int:
+        """How many micro-batches are between their forward and their backward."""
+        return len(self._kept)
+
+    def begin(
+        self,
+        seed: int,
+        sizes: Sequence[int],
+        *,
+        inputs: Any = None,
+        targets: Any = None,
+        loss_scale: float = 1.0,
+    ) -> None:
+        """A mini-batch of sum(sizes) samples; an unfinished one before it is dropped.
+
+        Args:
+            seed: of this step and replica (`randomness.seed_of_step`).
+            sizes: samples of each micro-batch, all at least 1.
+            inputs: on the first stage: of the whole mini-batch; elsewhere not looked at.
+            targets: on the last stage, likewise.
+            loss_scale: on the last stage: a GradScaler's; gradients are that much larger, `loss` is not.
+
+        Raises:
+            ConfigError: inputs or targets do not have that many samples.
+        """
+        self.abort()
+        self._statistics.drop()
+        self._sizes, self._scale = tuple(sizes), loss_scale
+        self._weights = [size / sum(sizes) for size in sizes]
+        self._seeds = [] if self._deterministic else [self._seeds_of(seed, m) for m in range(len(sizes))]
+        self._inputs = [self._here(part) for part in split(inputs, sizes)] if self.input is None else []
+        self._targets = [self._here(part) for part in split(targets, sizes)] if self.output is None else []
+        self.loss = None
+        self._before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _here(self, tree: Any) -> Any:
+        return rebuilt(tree, lambda value: value.to(self.device) if isinstance(value, Tensor) else value)
+
+    def forward(self, m: int, received: Any = None, *, backward_follows: bool = False) -> Any:
+        """Micro-batch m; returns what goes to the next stage, None on the last one.
+
+        Args:
+            m: ascending from call to call.
+            received: from the stage before, as `input` says.
+            backward_follows: m's backward is the next call: then nothing is to be computed anew.
+
+        Raises:
+            ConfigError: the output is not as agreed, or a layer overwrote what it gets no gradient for.
+        """
+        if m in self._kept:
+            raise LocalProtocolError(f"micro-batch {m} has had its forward already")
+        received = self._inputs[m] if self.input is None else self._leaves(received, m)
+        if self._rematerialise and not backward_follows:
+            versions = _versions(received)
+            with torch.no_grad():
+                result = self._compute(m, received, first_time=True)
+            if _versions(received) != versions:
+                raise ConfigError(
+                    "a layer at the start of this stage overwrote its input, which is needed once more",
+                    remedy="inplace=False for this layer, or rematerialise=False",
+                )
+            self._kept[m] = _Kept(received, None)
+        else:
+            result = self._compute(m, received, first_time=True)
+            self._kept[m] = _Kept(received, result)
+        if self.output is None:
+            self._losses.append(result.detach())
+            return None
+        return self.output.replaced(result, lambda leaf, value: _plain(value))
+
+    def _leaves(self, received: Any, m: int) -> Any:
+        """What arrived as the leaves of this stage's graph."""
+        assert self.input is not None
+
+        def leaf_of(leaf: Leaf, value: Any) -> Any:
+            return value.detach().requires_grad_() if leaf.gradient else value
+
+        self.input.values(received, self._sizes[m])
+        return self.input.replaced(received, leaf_of)
+
+    def _compute(self, m: int, x: Any, *, first_time: bool) -> Any:
+        """The layers; on the last stage the loss, already weighted by the micro-batch's samples."""
+        if self.input is not None:  # copies of leaves: a first layer may overwrite them (ReLU(inplace=True))
+            x = self.input.replaced(x, lambda leaf, value: value.clone() if leaf.gradient else value)
+        with self._drawing(), self._statistics.forward(first_time=first_time):
+            for i, layer in enumerate(self.layers):
+                self._seed_layer(m, i)
+                x = layer(x)
+            if self._loss is None:
+                assert self.output is not None
+                self.output.values(x, self._sizes[m])
+                return x
+            self._seed_layer(m, len(self.layers))
+            loss = self._loss_of(x, self._targets[m])
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            raise ConfigError(
+                f"the loss is {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}",
+                remedy="it must be a tensor without dimensions: the mean over the samples",
+            )
+        return loss * self._weights[m]
+
+    def _loss_of(self, output: Any, targets: Any) -> Any:
+        assert self._loss is not None
+        try:
+            return self._loss(output, targets)
+        except Exception as error:  # a user's function may raise anything
+            if targets is not None:
+                raise
+            raise ConfigError(
+                f"the loss cannot be computed, and this step has no targets: {type(error).__name__}: {error}",
+                remedy="loss = pipe.step(inputs, targets), on all workers",
+            ) from error
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Around layers that may draw: one stage of a process at a time."""
+        return nullcontext() if self._deterministic else randomness.borrowed_generators(self.device)
+
+    def _seeds_of(self, seed: int, m: int) -> list[int]:
+        """Of each layer for micro-batch m, and of the loss."""
+        count = len(self.layers) + (self._loss is not None)
+        return [randomness.seed_of_layer(seed, m, self._first_layer + i) for i in range(count)]
+
+    def _seed_layer(self, m: int, i: int) -> None:
+        if not self._deterministic:
+            randomness.seed_generators(self._seeds[m][i], self.device)
+
+    def backward(self, m: int, gradients: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
+        """Adds micro-batch m's part to `parameter.grad`.
+
+        Args:
+            m: after its forward; ascending from call to call.
+            gradients: one for each leaf of `output` that has one; on the last stage none.
+
+        Returns:
+            One for each leaf of `input` that has one, zeros where the output does not depend on it.
+        """
+        if m not in self._kept:
+            raise LocalProtocolError(f"the backward of micro-batch {m} comes before its forward")
+        kept = self._kept.pop(m)
+        result = self._compute(m, kept.received, first_time=False) if kept.result is None else kept.result
+        if self.output is None:
+            roots, seeds = [result * self._scale if self._scale != 1.0 else result], [None]
+        else:
+            roots, seeds = self.output.tensors(result, self._sizes[m]), list(gradients or ())  # type: ignore[arg-type]
+        pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
+        if pairs:
+            torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+        if self.input is None:
+            return ()
+        leaves = self.input.tensors(kept.received, self._sizes[m])
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
+
+    def tied_gradient(self, tied: Tied) -> Tensor:
+        """This stage's own part, in its own memory; zeros where there is none."""
+        gradient = tied.parameter.grad
+        return torch.zeros_like(tied.parameter) if gradient is None else gradient
+
+    @torch.no_grad()
+    def sum_tied(self, tied: Tied, parts: Mapping[int, Tensor]) -> None:
+        """`parameter.grad` becomes the sum of all stages' parts, in the order of the stages everywhere."""
+        total = parts[tied.stages[0]]
+        for stage in tied.stages[1:]:
+            total = total + parts[stage]
+        tied.parameter.grad = total
+
+    @torch.no_grad()
+    def replace_tied(self, tied: Tied, value: Tensor) -> None:
+        """Take over another stage's copy."""
+        tied.parameter.copy_(value)
+
+    def finish(self) -> None:
+        """All micro-batches are done: gradients that were there before are added, `loss` is the mean."""
+        if self._kept or self._before is None:
+            raise LocalProtocolError(
+                f"a mini-batch ends with {len(self._kept)} micro-batches without backward"
+            )
+        for parameter, before in zip(self.parameters, self._before, strict=True):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        if self._losses:
+            self.loss = float(torch.stack(self._losses).double().sum())
+        self._before = None
+        self._forget()
+
+    def commit(self) -> None:
+        """The step went through: batch norms' running statistics move by one mini-batch."""
+        self._statistics.commit()
+
+    def abort(self) -> None:
+        """Drop a mini-batch that is not finished: gradients are as they were before `begin`."""
+        if self._before is not None:
+            for parameter, before in zip(self.parameters, self._before, strict=True):
+                parameter.grad = before
+        self._before = None
+        self._statistics.drop()
+        self._forget()
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _versions(tree: Any) -> list[int]:
+    """How often each tensor in a nest has been written to."""
+    found: list[int] = []
+    rebuilt(tree, lambda value: found.append(value._version) if isinstance(value, Tensor) else None)
+    return found

@@ -1,0 +1,103 @@
+"""Batch norm under micro-batches: normalises each by its own statistics, remembers those of the mini-batch.
+
+Decides what running statistics become (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are
+computed over each micro-batch"; "the moving average ... over the entire mini-batch" is kept for evaluation).
+Never changes what a forward computes.
+
+    micro-batch 0..M-1  --(count, mean, squared deviations)-->  merged  --commit-->  running_mean, running_var
+
+Merged as by Chan, Golub and LeVeque (1979), which does not subtract large sums from each other; the variance
+is the unbiased one, as in torch.  Nothing changes before `commit`, so an aborted step leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gridtrain.errors import ConfigError
+
+
+@dataclass
+class _Sums:
+    """Of one layer: how many values, their mean and squared deviations, each (C,)."""
+
+    count: int
+    mean_C: Tensor
+    deviations_C: Tensor
+
+    def add(self, other: _Sums) -> None:
+        total = self.count + other.count
+        apart_C = other.mean_C - self.mean_C
+        self.mean_C = self.mean_C + apart_C * (other.count / total)
+        self.deviations_C = (
+            self.deviations_C + other.deviations_C + apart_C.square() * (self.count * other.count / total)
+        )
+        self.count = total
+
+
+class MiniBatchStatistics:
+    """Of all batch norms in some layers that keep running statistics."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        found = {module: None for layer in layers for module in layer.modules()}
+        if any(isinstance(module, nn.SyncBatchNorm) for module in found):
+            raise ConfigError(
+                "SyncBatchNorm talks to a process group in the middle of a stage's forward",
+                remedy="use BatchNorm1d, 2d or 3d; replicas average their running statistics every few steps",
+            )
+        self._norms = [m for m in found if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._sums: dict[_BatchNorm, _Sums] = {}
+
+    def _before(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+        assert isinstance(norm, _BatchNorm)
+        values = inputs[0].detach().float().transpose(0, 1).flatten(1)  # (C, count)
+        mean_C = values.mean(dim=1)
+        found = _Sums(values.shape[1], mean_C, (values - mean_C[:, None]).square().sum(dim=1))
+        if norm in self._sums:
+            self._sums[norm].add(found)
+        else:
+            self._sums[norm] = found
+
+    def forward(self, *, first_time: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch's forward; only the first time it is looked at, not when computed anew."""
+        return self._watched(first_time) if self._norms else nullcontext()
+
+    @contextmanager
+    def _watched(self, first_time: bool) -> Iterator[None]:
+        training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
+        hooks = [norm.register_forward_pre_hook(self._before) for norm in training if first_time]
+        for norm in training:
+            norm.track_running_stats = False  # torch then neither reads nor moves the running statistics
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for norm in training:
+                norm.track_running_stats = True
+
+    def drop(self) -> None:
+        self._sums.clear()
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Move the running statistics by one mini-batch, once."""
+        for norm, sums in self._sums.items():
+            assert norm.running_mean is not None and norm.running_var is not None
+            factor = norm.momentum
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.add_(1)
+                if factor is None:  # torch's cumulative average
+                    factor = 1.0 / float(norm.num_batches_tracked)
+            factor = 0.0 if factor is None else factor
+            variance_C = sums.deviations_C / max(1, sums.count - 1)
+            norm.running_mean.mul_(1 - factor).add_(sums.mean_C.to(norm.running_mean.dtype), alpha=factor)
+            norm.running_var.mul_(1 - factor).add_(variance_C.to(norm.running_var.dtype), alpha=factor)
+        self._sums.clear()

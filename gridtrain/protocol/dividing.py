@@ -1,0 +1,153 @@
+"""`micro_batches="auto"`: how many micro-batches a step is best divided into, from the first steps.
+
+Decides the number, from figures that all members of a committed step hold alike; never measures, and knows
+no clock: who has the same figures decides the same.
+
+    step       0        1         2         3         4 ...
+    number   4 S      4 S       8 S       8 S       proposed, for the rest of the run
+            warm-up  counted   warm-up   counted
+                        |                   |
+                  t(n), hop(n)  and  t(n/2), hop(n/2):   t(n) = overhead + n x per sample
+
+Two sizes tell what a micro-batch costs however small it is, and `pipelining.propose` weighs that and the
+links against the bubble.  Both trials are at least as fine as GPipe's advice (4 micro-batches for each stage,
+section 2.3), so that nothing is tried that needs more memory than that; the number that is chosen may be
+smaller where all members have said that a larger micro-batch fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gridtrain.protocol import pipelining
+from gridtrain.protocol.lines import even
+from gridtrain.protocol.schedule import divide
+from gridtrain.protocol.seats import Seats
+from gridtrain.protocol.stage_costs import Card, Layer, Order, Running
+
+PER_STAGE = 4
+TRIALS = (PER_STAGE, PER_STAGE, 2 * PER_STAGE, 2 * PER_STAGE)
+COUNTED = (1, 3)
+"""The other trials only warm up: kernels are compiled and memory is found for a size that is new."""
+
+
+MOST = 1e9
+"""Seconds, or samples: more is no honest member's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a member has measured in one step.
+
+    Attributes:
+        forward_s, backward_s: of a micro-batch, the mean; the second forward is part of backward.
+        turn_s: on the first stage: from the first micro-batch's departure until its gradient is back; 0: not
+            known, since the stage had work until then.
+        samples: of this replica's batch.
+        most: samples of the largest micro-batch that fits this member; infinite: it knows no bound.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    turn_s: float = 0.0
+    samples: float = 0.0
+    most: float = math.inf
+
+    def fit(self) -> bool:
+        """Whether an honest member can have said so."""
+        values = (self.forward_s, self.backward_s, self.turn_s, self.samples)
+        return all(0 <= value <= MOST for value in values) and self.samples % 1 == 0 and self.most >= 0
+
+
+Told = tuple[Figures, ...]
+"""Of all members, in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The number for the rest of the run, and why."""
+
+    micro_batches: int
+    reason: str
+
+
+def trial(number: int, stages: int) -> int:
+    """Micro-batches of the so-manieth trial, from 0."""
+    return TRIALS[number] * stages
+
+
+def is_complete(told: Sequence[Told]) -> bool:
+    return len(told) == len(TRIALS)
+
+
+def choose(
+    told: Sequence[Told], seats: Seats, order: Order, ahead: float, stages: int | None = None
+) -> Chosen:
+    """From all trials.
+
+    Args:
+        seats: of the generation that made the last one.
+        stages: for which the trials were; None: as `seats` has.  A model that was cut anew has fewer now.
+    """
+    once, twice = (told[number] for number in COUNTED)
+    numbers_tried = [trial(number, stages or seats.stages) for number in COUNTED]
+    first = numbers_tried[0]
+    batch = round(max(figures.samples for figures in once))
+    sizes = [divide(batch, number)[0] for number in numbers_tried]
+    if sizes[0] == sizes[1] or len(once) != len(twice) or len(once) != seats.world_size:
+        return Chosen(first, f"{first} micro-batches, {PER_STAGE} for each stage: there was one size to try")
+    layers = [_layer(stage, seats, (once, twice), sizes) for stage in range(seats.stages)]
+    hops_s = [_hop_s(told_, seats) for told_ in (once, twice)]
+    per_sample_s, alpha_s = _line(sizes, hops_s)
+    network = even(seats.stages, alpha_s, 1 / per_sample_s if per_sample_s > 0 else math.inf)
+    most = min(figures.most for figures in (*once, *twice))
+    numbers = [n for n in pipelining.numbers_for(batch) if math.ceil(batch / n) <= max(most, sizes[0])]
+    running = Running(order=order, rematerialise=False, ahead=ahead)
+    proposal = pipelining.propose(
+        layers,
+        [Card()] * seats.stages,
+        network,
+        running,
+        batch,
+        cuts=range(seats.stages + 1),
+        numbers=numbers,
+        ahead=ahead,
+    )
+    return Chosen(proposal.micro_batches, proposal.reason)
+
+
+def _layer(stage: int, seats: Seats, told: tuple[Told, Told], sizes: Sequence[int]) -> Layer:
+    """A stage as one layer; its slowest replica counts, as all replicas wait for it."""
+    forwards, backwards = (
+        _line(sizes, [max(getattr(each[rank], what) for rank in seats.group(stage)) for each in told])
+        for what in ("forward_s", "backward_s")
+    )
+    return Layer(
+        f"stage {stage}",
+        forwards[0],
+        backwards[0],
+        parameter_bytes=0,
+        output_bytes=1,  # a sample's activations are one unit, and the network's rate is in these
+        overhead_s=(forwards[1] + backwards[1]) / 2,
+    )
+
+
+def _line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
+    """(per sample, overhead), neither below 0, that agree with the time of the larger size."""
+    (large, small), (large_s, small_s) = sizes, times_s
+    per_sample_s = min(max(0.0, (large_s - small_s) / (large - small)), large_s / large)
+    return per_sample_s, large_s - large * per_sample_s
+
+
+def _hop_s(told: Told, seats: Seats) -> float:
+    """Of one payload from a stage to the next, on average: what the first micro-batch's way there and back
+    took beside the work of the stages behind the first."""
+    found = []
+    for replica in range(seats.replicas):
+        first, *behind = (told[rank] for rank in seats.pipeline(replica))
+        if first.turn_s > 0:
+            work_s = sum(figures.forward_s + figures.backward_s for figures in behind)
+            found.append(max(0.0, first.turn_s - work_s) / (2 * (seats.stages - 1)))
+    return max(found, default=0.0)

@@ -1,0 +1,142 @@
+"""Why no cut of a model fits, and what would: the text of an error, from the numbers that `cutting` has.
+
+Decides what to propose; each proposal has been tried on the same numbers.  Never cuts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from gridtrain.errors import ConfigError
+from gridtrain.protocol.bottleneck import bottleneck
+from gridtrain.protocol.lines import even
+from gridtrain.protocol.stage_costs import Card, Costs, Layer, Order, Running
+
+MOST_STAGES = 64
+"""Proposed; above, somebody wants other cards."""
+
+
+def least_lack(
+    layers: Sequence[Layer], cards: Sequence[Card], running: Running
+) -> tuple[tuple[int, ...], float]:
+    """The cut whose fullest card lacks fewest bytes, and how many (negative: they are left)."""
+    costs = Costs(layers, cards, even(len(cards), 0.0, math.inf), running)
+
+    def lack(stage: int, start: int, stop: int) -> float:
+        limit = cards[stage].memory_bytes
+        return costs.total_bytes(stage, start, stop) - limit if limit < math.inf else -1e300
+
+    def least(stage: int, start: int, stop: int) -> float:
+        limit = cards[stage].memory_bytes
+        return costs.least_bytes(stage, start, stop) - limit if limit < math.inf else -1e300
+
+    cuts, lacking = bottleneck(len(layers), len(cards), lack, least)
+    assert cuts is not None  # every cost is finite
+    return cuts, lacking
+
+
+def fitting(
+    costs: Costs, may_be: Callable[[int, int], bool] = lambda start, stop: True
+) -> tuple[int, ...] | None:
+    """Some cut that exceeds no card's memory; None: there is none.
+
+    Args:
+        may_be: whether a stage may have the layers from `start` to `stop` - 1.
+    """
+    limits = [card.memory_bytes for card in costs.cards]
+
+    def room(stage: int, start: int, stop: int) -> float:
+        fits = may_be(start, stop) and costs.total_bytes(stage, start, stop) <= limits[stage]
+        return 0.0 if fits else math.inf
+
+    def least(stage: int, start: int, stop: int) -> float:
+        return 0.0 if costs.least_bytes(stage, start, stop) <= limits[stage] else math.inf
+
+    return bottleneck(len(costs.layers), len(costs.cards), room, least, 0.0)[0]
+
+
+def fits(layers: Sequence[Layer], cards: Sequence[Card], running: Running) -> bool:
+    """Whether some cut exceeds no card's memory."""
+    if len(cards) > len(layers):
+        return False
+    return fitting(Costs(layers, cards, even(len(cards), 0.0, math.inf), running)) is not None
+
+
+def refusal(layers: Sequence[Layer], cards: Sequence[Card], running: Running) -> ConfigError:
+    """Which stage lacks how many bytes in the cut that comes nearest, and what would be enough."""
+    cuts, _ = least_lack(layers, cards, running)
+    costs = Costs(layers, cards, even(len(cards), 0.0, math.inf), running)
+
+    def lack(stage: int) -> float:
+        return costs.bytes(stage, cuts[stage], cuts[stage + 1]).total - cards[stage].memory_bytes
+
+    worst = max(range(len(cards)), key=lack)
+    start, stop = cuts[worst], cuts[worst + 1]
+    held = costs.bytes(worst, start, stop)
+    big = max(range(start, stop), key=lambda at: costs.bytes(worst, at, at + 1).total)
+    reason = (
+        f"no cut of {len(layers)} layers into {len(cards)} stages fits: at best stage {worst} "
+        f"({said_layers(layers, start, stop)}) needs {said_bytes(held.total)} of its card's "
+        f"{said_bytes(cards[worst].memory_bytes)}, {said_bytes(lack(worst))} too many "
+        f"({said_parts(held.parameters, held.copies, held.activations, held.transit)})"
+    )
+    if stop - start > 1:
+        alone = costs.bytes(worst, big, big + 1).total
+        reason += f'; its largest layer, "{layers[big].name}", needs {said_bytes(alone)} alone'
+    enough = list(_enough(layers, cards, running))
+    if enough:
+        remedy = f"{'any of these is' if len(enough) > 1 else 'this is'} enough: {'; '.join(enough)}"
+    else:
+        remedy = (
+            "neither more stages nor smaller micro-batches nor re-materialisation is enough: cut "
+            f'"{layers[big].name}" into smaller layers, make batch or model smaller, or use larger cards'
+        )
+    return ConfigError(reason, remedy=remedy)
+
+
+def _enough(layers: Sequence[Layer], cards: Sequence[Card], running: Running) -> Iterator[str]:
+    if running.order is Order.FILL_DRAIN and fits(layers, cards, replace(running, order=Order.ONE_F_ONE_B)):
+        yield "the schedule 1f1b"
+    if not running.rematerialise and fits(layers, cards, replace(running, rematerialise=True)):
+        yield "re-materialisation"
+    samples, batch = running.samples, running.samples * running.micro_batches
+    while samples > 1:
+        samples //= 2
+        smaller = replace(running, samples=samples, micro_batches=math.ceil(batch / samples))
+        if fits(layers, cards, smaller):
+            yield f"{smaller.micro_batches} micro-batches of {samples} sample{'s' if samples > 1 else ''}"
+            break
+    smallest = min(cards, key=lambda card: card.memory_bytes)
+    for stages in range(len(cards) + 1, min(len(layers), MOST_STAGES) + 1):
+        if fits(layers, [*cards, *(smallest,) * (stages - len(cards))], running):
+            yield f"{stages} stages, the further ones on cards of {said_bytes(smallest.memory_bytes)}"
+            break
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+def said_bytes(nbytes: float) -> str:
+    """For people: decimal prefixes, three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.3g} TB"
+
+
+def said_layers(layers: Sequence[Layer], start: int, stop: int) -> str:
+    """Layers `start` to `stop` - 1 with their names."""
+    if stop - start == 1:
+        return f'layer {start}, "{layers[start].name}"'
+    return f'layers {start} to {stop - 1}, "{layers[start].name}" to "{layers[stop - 1].name}"'
+
+
+def said_parts(parameters: int, copies: int, activations: int, transit: int) -> str:
+    """A stage's bytes by what they are for."""
+    return (
+        f"parameters {said_bytes(parameters)}, gradients and optimizer {said_bytes(copies)}, "
+        f"activations {said_bytes(activations)}, in transit {said_bytes(transit)}"
+    )

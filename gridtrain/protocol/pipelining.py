@@ -1,0 +1,304 @@
+"""What a step of a pipeline takes, and in how many micro-batches its mini-batch is best divided.
+
+Decides the number of micro-batches to propose; never measures, never runs anything.
+
+    cutting.Cut ---+
+    schedule ------+--> actions, walked one by one over the network's lines --> Outlook
+    lines ---------+
+
+More micro-batches make the bubble smaller: of a step in M micro-batches over S even stages
+(S - 1)/(M + S - 1) is idle (GPipe, section 2.3).  But each micro-batch costs its overhead (of kernels, of
+messages), and where a schedule waits for a payload, its latency.  `propose` walks the step for each number
+and takes the smallest one that is within a share of the fastest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gridtrain.errors import ConfigError
+from gridtrain.protocol import cutting
+from gridtrain.protocol.choosing import said_s
+from gridtrain.protocol.lines import Network, Traffic, even
+from gridtrain.protocol.schedule import Action, Kind, ahead_for, divide
+from gridtrain.protocol.stage_costs import Card, Costs, Cut, Layer, Order, Running
+
+MOST_MICRO_BATCHES = 256
+"""Proposed: a bubble of 3 % with 8 stages."""
+
+NEAR = 0.02
+"""A step that is slower by this share is as good, if it has fewer micro-batches or keeps fewer."""
+
+_AHEAD = (0.5, 1.0, 2.0, 4.0)
+"""How far 1F1B may run ahead: one number from the slowest hop alone is too little for uneven stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A step, predicted.
+
+    Attributes:
+        running: with the number of micro-batches, and the samples of the largest.
+        step_s: from the first forward until the last backward has ended, transfers overlapping with work;
+            without exchange and optimizer.
+        bubble: the share of it in which the stage that computes most does not compute.
+        sent_bytes: (S,) by each stage in a step.
+    """
+
+    cut: Cut
+    running: Running
+    step_s: float
+    bubble: float
+    sent_bytes: tuple[int, ...]
+
+    @property
+    def ideal_bubble(self) -> float:
+        """Of as many even stages and no links: (S - 1)/(M + S - 1)."""
+        stages, micro_batches = len(self.cut.stages), self.running.micro_batches
+        return (stages - 1) / (micro_batches + stages - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The number of micro-batches to take, what was compared (ascending), and why."""
+
+    chosen: Outlook
+    others: tuple[Outlook, ...]
+    reason: str
+
+    @property
+    def micro_batches(self) -> int:
+        return self.chosen.running.micro_batches
+
+
+def outlook(
+    layers: Sequence[Layer], cards: Sequence[Card], network: Network, running: Running, batch: int, cut: Cut
+) -> Outlook:
+    """A step of `batch` samples with this cut, in `running.micro_batches` micro-batches."""
+    walk = _Walk(layers, cards, network, running, divide(batch, running.micro_batches), cut)
+    step_s = walk.run()
+    return Outlook(cut, running, step_s, 1 - max(walk.computed_s) / step_s, tuple(walk.sent_bytes))
+
+
+def propose(
+    layers: Sequence[Layer],
+    cards: Sequence[Card],
+    network: Network | None,
+    running: Running,
+    batch: int,
+    *,
+    cuts: Sequence[int] | None = None,
+    numbers: Sequence[int] = (),
+    near: float = NEAR,
+    slack: float = 0.0,
+    ahead: float | None = None,
+) -> Proposal:
+    """How many micro-batches a step of `batch` samples is best divided into.
+
+    Args:
+        running: its `samples`, `micro_batches` and (of 1F1B) `ahead` are what this decides.
+        cuts: as the model is cut already; None: each number gets its best cut.
+        numbers: to compare; none given: all that make the largest micro-batch smaller, up to
+            `MOST_MICRO_BATCHES`.
+        near: how much slower a step with fewer micro-batches may be.
+        slack: see `cutting.cut`.
+        ahead: of 1F1B, where that is fixed.
+
+    Raises:
+        ConfigError: none fits into the cards' memory, with the reason for the one that comes first.
+    """
+    network = network or even(len(cards), 0.0, math.inf)
+    if batch < 1 or any(not 1 <= number <= batch for number in numbers):
+        raise ConfigError(
+            f"{batch} samples in {list(numbers) or 'any number of'} micro-batches",
+            remedy="give at least one sample, and one for each micro-batch",
+        )
+    tried: list[Outlook] = []
+    refused: list[ConfigError] = []
+    for number in sorted(set(numbers)) or numbers_for(batch):
+        try:
+            tried.append(_tried(layers, cards, network, running, batch, number, cuts, near, slack, ahead))
+        except ConfigError as error:
+            refused.append(error)
+    if not tried:
+        raise refused[-1]
+    fastest = min(tried, key=lambda each: each.step_s)
+    chosen = next(each for each in tried if each.step_s <= fastest.step_s * (1 + near))
+    return Proposal(chosen, tuple(tried), _reason(chosen, tried, batch, refused))
+
+
+def numbers_for(batch: int) -> list[int]:
+    """Ascending; each makes the largest micro-batch smaller than the one before."""
+    most = min(batch, MOST_MICRO_BATCHES)
+    sizes = {math.ceil(batch / number) for number in range(1, most + 1)}
+    return sorted(number for number in {math.ceil(batch / size) for size in sizes} if number <= most)
+
+
+def _tried(
+    layers: Sequence[Layer],
+    cards: Sequence[Card],
+    network: Network,
+    running: Running,
+    batch: int,
+    number: int,
+    cuts: Sequence[int] | None,
+    near: float,
+    slack: float,
+    fixed: float | None,
+) -> Outlook:
+    """The best way to run a step in `number` micro-batches; of 1F1B, the least `ahead` that is as good."""
+    running = replace(running, samples=math.ceil(batch / number), micro_batches=number, ahead=fixed or 0.0)
+    cut = _cut(layers, cards, network, running, cuts, slack)
+    found = [outlook(layers, cards, network, running, batch, cut)]
+    if fixed is None and running.order is Order.ONE_F_ONE_B and len(cards) > 2:
+        for ahead in sorted({_ahead(cut, network), *_AHEAD}):
+            further = replace(running, ahead=ahead)
+            if further.schedule(len(cards)).actions == found[-1].running.schedule(len(cards)).actions:
+                continue  # the same with so few micro-batches
+            try:
+                cut = _cut(layers, cards, network, further, cuts, slack)
+            except ConfigError:
+                break  # each one further needs more memory
+            found.append(outlook(layers, cards, network, further, batch, cut))
+    fastest_s = min(each.step_s for each in found)
+    return next(each for each in found if each.step_s <= fastest_s * (1 + near))
+
+
+def _cut(
+    layers: Sequence[Layer],
+    cards: Sequence[Card],
+    network: Network,
+    running: Running,
+    cuts: Sequence[int] | None,
+    slack: float,
+) -> Cut:
+    if cuts is None:
+        return cutting.cut(layers, cards, network, running, slack=slack)
+    cut = cutting.at(Costs(layers, cards, network, running), cuts)
+    for index, stage in enumerate(cut.stages):
+        if stage.bytes.total > stage.card.memory_bytes:
+            raise ConfigError(
+                f"stage {index} needs {stage.bytes.total} bytes of its card's {stage.card.memory_bytes:g}",
+                remedy="cut the model anew, or take more micro-batches",
+            )
+    return cut
+
+
+def _ahead(cut: Cut, network: Network) -> float:
+    """Enough for the slowest hop, if all stages are even and no work waits for another's."""
+    forward_s = max(stage.forward_s for stage in cut.stages)
+    backward_s = max(stage.backward_s for stage in cut.stages)
+    hops_s = [
+        network.link(s, s + 1).alpha_s + stage.out_bytes / network.path_Bps(s, s + 1)
+        for s, stage in enumerate(cut.stages[:-1])
+    ]
+    return ahead_for(forward_s, backward_s, max(hops_s)) if forward_s + backward_s > 0 else 0.0
+
+
+def _reason(chosen: Outlook, tried: Sequence[Outlook], batch: int, refused: Sequence[ConfigError]) -> str:
+    running, stages = chosen.running, len(chosen.cut.stages)
+    text = (
+        f"{running.micro_batches} micro-batches of {running.samples} of {batch} samples over {stages} "
+        f"stages: a step takes {said_s(chosen.step_s)}, {chosen.bubble:.0%} of it bubble "
+        f"({chosen.ideal_bubble:.0%} with even stages and no links)"
+    )
+    if running.ahead:
+        text += f", {running.order} running {running.ahead:.3g} ahead for each stage that follows"
+    fewer = [each for each in tried if each.running.micro_batches < running.micro_batches]
+    more = [each for each in tried if each.running.micro_batches > running.micro_batches]
+    if fewer:
+        text += f"; {fewer[-1].running.micro_batches} would take {said_s(fewer[-1].step_s)}"
+    if more:
+        best = min(more, key=lambda each: each.step_s)
+        text += f"; {best.running.micro_batches} would take {said_s(best.step_s)}"
+        text += ", hardly less" if best.step_s < chosen.step_s else ", as each costs its overhead and latency"
+    if refused:
+        text += f"; {len(refused)} other numbers do not fit into memory"
+    return text
+
+
+class _Walk:
+    """The stages work through their lists; each payload goes over the lines in its turn."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        cards: Sequence[Card],
+        network: Network,
+        running: Running,
+        sizes: Sequence[int],
+        cut: Cut,
+    ) -> None:
+        self._sizes, self._network = sizes, network
+        self._by_size = {
+            size: cutting.at(Costs(layers, cards, network, replace(running, samples=size)), cut.cuts).stages
+            for size in set(sizes)
+        }
+        self._lists = replace(running, micro_batches=len(sizes)).schedule(len(cards)).actions
+        self._traffic = Traffic(network)
+        self._next = [0] * len(cards)
+        self._busy = [False] * len(cards)
+        self._there: list[set[Action]] = [set() for _ in cards]
+        self._there[0] = {Action(Kind.FORWARD, m) for m in range(len(sizes))}
+        self._events: list[tuple[float, int, str, int, Action, float]] = []
+        self._count = 0
+        self.computed_s = [0.0] * len(cards)
+        self.sent_bytes = [0] * len(cards)
+
+    def run(self) -> float:
+        """Until the last backward has ended, in seconds."""
+        now_s = 0.0
+        for stage in range(len(self._lists)):
+            self._begin(stage, now_s)
+        while self._events:
+            now_s, _, what, stage, action, not_before_s = heapq.heappop(self._events)
+            match what:
+                case "computed":
+                    self._busy[stage] = False
+                    self._pass_on(stage, action, now_s)
+                case "reached":
+                    end_s = self._traffic.reach(stage, self._nbytes(stage, action), now_s, not_before_s)
+                    self._at(end_s, "there", stage, action)
+                case _:
+                    self._there[stage].add(action)
+            self._begin(stage, now_s)
+        return now_s
+
+    def _at(self, when_s: float, what: str, stage: int, action: Action, not_before_s: float = 0.0) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (when_s, self._count, what, stage, action, not_before_s))
+
+    def _begin(self, stage: int, now_s: float) -> None:
+        """The next action, if the stage is free and its payload is there."""
+        position = self._next[stage]
+        if self._busy[stage] or position == len(self._lists[stage]):
+            return
+        action = self._lists[stage][position]
+        if action not in self._there[stage]:
+            return
+        of = self._by_size[self._sizes[action.micro_batch]][stage]
+        lasts_s = of.forward_s if action.kind is Kind.FORWARD else of.backward_s
+        self._next[stage], self._busy[stage] = position + 1, True
+        self.computed_s[stage] += lasts_s
+        self._at(now_s + lasts_s, "computed", stage, action)
+
+    def _nbytes(self, to: int, action: Action) -> int:
+        """Of the payload that lets stage `to` begin `action`."""
+        stages = self._by_size[self._sizes[action.micro_batch]]
+        return stages[to - 1].out_bytes if action.kind is Kind.FORWARD else stages[to + 1].back_bytes
+
+    def _pass_on(self, stage: int, action: Action, now_s: float) -> None:
+        last = len(self._lists) - 1
+        if action.kind is Kind.FORWARD and stage == last:
+            self._there[stage].add(Action(Kind.BACKWARD, action.micro_batch))
+            return
+        to = stage + 1 if action.kind is Kind.FORWARD else stage - 1
+        if to < 0:
+            return
+        nbytes = self._nbytes(to, action)
+        self.sent_bytes[stage] += nbytes
+        first_s, last_s = self._traffic.leave(stage, to, nbytes, now_s)
+        self._at(first_s, "reached", to, action, last_s)

@@ -1,0 +1,324 @@
+"""Who sits where in a generation of S stages x R replicas, and who gives whom which stage's state.
+
+Decides the order of ranks (`protocol.seats`), the donors and who is left over, with the reason in words.
+Never decides which state a generation begins with (`protocol.copies`), never measures a link.
+
+    here: anna (0) bert (0) clara (1) dora (-) emil (-)         2 stages x 2 replicas, emil is spare
+                                                                 (n): holds the state of stage n
+              replica 0   replica 1
+    stage 0     anna        bert         who holds a stage's state keeps that stage: a move is a transfer
+    stage 1     clara       dora         dora gets the state from clara
+
+Holders come first, then who has the stage's checkpoint on its disk, then the fastest.  Among the places that
+this leaves open, neighbours in a pipeline and the replicas of a stage are brought near each other: by trying
+all of them where they are few, by exchanging pairs (2-opt, Croes 1958) otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, permutations, product
+
+from gridtrain.errors import LocalProtocolError
+from gridtrain.protocol.lines import Network
+from gridtrain.protocol.messages import PeerId, Span
+from gridtrain.protocol.seats import Seats
+from gridtrain.protocol.sharing import Shares, deal
+
+Cost = Callable[[PeerId, PeerId], float]
+"""Seconds from one peer to another and back, the same in both directions."""
+
+MOST_TRIED = 3000
+"""Seatings that are looked at one by one; where there are more, pairs are exchanged."""
+
+MOST_EXCHANGED = 200_000
+"""Members looked at while pairs are exchanged, about 0.1 s: the coordinator has other things to do."""
+
+MOST_PLACED = 64
+"""Members that are placed by their links; of more only pairs are exchanged, as far as that goes."""
+
+MOST_NAMED = 8
+
+USUAL_BYTES = 1 << 20
+"""Of an activation, as the coordinator does not know what crosses a cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """What is held, by those who may be seated.
+
+    Attributes:
+        live: in whose memory the state is with which the generation begins, of which stage.
+        disks: on whose disk it is, of which stages.
+        begins: stages that whoever sits there first makes anew, as at step 0.
+        stood: in which stage each member of the last generation sat.
+        holds: blocks whose state is in somebody's memory or on its disk, of this or another cut.
+    """
+
+    live: Mapping[PeerId, int] = field(default_factory=dict)
+    disks: Mapping[PeerId, Collection[int]] = field(default_factory=dict)
+    begins: Collection[int] = ()
+    stood: Mapping[PeerId, int] = field(default_factory=dict)
+    holds: Mapping[PeerId, tuple[Span, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Seating:
+    """Attributes:
+    order: members by rank.
+    donors: of those who have to be sent their stage's state, by whose rank.
+    spares: who has no seat.
+    reason: in words.
+    pieces: of who puts its stage together, from which blocks of whose rank.
+    """
+
+    order: tuple[PeerId, ...]
+    donors: Mapping[PeerId, int]
+    spares: tuple[PeerId, ...]
+    reason: str
+    pieces: Mapping[PeerId, tuple[tuple[Span, int], ...]] = field(default_factory=dict)
+
+
+def seat(
+    stages: int,
+    peers: Sequence[PeerId],
+    hands: Hands,
+    *,
+    speed: Callable[[PeerId], float | None] = lambda peer: None,
+    cost_s: Cost | None = None,
+    name: Callable[[PeerId], str] = lambda peer: peer.hex()[:8],
+) -> Seating:
+    """The seating of as many replicas as there are workers for.
+
+    Args:
+        peers: who may take part, at least `stages`, the longest-serving first; all different.
+        hands: each stage is in somebody's, among `peers`, or begins anew.
+        cost_s: of the links; None: nothing is measured.
+
+    Raises:
+        LocalProtocolError: there are too few, or nobody has some stage.
+    """
+    if len(peers) < stages or len(set(peers)) != len(peers):
+        raise LocalProtocolError(f"{len(peers)} workers cannot sit in {stages} stages")
+    seats = Seats(stages, len(peers) // stages)
+    placed, rest = _holders(seats, peers, hands)
+    _seat_keepers(seats, placed, rest, hands)
+    pinned = {peer for row in placed for peer in row}
+    free = seats.world_size - len(pinned)
+    at = {peer: place for place, peer in enumerate(peers)}
+    rest.sort(key=lambda peer: (-(speed(peer) or 0.0), at[peer]))
+    chosen, spares = rest[:free], sorted(rest[free:], key=lambda peer: at[peer])
+    _fill(seats, placed, chosen, hands, cost_s if seats.world_size <= MOST_PLACED else None)
+    joined = [list(row) for row in placed]
+    if cost_s is not None:
+        placed = _nearest(seats, placed, pinned, cost_s)
+    eldest = min(range(seats.replicas), key=lambda replica: at[placed[0][replica]])
+    for row in placed:  # the eldest of stage 0 is the root of the votes
+        row[0], row[eldest] = row[eldest], row[0]
+    order = tuple(peer for row in placed for peer in row)
+    donors = _donors(seats, order, hands, cost_s)
+    reason = _reason(seats, order, spares, donors, name)
+    if cost_s is not None:
+        reason += _gain(seats, joined, placed, cost_s)
+    return Seating(order, donors, tuple(spares), reason)
+
+
+def _holders(seats: Seats, peers: Sequence[PeerId], hands: Hands) -> tuple[list[list[PeerId]], list[PeerId]]:
+    """By stage those who hold it, as many as may stay; and the others."""
+    placed: list[list[PeerId]] = [[] for _ in range(seats.stages)]
+    rest: list[PeerId] = []
+    for peer in peers:
+        stage = hands.live.get(peer)
+        fits = stage is not None and stage < seats.stages and len(placed[stage]) < seats.replicas
+        if stage is not None and fits:
+            placed[stage].append(peer)
+        else:
+            rest.append(peer)
+    return placed, rest
+
+
+def _seat_keepers(seats: Seats, placed: list[list[PeerId]], rest: list[PeerId], hands: Hands) -> None:
+    """Of a stage that nobody holds in memory, one who has it on its disk must be a member."""
+    for peer in list(rest):
+        stood = hands.stood.get(peer, seats.stages)
+        if stood in hands.disks.get(peer, ()) and stood < seats.stages and not placed[stood]:
+            rest.remove(peer)
+            placed[stood].append(peer)
+    lost = [stage for stage in range(seats.stages) if not placed[stage] and stage not in hands.begins]
+    keepers = {s: [p for p in (*rest, *_all(placed)) if s in hands.disks.get(p, ())] for s in lost}
+    for stage in sorted(lost, key=lambda stage: len(keepers[stage])):
+        if not keepers[stage]:
+            raise LocalProtocolError(f"nobody has the state of stage {stage} of {seats.stages}")
+        if not set(keepers[stage]) & set(_all(placed)):
+            # It sits at this stage, so that one disk is read and nothing is sent.
+            rest.remove(keepers[stage][0])
+            placed[stage].append(keepers[stage][0])
+
+
+def _fill(
+    seats: Seats, placed: list[list[PeerId]], chosen: Sequence[PeerId], hands: Hands, cost_s: Cost | None
+) -> None:
+    """The open places, stage by stage: who has it on its disk, else the nearest, else the fastest."""
+    left = list(chosen)
+    for stage, row in enumerate(placed):
+        while len(row) < seats.replicas:
+            near = [*row, *(placed[stage - 1] if stage else [])]
+            best = min(
+                left,
+                key=lambda peer: (
+                    stage not in hands.disks.get(peer, ()),
+                    min((cost_s(peer, other) for other in near), default=0.0) if cost_s else 0.0,
+                ),
+            )
+            left.remove(best)
+            row.append(best)
+
+
+def _all(placed: Sequence[Sequence[PeerId]]) -> Iterator[PeerId]:
+    return (peer for row in placed for peer in row)
+
+
+# -- links ---------------------------------------------------------------------------------------
+
+
+def price(placed: Sequence[Sequence[PeerId]], cost_s: Cost) -> tuple[float, float]:
+    """(the slowest pipeline + the slowest group of replicas, the sum of all), in seconds.
+
+    All pipelines run at once, and then all groups: each time the slowest one counts.
+    """
+    pipelines = [math.fsum(map(cost_s, line, line[1:])) for line in zip(*placed, strict=True)]
+    groups = [math.fsum(map(cost_s, row, (*row[1:], row[0]))) if len(row) > 1 else 0.0 for row in placed]
+    return max(pipelines) + max(groups), math.fsum((*pipelines, *groups))
+
+
+def _nearest(
+    seats: Seats, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: Cost
+) -> list[list[PeerId]]:
+    """The best of the seatings that leave the pinned members at their stages."""
+    loose = [(s, r) for s, row in enumerate(placed) for r, peer in enumerate(row) if peer not in pinned]
+    count = math.factorial(len(loose)) * math.factorial(seats.replicas) ** (seats.stages - 1)
+    if count <= MOST_TRIED:
+        return min(_every(seats, placed, loose), key=lambda tried: price(tried, cost_s))
+    return _exchanged(seats, placed, pinned, cost_s)
+
+
+def _every(
+    seats: Seats, placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
+) -> Iterator[list[list[PeerId]]]:
+    """The order within stage 0 stays: which pipeline has which number makes no difference."""
+    for others in permutations([placed[s][r] for s, r in loose]):
+        rows = [list(row) for row in placed]
+        for (s, r), peer in zip(loose, others, strict=True):
+            rows[s][r] = peer
+        for turned in product(*(permutations(row) for row in rows[1:])):
+            yield [list(rows[0]), *(list(row) for row in turned)]
+
+
+def _exchanged(
+    seats: Seats, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: Cost
+) -> list[list[PeerId]]:
+    rows = [list(row) for row in placed]
+    best = price(rows, cost_s)
+    places = [(s, r) for s in range(seats.stages) for r in range(seats.replicas)]
+    left = MOST_EXCHANGED // len(places)
+    better = True
+    while better and left > 0:
+        better = False
+        for (s, r), (t, q) in combinations(places, 2):
+            if s != t and (rows[s][r] in pinned or rows[t][q] in pinned):
+                continue
+            if (left := left - 1) < 0:
+                break
+            rows[s][r], rows[t][q] = rows[t][q], rows[s][r]
+            if (found := price(rows, cost_s)) < best:
+                best, better = found, True
+            else:
+                rows[s][r], rows[t][q] = rows[t][q], rows[s][r]
+    return rows
+
+
+# -- states --------------------------------------------------------------------------------------
+
+
+def _donors(seats: Seats, order: Sequence[PeerId], hands: Hands, cost_s: Cost | None) -> dict[PeerId, int]:
+    """Who has to be sent its state, and by whom: the nearest that has it, of equals the lowest rank."""
+    donors: dict[PeerId, int] = {}
+    keepers_of: dict[int, list[int]] = {}
+    for rank, peer in enumerate(order):
+        for stage in hands.disks.get(peer, ()):
+            keepers_of.setdefault(stage, []).append(rank)
+    for rank, peer in enumerate(order):
+        stage = seats.stage_of(rank)
+        group = seats.group(stage)
+        holders = [other for other in group if hands.live.get(order[other]) == stage]
+        keepers = keepers_of.get(stage, [])
+        if hands.live.get(peer) == stage or stage in hands.disks.get(peer, ()):
+            continue
+        if stage in hands.begins and not holders and not keepers:
+            holders = [group[0]]
+            if rank == group[0]:
+                continue
+        # Of those who have it on their disks one that sits here reads it in any case.
+        here = holders or [other for other in keepers if other in group] or keepers
+        donors[peer] = min(here, key=lambda other: (cost_s(peer, order[other]) if cost_s else 0.0, other))
+    return donors
+
+
+def _reason(
+    seats: Seats,
+    order: Sequence[PeerId],
+    spares: Sequence[PeerId],
+    donors: Mapping[PeerId, int],
+    name: Callable[[PeerId], str],
+) -> str:
+    text = f"{seats.stages} stages x {seats.replicas} replica{'s' if seats.replicas > 1 else ''}"
+    moves = [
+        f"{name(peer)} gets stage {seats.stage_of(order.index(peer))} from {name(order[donor])}"
+        for peer, donor in donors.items()
+    ]
+    text += "; " + (_some(moves) if moves else "nobody has to be sent a state")
+    return f"{text}; spare: {_some([name(peer) for peer in spares])}" if spares else text
+
+
+def _some(words: Sequence[str]) -> str:
+    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    return ", ".join(words[:MOST_NAMED]) + more
+
+
+def _gain(
+    seats: Seats, before: Sequence[Sequence[PeerId]], after: Sequence[Sequence[PeerId]], cost_s: Cost
+) -> str:
+    slow_s, fast_s = price(before, cost_s)[0], price(after, cost_s)[0]
+    if seats.world_size < 3 or not fast_s < slow_s:
+        return "; the links make no other order better"
+    return (
+        f"; neighbours by their links: {fast_s * 1e3:.3g} ms along a pipeline and a group instead of "
+        f"{slow_s * 1e3:.3g} ms"
+    )
+
+
+def stage_shares(most: Sequence[int], seats: Seats, global_batch_size: int | None) -> Shares:
+    """Only who holds the first stage reads samples; the others get what its neighbours send them.
+
+    Args:
+        most: by rank, the batch size that each one asked for; 0: any.
+    """
+    rest = (0,) * (seats.world_size - seats.replicas)
+    if global_batch_size is None:
+        return Shares((*most[: seats.replicas], *rest), "each pipeline takes its first worker's batch size")
+    counts = deal(global_batch_size, [1.0] * seats.replicas, most[: seats.replicas])
+    return Shares(
+        (*counts, *rest), f"{global_batch_size} samples in even shares over {seats.replicas} pipelines"
+    )
+
+
+def pair_cost(network: Network, at: Mapping[PeerId, int]) -> Cost:
+    """Of a message of `USUAL_BYTES` and its answer, by indices in the network."""
+
+    def cost_s(a: PeerId, b: PeerId) -> float:
+        both = ((at[a], at[b]), (at[b], at[a]))
+        return math.fsum(network.link(*way).alpha_s + USUAL_BYTES / network.path_Bps(*way) for way in both)
+
+    return cost_s

@@ -1,0 +1,66 @@
+"""A round that is open from a pipeline's first activation on, as the training thread sees it.
+
+Decides nothing: it hands collectives and their numbers to the loop's thread, and waits for them.
+
+    OpenRound   add(parts)   wait(channels) -> False: the round is lost   complete(last part) -> RoundOutcome
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gridtrain.protocol.messages import Channel
+from gridtrain.runtime.driver import Driver, OpenRound, Part
+from gridtrain.runtime.plan import RoundOutcome
+
+
+class OpenedRound:
+    """See the module's text.  Used from the thread that trains.
+
+    Attributes:
+        outcome: None until the round has ended.
+    """
+
+    def __init__(self, driver: Driver, opened: OpenRound) -> None:
+        self._driver, self._opened = driver, opened
+        self.outcome: RoundOutcome | None = None
+
+    def add(self, parts: Mapping[Channel, Part]) -> None:
+        """Further collectives, not the last ones.  Returns at once."""
+        self._driver.extend(self._opened, parts)
+
+    def wait(self, *channels: Channel) -> bool:
+        """Until these collectives are complete; False: the round is lost, and they never will be."""
+        return self._driver.await_channels(self._opened, channels)
+
+    def skips(self, channel: Channel) -> bool:
+        """Of a collective that is complete: whether anybody in it skips the step."""
+        return self._opened.reached[channel]
+
+    def complete(self, channel: Channel, last: Part) -> RoundOutcome:
+        """The last collective, which the vote is about; waits for the outcome."""
+        self.outcome = self._driver.complete_round(self._opened, channel, last)
+        return self.outcome
+
+    def fail(self, reason: str) -> None:
+        """Vote NO, unless this worker has voted.  Returns at once."""
+        self._driver.fail_round(self._opened, reason)
+
+    def blame(self, rank: int, reason: str) -> None:
+        """What this rank sent is no honest member's: it is dropped, and the round lost.  Returns at once."""
+        self._driver.blame(self._opened, rank, reason)
+
+    def end(self) -> RoundOutcome:
+        """Wait for the outcome of a round that was failed, or lost."""
+        self.outcome = self._driver.end_round(self._opened)
+        return self.outcome
+
+    @property
+    def lost(self) -> bool:
+        """It cannot be committed any more."""
+        return self._driver.is_lost(self._opened)
+
+    @property
+    def why(self) -> str:
+        """Why the round is lost, as far as it is known here."""
+        return self._opened.why

@@ -1,0 +1,135 @@
+"""A coordinator's core with workers of a model in stages that do as they are told, for tests.
+
+Decides nothing; time passes one virtual second after the other.
+"""
+
+from __future__ import annotations
+
+from gridtrain.config import Deadlines
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership import Membership
+from gridtrain.protocol.membership_io import CalledBack, Effect, Event, Heard, Lost, Note, Send
+from gridtrain.protocol.recovery import Recovered
+from gridtrain.protocol.seats import Seats
+
+ME = b"0" * 32
+
+
+class StagedRun:
+    """Workers are keys of 32 equal letters, and are called by that letter.
+
+    Args:
+        stages: of the model.
+        peers: who joins at once; with `start` they are READY as soon as they have a generation.
+        kept: checkpoints that a worker brings, by its key; `memory`: bytes that it declares.
+    """
+
+    def __init__(
+        self,
+        stages: int,
+        *peers: m.PeerId,
+        start: bool = True,
+        kept: dict[m.PeerId, tuple[m.Held, ...]] | None = None,
+        model: m.StagedModel | None = None,
+        memory: dict[m.PeerId, int] | None = None,
+        recovered: Recovered | None = None,
+        term: int = 1,
+    ) -> None:
+        limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0, generation_gap_s=0.0)
+        self.core = Membership(
+            me=ME, run="r", term=term, deadlines=limits, software="", min_workers=len(peers) or 1,
+            recovered=recovered,
+        )  # fmt: skip
+        facts, spec = (("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1)
+        self.setup = m.Setup(facts, spec, 4, None, stages=stages, model=model)
+        self.memory = memory or {}
+        self.now_s = 0.0
+        self.kept = kept or {}
+        self.effects: list[Effect] = []
+        self.seen: list[Effect] = []
+        self.core.start(self.now_s)
+        for peer in peers:
+            self.join(peer)
+        if start and self.core._view is not None:
+            self.ready()
+
+    def hear(self, event: Event) -> list[Effect]:
+        self.now_s += 1.0
+        self.effects = self.core.handle(event, self.now_s)
+        self.seen += self.effects
+        return self.effects
+
+    def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
+        return self.hear(Heard(peer, message))
+
+    def join(self, peer: m.PeerId) -> list[Effect]:
+        name = peer[:1].decode()
+        setup = m.Setup(
+            self.setup.facts, self.setup.ledger, 4, None, stages=self.setup.stages,
+            kept=self.kept.get(peer, ()), model=self.setup.model, memory_bytes=self.memory.get(peer, 0),
+        )  # fmt: skip
+        generation = self.core.generation  # whoever was in it has it
+        effects = self.say(peer, m.Join("r", name, "memory://" + name, True, generation > 0, generation))
+        effects += self.hear(CalledBack(peer, "memory://" + name))
+        return effects + self.say(peer, setup) + self.say(peer, m.Links(()))
+
+    def lose(self, peer: m.PeerId) -> list[Effect]:
+        """Its connection broke and did not come back."""
+        effects = self.hear(Lost(peer, "died"))
+        self.now_s += self.core._deadlines.regreet_s
+        self.effects = self.core.tick(self.now_s)
+        self.seen += self.effects
+        return effects + self.effects
+
+    def ready(self, *peers: m.PeerId) -> None:
+        """All members, or these."""
+        view = self.core._view
+        assert view is not None
+        for peer in peers or [member.peer for member in self.core._roster]:
+            self.say(peer, m.Ready(self.core.term, self.core.generation, view.history))
+
+    def report(
+        self,
+        *peers: m.PeerId,
+        applied: int | None = None,
+        history: bytes | None = None,
+        ledger: m.LedgerState | None = None,
+        prepared: m.RoundId | None = None,
+        digest: bytes = b"",
+    ) -> None:
+        """Each holds its seat's stage, after the View's step or `applied`."""
+        view = self.core._view
+        assert view is not None
+        for peer in peers:
+            report = m.Report(
+                self.core.term, self.core.generation, True,
+                view.applied if applied is None else applied,
+                view.history if history is None else history,
+                view.ledger if ledger is None else ledger,
+                prepared, digest, False, self.blocks_of(peer),
+            )  # fmt: skip
+            self.say(peer, report)
+
+    def stage_of(self, peer: m.PeerId) -> int:
+        order = [member.peer for member in self.core._roster]
+        return Seats.of(len(self.core._cut) - 1, len(order)).stage_of(order.index(peer))
+
+    def blocks_of(self, peer: m.PeerId) -> m.Span:
+        stage = self.stage_of(peer)
+        return m.Span(*self.core._cut[stage : stage + 2])
+
+    @property
+    def roster(self) -> str:
+        return " ".join(member.name for member in self.core._roster)
+
+    @property
+    def spares(self) -> str:
+        return " ".join(worker.name for worker in self.core._workers.values() if worker.spare)
+
+    def told(self, peer: m.PeerId, kind: type[m.Message]) -> list[m.Message]:
+        """Of the latest answer."""
+        sends = [effect for effect in self.effects if isinstance(effect, Send) and effect.peer == peer]
+        return [effect.message for effect in sends if isinstance(effect.message, kind)]
+
+    def notes(self, event: str) -> list[Note]:
+        return [effect for effect in self.seen if isinstance(effect, Note) and effect.event == event]

@@ -1,0 +1,27 @@
+"""Runs `main(steps)` of an example and says what it did, as one JSON line."""
+
+import hashlib
+import json
+import runpy
+import sys
+
+import torch
+
+from gridtrain.optim import sampler
+
+drawn: list[int] = []
+_plain = sampler.sample_indices
+
+
+def _watched(spec, spans):
+    """Every sample that a batch is made of goes through here."""
+    indices = _plain(spec, spans)
+    drawn.extend(indices)
+    return indices
+
+
+sampler.sample_indices = _watched
+torch.set_num_threads(1)
+model, losses = runpy.run_path(sys.argv[1])["main"](int(sys.argv[2]))
+digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
+print(json.dumps({"mark": "end", "samples": drawn, "losses": losses, "digest": digest}), flush=True)

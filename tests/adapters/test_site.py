@@ -1,0 +1,63 @@
+"""A site of two processes and a single worker, over loopback.
+
+torchrun -- 2 processes, gloo between them --+-- leader --+
+                                             |            +-- run
+single ---------------------------------------------------+
+"""
+
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from gridtrain.adapters import site
+
+pytestmark = pytest.mark.integration
+SCRIPTS = Path(__file__).parent / "scripts"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "site.py"
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+)
+STEPS, BATCH = 20, 4
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def test_a_site_and_a_single_worker_hold_the_same_model(new_group) -> None:
+    script = (str(SCRIPTS / "run_example.py"), str(EXAMPLE), str(STEPS))
+    with new_group(min_workers=2) as group:
+        group.start("site", *TORCHRUN, *script)
+        group.start("single", sys.executable, *script)
+        ends = group.finish()
+        pair, alone = group.workers["site"].marked("end"), group.workers["single"].marked("end")
+    assert len(pair) == 2 and len(alone) == 1 and len(ends) == 3
+    assert len({end["digest"] for end in ends}) == 1
+    leader, other = sorted(pair, key=lambda end: not end["samples"])
+    assert len(leader["samples"]) == 2 * BATCH * STEPS, "the share counts all samples of the site"
+    assert other["samples"] == [], "only the leader asks the run for samples"
+    assert len(alone[0]["samples"]) == BATCH * STEPS
+    assert len(set(chain(leader["samples"], alone[0]["samples"]))) == 3 * BATCH * STEPS
+    assert leader["losses"] != other["losses"], "both processes had the same samples"
+    for end in ends:
+        assert len(end["losses"]) == STEPS
+        assert end["losses"][-1] < end["losses"][0] - 0.3, end["losses"]
+
+
+@pytest.mark.parametrize(("how", "says"), [("raises", "ValueError: a bad sample"), ("killed", "process 1")])
+def test_a_failure_inside_makes_the_leader_leave_with_the_reason(new_group, how, says) -> None:
+    with new_group(min_workers=1, codes=frozenset({0, 1})) as group:
+        group.start("site", *TORCHRUN, str(SCRIPTS / "failing_site.py"), how)
+        group.wait("the site's end", lambda: group.workers["site"].code is not None)
+        reasons = [line for line in group.coordinator.lines if says in str(line)]
+        assert group.workers["site"].code == 1
+        assert reasons, group.coordinator.tail()
+
+
+def test_parts_are_near_equal_and_cover_the_step() -> None:
+    assert [site._part(range(10, 17), rank, 3) for rank in range(3)] == [[10, 11], [12, 13], [14, 15, 16]]
+    assert [site._part([5], rank, 3) for rank in range(3)] == [[], [], [5]]

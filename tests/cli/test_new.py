@@ -1,0 +1,239 @@
+"""`gridtrain new`, then what it printed, as a newcomer would: a coordinator and two workers that train."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gridtrain.bundle import Bundle
+from gridtrain.cli.main import cli
+from gridtrain.cli.new import templates
+from gridtrain.errors import ConfigError
+from gridtrain.options import RunFile
+
+WITHIN_S = 120.0
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A new user's, in which `gridtrain` can be typed; the port is any free one."""
+    program = tmp_path / "bin" / "gridtrain"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m gridtrain.cli "$@"\n')
+    program.chmod(0o755)
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("GRIDTRAIN_", "COLUMNS"))
+    }
+    return kept | {
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "GRIDTRAIN_LISTEN": "tcp://127.0.0.1:0",
+        "TERM": "xterm",
+    }
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def shell(
+    stack: ExitStack, line: str, folder: Path, environment: dict[str, str], **streams: int
+) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", f"exec {line}"],
+        cwd=folder,
+        env=environment,
+        text=True,
+        **streams,  # type: ignore[call-overload]
+    )
+
+    def end() -> None:
+        process.terminate()
+        process.wait(WITHIN_S)
+
+    stack.callback(end)
+    return process
+
+
+class Screen:
+    """What a person at a terminal sees and types."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.master, self.slave = pty.openpty()
+        stack.callback(os.close, self.master)
+        self.seen = ""
+
+    def until(self, word: str | None) -> str:
+        """Read until it is there; None: to the end."""
+        until_s = time.monotonic() + WITHIN_S
+        while word is None or word not in self.seen:
+            assert time.monotonic() < until_s, f"no {word!r} in {self.seen!r}"
+            try:
+                piece = os.read(self.master, 1 << 16)
+            except OSError:  # Linux: nobody has the other end any more
+                piece = b""
+            if not piece:
+                assert word is None, f"it ended without {word!r}: {self.seen!r}"
+                break
+            self.seen += piece.decode(errors="replace")
+        return self.seen
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+
+@pytest.mark.integration
+def test_a_new_run_trains_by_copy_and_paste(
+    tmp_path: Path, environment: dict[str, str], stack: ExitStack
+) -> None:
+    made = subprocess.run(
+        ["gridtrain", "new", "my-run"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    cd, coordinate, work = (
+        line[2:].split("  #")[0].strip() for line in made.splitlines() if line[:2] == "  "
+    )
+    assert (cd, coordinate) == ("cd my-run", "gridtrain coordinator")
+    folder = tmp_path / "my-run"
+
+    coordinator = shell(
+        stack, f"{coordinate} --exit-when-finished", folder, environment,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert coordinator.stdout is not None
+    greeting = [coordinator.stdout.readline() for _ in range(6)]  # one of them is the dashboard's
+    found = re.search(r"volunteers run: +train.py, (sha256:[0-9a-f]{64})", "".join(greeting))
+    assert found is not None, greeting
+    bundle = Bundle.made(RunFile.find({}, folder))
+    assert bundle is not None and bundle.digest == found[1]
+
+    screen = Screen(stack)
+    environment["COLUMNS"] = "200"
+    first = shell(
+        stack, work, folder, environment, stdin=screen.slave, stdout=screen.slave, stderr=screen.slave
+    )
+    os.close(screen.slave)
+    shown = screen.until("Run it on this machine? [y/N]")
+    for word in ('The owner of the run "my-run"', "python train.py", found[1], "torch 2.4 or newer",
+                 "gradients or changes of parameters", "with your rights", "upload limit: none"):  # fmt: skip
+        assert word in shown, word
+    assert "step 100" not in shown
+    screen.type("y\n")
+
+    second = shell(
+        stack, f"{work} --name bo --accept {found[1]} --export-dir {tmp_path / 'out'}", folder, environment,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    seen = screen.until(None)
+    out, err = second.communicate(timeout=WITHIN_S)
+    assert first.wait(WITHIN_S) == second.returncode == 0, f"{seen}\n{out}\n{err}"
+    assert coordinator.wait(WITHIN_S) == 0
+
+    right = [float(text) for text in re.findall(r"step \d+: ([\d.]+) % of all points", seen + out)]
+    assert len(right) == 6 and right[-1] > 80 and right[-1] > right[0] + 10, "it has learned"
+    assert re.search(r"step [\d,]+, 2 workers \| this machine: [\d,]+ steps, [\d,]+ samples", seen)
+    thanks = re.search(r"thank you: ([\d,]+) steps, ([\d,]+) samples", seen)
+    events = [json.loads(line) for line in err.splitlines() if line.startswith('{"ts"')]
+    (contributed,) = (line["fields"] for line in events if line["event"] == "contributed")
+    assert thanks is not None and contributed["steps"] == int(thanks[1]) == 600
+    assert contributed["samples"] + int(thanks[2].replace(",", "")) == contributed["run_samples"]
+    assert contributed["sent_bytes"] > 0 and contributed["received_bytes"] > 0
+
+
+def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("mine")
+    done = CliRunner().invoke(cli, ["new", str(tmp_path), "--name", "mine"])
+    assert isinstance(done.exception, ConfigError) and "has train.py already" in done.exception.reason
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert (tmp_path / "train.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["..", "-x", "a b"])
+def test_a_folder_that_is_no_runs_name(tmp_path: Path, name: str) -> None:
+    done = CliRunner().invoke(cli, ["new", "--", str(tmp_path / "x" / name)])
+    if name == "..":
+        assert done.exit_code == 0, "the folder above has a name of its own"
+        return
+    assert isinstance(done.exception, ConfigError) and "--name NAME" in done.exception.remedy
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(cli, ["new", str(tmp_path / "file" / "run")])
+    assert isinstance(done.exception, ConfigError) and done.exception.remedy == "name another folder"
+
+
+def test_the_templates_are_whole(tmp_path: Path) -> None:
+    assert set(templates()) == {"train.py", "run.toml", "compose.yaml", "compose.volunteer.yaml"}
+    done = CliRunner().invoke(cli, ["new", str(tmp_path / "a-run")])
+    assert done.exit_code == 0, done.output
+    file = RunFile.read(tmp_path / "a-run" / "run.toml")
+    assert (file.run.name, file.run.script, file.run.requires) == ("a-run", "train.py", (("torch", "2.4"),))
+    assert "NAME" not in (tmp_path / "a-run" / "run.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.volunteer.yaml"])
+def test_the_compose_files_are_sound(tmp_path: Path, name: str) -> None:
+    """By compose itself where it is installed, else as YAML."""
+    assert CliRunner().invoke(cli, ["new", str(tmp_path / "a-run")]).exit_code == 0
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "GRIDTRAIN_INVITATION": "gridtrain1:none",
+    }
+    for compose in (("docker", "compose"), ("docker-compose",)):
+        if shutil.which(compose[0]) is None:
+            continue
+        known = subprocess.run((*compose, "version"), capture_output=True, timeout=60, env=environment)
+        if known.returncode == 0:
+            for profile in ("cpu", "gpu"):
+                done = subprocess.run(
+                    (*compose, "-f", name, "--profile", profile, "config", "-q"),
+                    cwd=tmp_path / "a-run", env=environment, capture_output=True, text=True, timeout=60,
+                )  # fmt: skip
+                assert (done.returncode, done.stderr) == (0, "")
+            return
+    yaml = pytest.importorskip("yaml", reason="there is neither compose nor a YAML parser here")
+    services = yaml.safe_load((tmp_path / "a-run" / name).read_text())["services"]
+    assert {"worker", "worker-gpu"} <= set(services)
+
+
+def test_the_owners_containers_serve_this_folder() -> None:
+    """What the coordinator reads there, and what its workers accept and take."""
+    yaml = pytest.importorskip("yaml")
+    services = yaml.safe_load(templates("a-run")["compose.yaml"])["services"]
+    coordinator, worker = services["coordinator"], services["worker"]
+    assert coordinator["working_dir"] == "/job" and ".:/job:ro" in coordinator["volumes"]
+    assert not [volume for volume in worker["volumes"] if "/job" in volume]
+    written = "".join(services["invitation"]["command"])
+    for variable in ("GRIDTRAIN_INVITATION_FILE", "GRIDTRAIN_ACCEPT_FILE"):
+        file = worker["environment"][variable]
+        assert file in written and "invitations:/invitations:ro" in worker["volumes"]
+
+
+def test_volunteers_get_the_compose_file_that_is_tried_with_containers() -> None:
+    tried = Path(__file__).resolve().parents[2] / "docker" / "compose.volunteer.yaml"
+    if not tried.exists():
+        pytest.skip("docker/compose.volunteer.yaml is not there")
+    assert templates()[tried.name] == tried.read_text(encoding="utf-8"), (
+        f"copy {tried} to gridtrain/templates/new"
+    )

@@ -1,0 +1,15 @@
+"""Deadlines of groups in one process, so that tests of whole groups take seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gridtrain.config import Deadlines
+
+BRISK = Deadlines(beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, report_s=2.0, connect_s=5.0)
+
+LOSING = replace(BRISK, regreet_s=0.3, silence_s=1.0)
+"""Where members are lost: that is seen sooner."""
+
+WITHIN_S = 60.0
+"""How long a test waits for what has to come: whatever takes longer hangs, on a busy machine too."""

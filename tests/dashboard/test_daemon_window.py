@@ -1,0 +1,149 @@
+"""The daemon with a dashboard: what the window is shown, and that an order there is an order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridtrain.errors import ConfigError
+from gridtrain.protocol.door import Door
+from gridtrain.protocol.messages import Done, Expel, Pardon, Refused
+from gridtrain.transport.memory import MemoryHub, MemoryTransport
+from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.dashboard import opening
+from gridtrain_coordinator.dashboard.places import Place, parsed
+from gridtrain_coordinator.reception import gate_of
+from gridtrain_coordinator.store import JournalFull, Store
+
+COORDINATOR, OPERATOR, INVITATION, ANNA = (letter * 32 for letter in (b"c", b"o", b"i", b"a"))
+
+
+class Window:
+    """Gives these orders at the first look."""
+
+    def __init__(self, *orders: Expel | Pardon) -> None:
+        self.pictures: list[Mapping[str, Any]] = []
+        self.given = [(order, Future[Done | Refused]()) for order in orders]
+        self._left = list(self.given)
+
+    def show(self, picture: Mapping[str, Any]) -> None:
+        self.pictures.append(picture)
+
+    def orders(self) -> Iterator[tuple[Expel | Pardon, Future[Done | Refused]]]:
+        while self._left:
+            yield self._left.pop(0)
+
+    def replies(self) -> list[Done | Refused]:
+        return [answer.result(0) for _, answer in self.given]
+
+
+class Turns:
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def coordinator(window: Window, store: Store) -> Coordinator:
+    door = Door(operator=OPERATOR, coordinator=COORDINATOR)
+    door.invite(INVITATION, 2, 600.0, time.time())
+    door.enrol(INVITATION, ANNA, "", time.time())
+    transport = MemoryTransport(COORDINATOR, MemoryHub(), gate=gate_of(door, time.time))
+    transport.listen("memory://c")
+    return Coordinator.of_run(transport, store, door, operator=OPERATOR, window=window)
+
+
+def test_the_window_is_shown_what_the_operator_would_be_told() -> None:
+    window = Window()
+    coordinator(window, Store.open(":memory:")).run(Turns(2))
+    (picture,) = window.pictures
+    assert (picture["phase"], picture["step"], picture["members"]) == ("waiting", 0, [])
+    assert picture["door"]["enrolled_total"] == 1
+    assert {"stages", "relayed", "links", "steps_per_s", "uptime_s"} <= set(picture)
+
+
+def test_orders_are_those_of_the_operator_and_in_the_journal(tmp_path: Path) -> None:
+    window = Window(Expel(ANNA, True, "why"), Expel(ANNA, False, ""), Expel(OPERATOR, True, ""), Pardon(ANNA))
+    path = tmp_path / "journal.sqlite"
+    coordinator(window, Store.open(path)).run(Turns(2))
+    banned, again, ours, pardoned = window.replies()
+    assert isinstance(banned, Done) and "is banned" in banned.text
+    assert isinstance(again, Done) and "banned already" in again.text
+    assert isinstance(ours, Refused) and ours.code == "ours"
+    assert isinstance(pardoned, Done)
+    again_open = Store.open(path)
+    kinds = [entry.kind for entry in again_open.entries()]
+    again_open.close()
+    assert kinds[-2:] == ["expelled", "pardoned"]
+
+
+def test_without_room_an_order_is_refused_not_lost() -> None:
+    store = Store.open(":memory:")
+    window = Window(Expel(ANNA, True, "why"))
+    daemon = coordinator(window, store)
+    real = store.append_all
+
+    def full(entries: Any) -> None:
+        if any(kind == "expelled" for kind, _ in entries):
+            raise JournalFull("no room")
+        real(entries)
+
+    store.append_all = full  # type: ignore[method-assign]
+    daemon.run(Turns(2))
+    (reply,) = window.replies()
+    assert isinstance(reply, Refused) and reply.code == "no-room"
+
+
+def test_who_has_gone_is_not_answered_and_nothing_is_done() -> None:
+    window = Window(Expel(ANNA, True, "why"))
+    window.given[0][1].cancel()
+    store = Store.open(":memory:")
+    coordinator(window, store).run(Turns(2))
+    assert window.given[0][1].cancelled()
+
+
+# -- whether there is one ------------------------------------------------------------------------------
+
+
+def test_without_the_extra_the_run_goes_on_unless_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "missing", lambda: ["starlette", "uvicorn"])
+    found = opening.opened(Place(), tmp_path, lambda *line: None)
+    assert found.service is None
+    (line,) = found.greeting(is_terminal=True)
+    assert "starlette, uvicorn not installed; pip install 'gridtrain[coordinator]'" in line
+    with pytest.raises(ConfigError, match="not installed"):
+        opening.opened(parsed("127.0.0.1:0"), tmp_path, lambda *line: None)
+    assert opening.opened(None, tmp_path, lambda *line: None).greeting(is_terminal=True) == []
+
+
+def test_the_token_is_printed_for_a_terminal_only(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="no extra `coordinator` here")
+    found = opening.opened(parsed("127.0.0.1:0"), tmp_path, lambda *line: None)
+    token = (tmp_path / "dashboard.token").read_text().strip()
+    assert f"/#token={token}" in found.greeting(is_terminal=True)[0]
+    assert token not in "".join(found.greeting(is_terminal=False))
+    found.close()
+    wide = opening.opened(parsed("0.0.0.0:0", open_to_network=True), tmp_path, lambda *line: None)
+    assert "OPEN TO THE NETWORK" in wide.greeting(is_terminal=False)[1]
+    wide.close()
+
+
+def test_the_daemon_loads_no_web_server_until_it_serves_one() -> None:
+    code = (
+        "import sys, gridtrain_coordinator.serving\n"
+        "names = ('starlette', 'uvicorn', 'prometheus_client', 'torch')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

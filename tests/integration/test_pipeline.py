@@ -1,0 +1,113 @@
+"""A model in two stages on real processes: two replicas, of which one loses a member by SIGKILL.
+
+0 1      0        the pipeline that is whole goes on, the fourth worker's partner is spare;
+2 3  ->  2        every sample is in exactly one committed step
+  x
+
+And of three stages with one replica, whose middle one is lost: the model is cut anew over the other two.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gridtrain.pipeline import Blueprint
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = Path(__file__).parent / "scripts" / "pipeline.py"
+_spec = importlib.util.spec_from_file_location("pipeline_script", SCRIPT)
+assert _spec is not None and _spec.loader is not None
+pipeline = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pipeline)
+SAMPLES = 240
+NAMES = ("anna", "bert", "clara", "dora")
+FINE, KILLED = 0, 137
+
+
+def committed(programs: list[Any]) -> dict[int, dict[tuple[int, ...], float]]:
+    """Of each step the batches of its replicas, with the loss that each member saw."""
+    steps: dict[int, dict[tuple[int, ...], float]] = {}
+    for program in programs:
+        for line in program.marked("step"):
+            steps.setdefault(line["step"], {})[tuple(line["samples"])] = line["loss"]
+    return steps
+
+
+@pytest.mark.parametrize("exchange", ["dense", "gtopk"])
+def test_two_by_two(new_group, exchange: str) -> None:
+    with new_group(min_workers=4) as group:
+        programs = [
+            group.add(name, script=SCRIPT, exchange=exchange, batch_size=4, epochs=1) for name in NAMES
+        ]
+        ends = group.finish()
+    steps = committed(programs)
+    assert Counter(s for batches in steps.values() for ids in batches for s in ids) == Counter(range(SAMPLES))
+    assert all(len(set(batches.values())) == 1 for batches in steps.values()), "one loss for all"
+    assert sorted(end["stage"] for end in ends) == [0, 0, 1, 1]
+    assert len({(end["stage"], end["digest"]) for end in ends}) == 2, "replicas are alike, bit for bit"
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_is_killed_and_training_goes_on(new_group, stage: int) -> None:
+    with new_group(min_workers=4, codes=frozenset({FINE, KILLED, -9, 1})) as group:
+        programs = [
+            group.add(name, script=SCRIPT, exchange="dense", batch_size=4, epochs=1, dies_at=8, stage=stage)
+            for name in NAMES
+        ]
+        group.wait("a death", lambda: any(program.marked("dies") for program in programs))
+        ends = group.finish()
+        dead = [program for program in programs if program.marked("dies")]
+    assert len(dead) == 1 and len(ends) == 3
+    steps = committed(programs)
+    assert Counter(s for batches in steps.values() for ids in batches for s in ids) == Counter(range(SAMPLES))
+    assert all(len(set(batches.values())) == 1 for batches in steps.values())
+
+
+def whole(batches: dict[int, tuple[int, ...]]) -> dict[int, float]:
+    """The model in one piece, on the same batches and in the same micro-batches."""
+    model = nn.Sequential(*Blueprint(pipeline.layers).build(0, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data, losses = pipeline.Numbered(), {}
+    for step, ids in sorted(batches.items()):
+        optimizer.zero_grad()
+        losses[step] = 0.0
+        for piece in torch.tensor(ids).split([len(ids) - len(ids) // 2, len(ids) // 2]):
+            x, y, _ = zip(*(data[int(i)] for i in piece), strict=True)
+            loss = nn.functional.mse_loss(model(torch.stack(x)), torch.stack(y)) * (len(piece) / len(ids))
+            loss.backward()
+            losses[step] += loss.item()
+        optimizer.step()
+    return losses
+
+
+def test_two_survivors_of_three_stages_go_on_with_two(new_group) -> None:
+    flags = ("--checkpoint-every", "4")
+    with new_group(
+        min_workers=3, codes=frozenset({FINE, KILLED, -9, 1}), flags=("--recut-after", "1")
+    ) as group:
+        programs = [
+            group.add(
+                name, script=SCRIPT, flags=flags, stages=3, exchange="dense", batch_size=4, epochs=1,
+                dies_at=25, stage=1,
+            )
+            for name in NAMES[:3]
+        ]  # fmt: skip
+        group.wait("a death", lambda: any(program.marked("dies") for program in programs))
+        ends = group.finish()
+        dead = [program for program in programs if program.marked("dies")]
+    assert len(dead) == 1 and len(ends) == 2
+    assert sorted(end["stage"] for end in ends) == [0, 1], "two stages have all of it"
+    last = {line["step"]: line for program in programs for line in program.marked("step")}  # after a rollback
+    assert sorted(last) == list(range(SAMPLES // 4))
+    batches = {step: tuple(line["samples"]) for step, line in last.items()}
+    assert Counter(s for ids in batches.values() for s in ids) == Counter(range(SAMPLES))
+    alone = whole(batches)
+    assert {step: line["loss"] for step, line in last.items()} == pytest.approx(alone, rel=1e-6)

@@ -1,0 +1,131 @@
+"""Checkpoints of a worker's stages, beside what `tests/sim` and the processes' tests show of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.optim import state_sync
+from gridtrain.optim.checkpoint import Snapshot, read, step_folder
+from gridtrain.optim.stage_checkpoints import StageCheckpoints
+from gridtrain.protocol.messages import Held, LedgerState, Span
+
+BLOCKS = Span(1, 2)
+
+
+def store_in(folder: Path) -> StageCheckpoints:
+    return StageCheckpoints(folder, (), every=10, keep=3, told=lambda _: None, loaded=lambda *_: None)
+
+
+def write(store: StageCheckpoints, blocks: Span, step: int) -> None:
+    held = Held(step - 1, bytes(32), LedgerState(step=step))
+    store.write(blocks, Snapshot(held, (), {}, {"x": torch.zeros(1)}, {}))
+    store.wait()
+
+
+def test_a_step_that_was_rolled_back_is_written_when_it_comes_again(tmp_path: Path) -> None:
+    """10 and 20 are written; 20 is lost with another stage's; the group goes back to 10, then to 20 again."""
+    store = store_in(tmp_path)
+    for step in (10, 20):
+        assert store.due(BLOCKS, step)
+        write(store, BLOCKS, step)
+    store.discard(9)
+    assert [held.applied + 1 for held in store.held()] == [10]
+    assert store.due(BLOCKS, 20), "as the newcomer in the lost stage writes it, too"
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).pow(2).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def snapshot(step: int) -> Snapshot:
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    document, tensors = state_sync.pack(model, optimizer, {"scheduler": scheduler})
+    return Snapshot(Held(step - 1, bytes(32), LedgerState(step=step)), (), document, tensors, {})
+
+
+def test_the_digest_of_a_checkpoint_is_that_of_the_state_however_it_travels(tmp_path: Path) -> None:
+    """From the disk, framed for another worker, or captured from memory: one state, one digest."""
+    store = store_in(tmp_path)
+    store.write(BLOCKS, snapshot(10))
+    store.wait()
+    (held,) = store.held()
+    assert len(held.digest) == 32
+    store.check(store.give(held), held.digest)
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    captured = state_sync.capture(model, optimizer, {"scheduler": scheduler})
+    store.check(captured, held.digest)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-6
+    with pytest.raises(RemoteProtocolError, match=r"has the digest \w{12}; the group's has"):
+        store.check(state_sync.capture(model, optimizer, {"scheduler": scheduler}), held.digest)
+    with pytest.raises(RemoteProtocolError, match="not a training state"):
+        store.check([b"short"], held.digest)
+
+
+def changed(folder: Path) -> None:
+    """One value of one tensor is another one: the file is whole all the same."""
+    tensors = safetensors.torch.load_file(folder / "tensors.safetensors")
+    tensors["0"] = tensors["0"] + 1.0
+    safetensors.torch.save_file(tensors, folder / "tensors.safetensors")
+
+
+def test_a_checkpoint_whose_tensors_are_others_is_not_loaded_nor_given(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    store.write(BLOCKS, snapshot(10))
+    store.wait()
+    (held,) = store.held()
+    path = step_folder(store.folder_of(BLOCKS), 10)
+    assert read(path).held.digest == held.digest
+    changed(path)
+    with pytest.raises(ConfigError, match="its tensors are not those that were written"):
+        store.give(held)
+    assert store.held() == (), "nobody is sent here for it again"
+    store.write_now(BLOCKS, snapshot(10))
+    assert store.held() == (held,) and store.is_whole(held)
+
+
+def test_a_checkpoint_that_fails_is_not_told_of_any_more(tmp_path: Path) -> None:
+    told: list[tuple[Held, ...]] = []
+    store = StageCheckpoints(tmp_path, (), every=10, keep=3, told=told.append, loaded=does_not_fit)
+    for step in (10, 20):
+        store.write(BLOCKS, snapshot(step))
+    store.wait()
+    later, earlier = store.held()
+    with pytest.raises(RemoteProtocolError, match="another model"):
+        store.reload([later], BLOCKS)
+    assert store.held() == (earlier,)
+    changed(step_folder(store.folder_of(BLOCKS), 10))
+    assert not store.is_whole(earlier)
+    assert told[-1] == ()
+
+
+def does_not_fit(*_: object) -> None:
+    raise RemoteProtocolError("it is of another model", remedy="")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_copy_is_kept_only_if_its_tensors_are_what_it_says(tmp_path: Path, whole: bool) -> None:
+    mine, theirs = store_in(tmp_path / "mine"), store_in(tmp_path / "theirs")
+    theirs.write(BLOCKS, snapshot(10))
+    theirs.wait()
+    (held,) = theirs.held()
+    if not whole:
+        changed(step_folder(theirs.folder_of(BLOCKS), 10))
+    folder = mine.copy_folder(held)
+    for file in theirs.copy_files(held):
+        (folder / file.name).write_bytes(file.read_bytes())
+    mine.adopt_copy(held, folder)
+    assert mine.held() == ((held,) if whole else ())
+    assert whole or not folder.exists()

@@ -1,0 +1,161 @@
+"""Workers of one pipeline in threads, by name, that are held back, killed, paused and looked at.
+
+with Workers(tmp_path, 2, checkpoint_every=5) as workers:
+    workers.before = lambda seen, grid, pipe: ...      before each step, in the worker's thread
+    workers.add("anna"); workers.add("bert")
+    workers.wait(lambda: ...)                          until it is true
+    workers.finish("anna", "bert")
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from brisk import LOSING
+from torch import nn
+
+import gridtrain
+from gridtrain.pipeline.group import Pipeline
+from gridtrain.runtime.local import LocalGroup
+from gridtrain.runtime.owner import Unled
+
+WITHIN_S = 60.0
+SAMPLES = 240
+loss_fn = nn.functional.mse_loss
+
+
+def data(samples: int = SAMPLES) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    points = torch.randn(samples, 2, generator=torch.Generator().manual_seed(1))
+    return [(x, x[:1] * 2 - x[1:]) for x in points]
+
+
+DATA = data()
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1)]
+
+
+class Seen:
+    """What one worker saw: by step its loss and its stage."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.losses: dict[int, float] = {}
+        self.stages: dict[int, int | None] = {}
+        self.more: dict[int, Any] = {}
+        self.state: dict[str, torch.Tensor] = {}
+        self.owner = Unled()
+        self.end: BaseException | str | None = None
+
+    @property
+    def step(self) -> int:
+        """The last committed one, -1: none."""
+        return max(self.losses, default=-1)
+
+
+class Workers:
+    """See the module's text."""
+
+    def __init__(
+        self, folder: Path, min_workers: int, *, steps: int = 40, checkpoint_every: int = 0, **options: Any
+    ) -> None:
+        self.folder, self.steps, self.every, self.options = folder, steps, checkpoint_every, options
+        self.group = LocalGroup(min_workers=min_workers, deadlines=LOSING)
+        self.seen: dict[str, Seen] = {}
+        self.threads: dict[str, threading.Thread] = {}
+        self.changed = threading.Condition()
+        self.made: Callable[[Seen, gridtrain.Grid, Pipeline], None] = lambda seen, grid, pipe: None
+        self.before: Callable[[Seen, gridtrain.Grid, Pipeline], Any] = lambda seen, grid, pipe: None
+        self.after: Callable[[Seen, gridtrain.Grid, Pipeline], Any] = lambda seen, grid, pipe: None
+
+    def __enter__(self) -> Workers:
+        self.group.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.group.__exit__(*exc_info)
+
+    def add(self, name: str) -> None:
+        self.seen[name] = Seen(name)
+        self.threads[name] = threading.Thread(target=self._work, args=(name,), daemon=True)
+        self.threads[name].start()
+
+    def kill(self, name: str) -> None:
+        self.group.hub.kill(self.group.keys[name])
+
+    def wait(self, true: Callable[[], bool], dead: Sequence[str] = ()) -> None:
+        """Until it is true; looked at after each step of anybody, and ten times a second."""
+        until_s = time.monotonic() + WITHIN_S
+        with self.changed:
+            while not self.changed.wait_for(true, 0.1):
+                ends = {n: (s.end, s.step) for n, s in self.seen.items() if n not in dead}
+                assert time.monotonic() < until_s, f"it does not come: {ends}"
+
+    def finish(self, *names: str) -> None:
+        for name in names:
+            self.threads[name].join(WITHIN_S)
+            assert not self.threads[name].is_alive(), f"{name} hangs at step {self.seen[name].step}"
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the coordinator shows."""
+        shown: dict[str, Any] = self.group.snapshot()
+        return shown
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """The model, put together from all stages."""
+        return {name: value for seen in self.seen.values() for name, value in seen.state.items()}
+
+    def _work(self, name: str) -> None:
+        seen = self.seen[name]
+        try:
+            with self.group.join(
+                name,
+                export_dir=str(self.folder),
+                checkpoint_every=self.every,
+                state_dir=str(self.folder / name),
+                owner=seen.owner,
+            ) as grid:
+                self._train(seen, grid)
+            seen.end = "finished"
+        except BaseException as error:
+            seen.end = error
+        finally:
+            with self.changed:
+                self.changed.notify_all()
+
+    def _train(self, seen: Seen, grid: gridtrain.Grid) -> None:
+        given: dict[str, Any] = {
+            "stages": 2,
+            "loss_fn": loss_fn,
+            "micro_batches": 2,
+            "exchange": gridtrain.Dense(),
+            "seed": 3,
+        }
+        pipe = grid.pipeline(layers, lambda p: torch.optim.SGD(p, lr=0.05), **(given | self.options))
+        self.made(seen, grid, pipe)
+        for inputs, targets in grid.batches(DATA, batch_size=4, steps=self.steps, seed=3):
+            self.before(seen, grid, pipe)
+            step = grid.step
+            loss = pipe.step(inputs, targets)
+            if loss is None:
+                continue
+            with self.changed:
+                seen.losses[step], seen.stages[step] = loss, pipe.stage
+                seen.state = {n: v.clone() for n, v in pipe.module.state_dict().items()}
+                self.after(seen, grid, pipe)
+                self.changed.notify_all()
+
+
+def undisturbed(folder: Path, **options: Any) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    """Losses by step and the final model of two workers with whom nothing happens."""
+    with Workers(folder, 2, **options) as workers:
+        workers.add("anna")
+        workers.add("bert")
+        workers.finish("anna", "bert")
+        return workers.seen["anna"].losses, workers.whole()

@@ -1,0 +1,287 @@
+"""GPipe's promise: gradients do not depend on the number of stages.
+
+Bit for bit those of the unpartitioned model, micro-batch by micro-batch with the same random numbers: the
+same operations on the same values, added up in ascending order of the micro-batches.  A tied parameter in two
+stages is the exception: there each stage adds up its own uses first, so the order of the sum is another.
+
+`pytest -s` prints the largest differences.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from pipeline_models import (
+    largest_difference,
+    layers_of,
+    loss_of,
+    named,
+    result_of,
+    run,
+    stages_of,
+    tokens,
+    unpartitioned,
+)
+from torch import Tensor, nn
+
+from gridtrain.pipeline.boundaries import boundaries
+from gridtrain.pipeline.memory_line import in_threads, memory_lines
+from gridtrain.pipeline.runner import Planner, Runner
+from gridtrain.pipeline.stage import Stage
+from gridtrain.pipeline.trees import Spec
+from gridtrain.protocol.schedule import Schedule, divide, fill_drain, one_forward_one_backward
+
+STAGES = (1, 2, 3, 4, 8)
+MICRO_BATCHES = (1, 2, 3, 8)
+ROUNDING = 8 * 2.0**-23  # a few roundings of the largest gradient
+SAMPLES = 12  # eight micro-batches are then of 2 and of 1 samples, three of 4
+
+
+def further_ahead(stages: int, micro_batches: int) -> Schedule:
+    return one_forward_one_backward(stages, micro_batches, ahead=0.7)
+
+
+WAYS: dict[str, tuple[Planner, bool]] = {  # the schedule, and whether to re-materialise
+    "fill-drain": (fill_drain, True),
+    "1F1B": (one_forward_one_backward, True),
+    "1F1B, all kept": (one_forward_one_backward, False),
+    "1F1B, ahead": (further_ahead, True),
+}
+MODELS = {
+    "plain": {},
+    "dropout": {"dropout": True},
+    "batch norm": {"batch_norm": True},
+    "dropout, batch norm": {"dropout": True, "batch_norm": True},
+    "tied": {"tied": True},
+    "tied, dropout, batch norm": {"tied": True, "dropout": True, "batch_norm": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_as_unpartitioned_micro_batch_by_micro_batch(model: str, way: str) -> None:
+    layers, largest = layers_of(**MODELS[model]), 0.0
+    specs, (schedule, rematerialise) = boundaries(layers, tokens(1)[0]), WAYS[way]
+    for micro_batches in MICRO_BATCHES:
+        sizes = divide(SAMPLES, micro_batches)
+        expected = unpartitioned(layers, sizes)
+        scale = max(g.abs().max().item() for g in expected.gradients.values())
+        for count in STAGES:
+            stages = stages_of(layers, count, rematerialise=rematerialise, specs=specs)
+            got = result_of(stages, run(stages, sizes, schedule=schedule))
+            difference = largest_difference(got, expected)
+            largest = max(largest, difference)
+            assert got.loss == pytest.approx(expected.loss, rel=1e-6)
+            if "tied" in model and count > 1:
+                assert difference <= ROUNDING * scale, (count, micro_batches)
+                assert torch.equal(got.gradients["0.weight"], got.gradients["8.weight"])
+            else:
+                assert difference == 0.0, (count, micro_batches)
+    print(f"\n{model}, {way}: largest difference {largest:g}, largest gradient of all {scale:g}")
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    cuts=st.sets(st.integers(1, 8), max_size=5),
+    samples=st.integers(1, 9),
+    micro_batches=st.integers(1, 6),
+    ahead=st.sampled_from([0.0, 0.3, 2.0, math.inf]),
+    rematerialise=st.booleans(),
+)
+def test_any_cut(cuts: set[int], samples: int, micro_batches: int, ahead: float, rematerialise: bool) -> None:
+    layers, sizes = layers_of(dropout=True, batch_norm=True), divide(samples, micro_batches)
+    bounds = list(itertools.pairwise([0, *sorted(cuts), 9]))
+    stages = stages_of(layers, len(bounds), rematerialise=rematerialise, specs=specs_of_all(), bounds=bounds)
+    schedule = functools.partial(one_forward_one_backward, ahead=ahead)
+    got = result_of(stages, run(stages, sizes, schedule=schedule))
+    assert largest_difference(got, unpartitioned(layers, sizes)) == 0.0
+
+
+@functools.cache
+def specs_of_all() -> tuple[Spec, ...]:
+    return boundaries(layers_of(dropout=True, batch_norm=True), tokens(1)[0])
+
+
+@pytest.mark.parametrize("rematerialise", [True, False])
+def test_under_autocast_activations_travel_as_bfloat16(rematerialise: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8)]
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(out.float(), target)
+
+    plain = copy.deepcopy(layers)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cut = Spec.of(layers[1](layers[0](x)), 6)
+        for i in range(0, 6, 2):
+            out = x[i : i + 2]
+            for layer in plain:
+                out = layer(out)
+            (loss(out, y[i : i + 2]) * (2 / 6)).backward()
+    assert str(cut) == "bfloat16 (n, 8)"
+    stages = [
+        Stage(layers[:2], output=cut, rematerialise=rematerialise),
+        Stage(layers[2:], input=cut, loss=loss, first_layer=2, rematerialise=rematerialise),
+    ]
+    lines = memory_lines(2)
+
+    def work(s: int) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            runner = Runner(stages[s], s, 2, schedule=fill_drain)
+            runner.run(lines[s], seed=0, sizes=(2, 2, 2), inputs=x, targets=y)
+
+    in_threads([lambda s=s: work(s) for s in range(2)])  # type: ignore[misc]
+    for got, expected in zip(named(layers).values(), named(plain).values(), strict=True):
+        assert torch.equal(got.grad, expected.grad)
+
+
+def whole_mini_batch(layers: list[nn.Module]) -> dict[str, Tensor]:
+    layers = copy.deepcopy(layers)
+    x, targets = tokens(SAMPLES)
+    for layer in layers:
+        x = layer(x)
+    loss_of(x, targets).backward()
+    return {name: p.grad for name, p in named(layers).items() if p.grad is not None}
+
+
+def test_as_the_whole_mini_batch_to_float32_rounding() -> None:
+    layers = layers_of()
+    specs, expected = boundaries(layers, tokens(1)[0]), whole_mini_batch(layers)
+    scale, largest = max(g.abs().max().item() for g in expected.values()), 0.0
+    for micro_batches in MICRO_BATCHES:
+        for count in STAGES:
+            stages = stages_of(layers, count, specs=specs)
+            got = result_of(stages, run(stages, divide(SAMPLES, micro_batches)))
+            for name, gradient in expected.items():
+                largest = max(largest, (got.gradients[name] - gradient).abs().max().item())
+    print(f"\nwhole mini-batch: largest difference {largest:g} where the largest gradient is {scale:g}")
+    assert largest <= ROUNDING * scale
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro_batches", "sizes"),
+    [(7, 3, (3, 2, 2)), (2, 4, (1, 1)), (1, 8, (1,)), (9, 8, (2, 1, 1, 1, 1, 1, 1, 1))],
+)
+def test_an_uneven_mini_batch_gives_its_mean(
+    samples: int, micro_batches: int, sizes: tuple[int, ...]
+) -> None:
+    layers = layers_of(dropout=True)
+    assert divide(samples, micro_batches) == sizes
+    stages = stages_of(layers, 3)
+    got = result_of(stages, run(stages, sizes))
+    assert largest_difference(got, unpartitioned(layers, sizes)) == 0.0
+
+
+def test_a_mini_batch_without_samples_has_no_gradient_and_no_loss() -> None:
+    stages = stages_of(layers_of(tied=True), 3)
+    outcomes = run(stages, divide(0, 4))
+    assert [outcome.loss for outcome in outcomes] == [None, None, None]
+    assert all(p.grad is None for stage in stages for p in stage.parameters)
+
+
+def test_a_mini_batch_of_other_size_needs_no_new_agreement() -> None:
+    layers = layers_of(dropout=True)
+    stages = stages_of(layers, 4)
+    for sizes in [(3, 2, 2), (1,), (5, 5)]:
+        for stage in stages:
+            for parameter in stage.parameters:
+                parameter.grad = None
+        got = result_of(stages, run(stages, sizes))
+        assert largest_difference(got, unpartitioned(layers, sizes)) == 0.0
+
+
+def test_gradients_that_were_there_are_added_to() -> None:
+    layers, sizes = layers_of(), divide(6, 3)
+    stages = stages_of(layers, 2)
+    once = result_of(stages, run(stages, sizes))
+    once.gradients = {name: gradient.clone() for name, gradient in once.gradients.items()}
+    twice = result_of(stages, run(stages, sizes))
+    assert all(torch.equal(twice.gradients[name], 2 * g) for name, g in once.gradients.items())
+
+
+def test_the_generators_of_the_process_are_left_as_they_were() -> None:
+    stages = stages_of(layers_of(dropout=True), 3)
+    torch.manual_seed(9)
+    expected = torch.rand(4)
+    torch.manual_seed(9)
+    run(stages, (2, 2))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_frozen_first_stage_is_sent_no_gradients() -> None:
+    layers = layers_of()
+    for layer in layers[:5]:
+        layer.requires_grad_(False)
+    stages = stages_of(layers, 2)
+    assert bool(stages[0].output.with_gradient) is False
+    got = result_of(stages, run(stages, (2, 2)))
+    assert largest_difference(got, unpartitioned(layers, (2, 2))) == 0.0
+    assert not any(p.grad is not None for p in stages[0].parameters)
+
+
+def batch_norms(layers: list[nn.Module]) -> list[tuple[str, nn.BatchNorm1d]]:
+    return [
+        (f"{i}.{name}", module)
+        for i, layer in enumerate(layers)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.BatchNorm1d)
+    ]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_those_of_the_mini_batch(momentum: float | None) -> None:
+    layers, sizes = layers_of(batch_norm=True), divide(SAMPLES, 5)
+    for _, norm in batch_norms(layers):
+        norm.momentum = momentum
+    plain = copy.deepcopy(layers)
+    seen: dict[str, list[Tensor]] = {name: [] for name, _ in batch_norms(plain)}
+    for name, norm in batch_norms(plain):
+        norm.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0].detach()))
+    inputs, _ = tokens(SAMPLES)
+    with torch.no_grad():
+        for x in inputs.split(list(sizes)):
+            for layer in plain:
+                x = layer(x)
+    stages = stages_of(layers, 4)
+    run(stages, sizes)
+    own = [layer for stage in stages for layer in stage.layers]
+    assert all(torch.equal(norm.running_mean, torch.zeros(6)) for _, norm in batch_norms(own)), (
+        "before commit"
+    )
+    for stage in stages:
+        stage.commit()
+    factor = 1.0 if momentum is None else momentum
+    for name, norm in batch_norms(own):
+        values = torch.cat(seen[name])
+        torch.testing.assert_close(norm.running_mean, factor * values.mean(0))
+        torch.testing.assert_close(norm.running_var, (1 - factor) + factor * values.var(0))
+        assert int(norm.num_batches_tracked) == 1
+
+
+def test_an_aborted_step_leaves_running_statistics_alone() -> None:
+    stages = stages_of(layers_of(batch_norm=True), 2)
+    run(stages, (2, 2))
+    run(stages, (2, 2))  # the first one was not committed
+    for stage in stages:
+        stage.commit()
+        stage.commit()  # a second word about the same step changes nothing
+    for _, norm in batch_norms([layer for stage in stages for layer in stage.layers]):
+        assert int(norm.num_batches_tracked) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rematerialise", [True, False])
+def test_on_cuda(rematerialise: bool) -> None:
+    layers = [layer.cuda() for layer in layers_of(dropout=True)]
+    sizes = divide(7, 3)
+    whole, cut = stages_of(layers, 1, rematerialise=False), stages_of(layers, 3, rematerialise=rematerialise)
+    expected, got = result_of(whole, run(whole, sizes)), result_of(cut, run(cut, sizes))
+    assert largest_difference(got, expected) == 0.0

@@ -1,0 +1,314 @@
+"""Pipelines over the real runtime: a coordinator and S x R workers in threads, memory between them.
+
+         replica 0   replica 1
+stage 0   worker      worker       the same losses everywhere; replicas of a stage bit-identical;
+stage 1   worker      worker       R = 1: parameters bit-identical with the model in one piece
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.errors import ConfigError
+from gridtrain.pipeline.building import Blueprint
+from gridtrain.pipeline.group import Pipeline
+from gridtrain.pipeline.held import Options
+from gridtrain.pipeline.staging import Staging
+from gridtrain.runtime.api import GroupSession
+from gridtrain.runtime.contribution import Contribution, Tally
+from gridtrain.runtime.driver import Picture
+from gridtrain.runtime.local import local
+
+SEED = 5
+STEPS = 5
+Layers = Callable[[], list[nn.Module]]
+
+
+def layers() -> list[nn.Module]:
+    return [
+        nn.Linear(4, 16),
+        nn.Tanh(),
+        nn.Linear(16, 16),
+        nn.Linear(16, 16),
+        nn.Tanh(),
+        nn.Linear(16, 3),
+    ]
+
+
+def built(model: Layers) -> nn.Sequential:
+    blueprint = Blueprint(model, seed=SEED)
+    return nn.Sequential(*blueprint.build(0, len(blueprint)))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+
+
+def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    points = torch.randn(60, 4, generator=generator)
+    return [(x, (x[0] > 0).long() + (x[1] > 0).long()) for x in points]
+
+
+loss_fn = nn.functional.cross_entropy
+DATA = data()
+
+
+class Seen:
+    """What one worker saw and ended with."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.losses: list[float | None] = []
+        self.stage = -1
+        self.state: dict[str, torch.Tensor] = {}
+        self.skipped = 0
+
+
+def run(grid: gridtrain.Grid, model: Layers, **options: Any) -> Seen:
+    make, steps = options.pop("make", sgd), options.pop("steps", STEPS)
+    pipe = grid.pipeline(model, make, **({"loss_fn": loss_fn, "micro_batches": 3, "seed": SEED} | options))
+    seen = Seen()
+    for inputs, targets in grid.batches(DATA, batch_size=8, steps=steps):
+        seen.batches.append((inputs, targets))
+        seen.losses.append(pipe.step(inputs, targets))
+        seen.skipped += pipe.last_skipped
+    seen.stage = pipe.stage
+    seen.state = {name: value.detach().clone() for name, value in pipe.module.state_dict().items()}
+    return seen
+
+
+def divided(samples: int, most: int) -> Iterator[slice]:
+    """Written anew: near-equal, the larger ones first."""
+    start = 0
+    for i in range(min(samples, most)):
+        length = samples // min(samples, most) + (i < samples % min(samples, most))
+        yield slice(start, start + length)
+        start += length
+
+
+def in_one_piece(model: Layers, batches: list[Any], micro_batches: int) -> tuple[list[float], nn.Module]:
+    """An ordinary loop over the unpartitioned model, micro-batch by micro-batch."""
+    whole = built(model)
+    optimizer = sgd(whole.parameters())
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        total = 0.0
+        for piece in divided(len(inputs), micro_batches):
+            loss = loss_fn(whole(inputs[piece]), targets[piece]) * (len(inputs[piece]) / len(inputs))
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    return losses, whole
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("exchange", [gridtrain.Dense(), gridtrain.GTopK(density=1.0, values="fp32")])
+def test_parameters_are_those_of_the_model_in_one_piece(
+    tmp_path: Path, stages: int, exchange: gridtrain.Dense | gridtrain.GTopK
+) -> None:
+    def train(grid: gridtrain.Grid) -> Seen:
+        return run(grid, layers, stages=stages, exchange=exchange)
+
+    found = local(train, workers=stages, export_dir=str(tmp_path))
+    assert sorted(seen.stage for seen in found) == list(range(stages))
+    losses, whole = in_one_piece(layers, found[0].batches, 3)
+    state = {name: value for seen in found for name, value in seen.state.items()}
+    for name, value in whole.state_dict().items():
+        assert torch.equal(state[name], value), f"{name} differs by {(state[name] - value).abs().max()}"
+    for seen in found:
+        assert seen.losses == pytest.approx(losses, abs=1e-6) and len(seen.losses) == STEPS
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "exchange", [gridtrain.Dense(), gridtrain.GTopK(density=0.2), gridtrain.TopK(density=0.2)]
+)
+def test_replicas_of_a_stage_are_bit_identical(tmp_path: Path, exchange: Any) -> None:
+    def train(grid: gridtrain.Grid) -> Seen:
+        return run(grid, layers, stages=2, exchange=exchange, make=lambda p: torch.optim.SGD(p, lr=0.1))
+
+    found = local(train, workers=4, export_dir=str(tmp_path))
+    for one, other in itertools.combinations(found, 2):
+        assert one.losses == other.losses
+        if one.stage == other.stage:
+            assert all(torch.equal(value, other.state[name]) for name, value in one.state.items())
+    assert sorted(seen.stage for seen in found) == [0, 0, 1, 1]
+    inputs_of = [torch.cat([inputs for inputs, _ in seen.batches]) for seen in found]
+    pairs = [
+        (i, j) for i, j in itertools.combinations(range(4), 2) if torch.equal(inputs_of[i], inputs_of[j])
+    ]
+    assert [{found[i].stage, found[j].stage} for i, j in pairs] == [{0, 1}, {0, 1}]  # two pipelines
+
+
+def test_dense_replicas_train_as_one_piece_on_all_samples(tmp_path: Path) -> None:
+    def train(grid: gridtrain.Grid) -> Seen:
+        return run(grid, layers, stages=2, exchange=gridtrain.Dense())
+
+    found = local(train, workers=4, export_dir=str(tmp_path))
+    firsts = [seen for seen in found if seen.stage == 0]
+    together = [
+        tuple(torch.cat(parts) for parts in zip(*step, strict=True))
+        for step in zip(*(seen.batches for seen in firsts), strict=True)
+    ]
+    losses, whole = in_one_piece(layers, together, 1)
+    state = {name: value for seen in found for name, value in seen.state.items()}
+    assert found[0].losses == pytest.approx(losses, abs=1e-5)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5)
+
+
+def test_the_final_model_is_written_stage_by_stage_with_an_index(tmp_path: Path) -> None:
+    found = local(lambda grid: run(grid, layers, stages=3), workers=3, export_dir=str(tmp_path))
+    index = json.loads((tmp_path / "final.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(built(layers).state_dict())
+    for seen in found:
+        for name, value in seen.state.items():
+            part = safetensors.torch.load_file(tmp_path / index["weight_map"][name])
+            assert torch.equal(part[name], value)
+            assert index["weight_map"][name] == f"final-0000{seen.stage + 1}-of-00003.safetensors"
+
+
+class Explodes(nn.Module):
+    """Its third output is infinite once: the gradients of all layers are then not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y: torch.Tensor = self.linear(x)
+        return y * float("inf") if self.calls == 3 else y
+
+
+def test_a_step_that_is_not_finite_on_one_stage_is_skipped_by_all(tmp_path: Path) -> None:
+    def model() -> list[nn.Module]:
+        return [nn.Linear(4, 16), nn.Linear(16, 16), Explodes(), nn.Linear(16, 3)]
+
+    def train(grid: gridtrain.Grid) -> Seen:
+        return run(grid, model, stages=2, exchange=gridtrain.Dense(), rematerialise=False, cuts=(0, 2, 4))
+
+    for seen in local(train, workers=2, export_dir=str(tmp_path)):
+        assert seen.skipped == 1
+        assert all(bool(value.isfinite().all()) for value in seen.state.values())
+        assert sum(loss is not None and loss == loss for loss in seen.losses) == STEPS - 1
+
+
+def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path) -> None:
+    limit = 0.05
+
+    def train(grid: gridtrain.Grid) -> Seen:
+        return run(grid, layers, stages=2, exchange=gridtrain.Dense(), clip_norm=limit, steps=1)
+
+    found = local(train, workers=2, export_dir=str(tmp_path))
+    start = built(layers).state_dict()
+    state = {name: value for seen in found for name, value in seen.state.items()}
+    moved = torch.cat([(state[name] - start[name]).reshape(-1) for name in start])
+    assert moved.norm().item() == pytest.approx(0.3 * limit, rel=1e-3)
+
+
+def test_what_is_written_is_the_turn_s_stage_though_the_group_has_moved_on() -> None:
+    """Else a checkpoint of another stage would have the values with which that stage begins."""
+    options = Options(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
+    session = SimpleNamespace(picture=Picture(rank=0, world_size=2), resize_residual=lambda n: None)
+    staging = Staging(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
+    pipe = Pipeline(staging, sgd, options, session)  # type: ignore[arg-type]
+    turn, trained = session.picture, pipe.module
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.fill_(7.0)
+    for moved in (Picture(rank=1, world_size=2), Picture()):
+        session.picture = moved
+        _, tensors = pipe.pack(turn)
+        weights = [value for value in tensors.values() if value.is_floating_point()]
+        assert weights and all(bool((value == 7.0).all()) for value in weights)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"stages": 0}, "stages is 0 -> a whole number from 2"),
+        ({"stages": 1}, "stages is 1 -> .* grid.optimizer"),
+        ({"stages": 2.0}, "stages is 2.0"),
+        ({"stages": 7}, "6 blocks, of which 4 are trained, for 7 stages"),
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"micro_batches": True}, "micro_batches is True"),
+        ({"loss_fn": None}, "loss_fn is None -> a function"),
+        ({"make": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "optimizer is a SGD -> a function"),
+        ({"make": lambda parameters: None}, "returned a NoneType"),
+        ({"make": torch.optim.LBFGS}, "LBFGS cannot take its gradients from a group"),
+        ({"exchange": gridtrain.GTopK(momentum=0.9)}, "has momentum 0.9 and GTopK"),
+        ({"exchange": gridtrain.LocalSteps(every=4)}, "exchange is LocalSteps"),
+        ({"exchange": gridtrain.Overlap()}, "exchange is Overlap"),
+        ({"clip_norm": -1.0}, "clip_norm is -1.0"),
+        ({"ahead": float("nan")}, "ahead=nan"),
+        ({"seed": 2**70}, "seed is"),
+    ],
+)
+def test_misuse_is_refused_before_anybody_is_waited_for(option: dict[str, Any], text: str) -> None:
+    grid = gridtrain.Grid.__new__(gridtrain.Grid)
+    grid._optimizer, grid._session = None, None  # type: ignore[assignment]
+    options = {"stages": 2, "loss_fn": loss_fn, "exchange": gridtrain.Dense(), "make": sgd} | option
+    with pytest.raises(ConfigError, match=text):
+        grid.pipeline(layers, options.pop("make"), **options)
+
+
+@pytest.mark.parametrize("exchange", [gridtrain.Dense(), gridtrain.GTopK(density=1.0, values="fp32")])
+def test_a_tied_parameter_counts_once_in_the_norm(
+    tmp_path: Path, exchange: gridtrain.Dense | gridtrain.GTopK
+) -> None:
+    limit = 0.05
+
+    def tied() -> list[nn.Module]:
+        first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+        last.weight = first.weight
+        return [first, nn.Tanh(), nn.Linear(4, 4), last]
+
+    def train(grid: gridtrain.Grid) -> Seen:
+        return run(grid, tied, stages=2, exchange=exchange, clip_norm=limit, steps=1)
+
+    found = local(train, workers=2, export_dir=str(tmp_path))
+    start = dict(built(tied).named_parameters())
+    assert len(start) == 5
+    state = {name: value for seen in found for name, value in seen.state.items()}
+    moved = torch.cat([(state[name] - value).reshape(-1) for name, value in start.items()])
+    assert moved.norm().item() == pytest.approx(0.3 * limit, rel=1e-3)
+
+
+def test_a_volunteer_is_told_what_its_stage_has_trained(tmp_path: Path) -> None:
+    def train(grid: gridtrain.Grid) -> Contribution | None:
+        path = tmp_path / f"{threading.get_ident()}.json"
+        session = grid._session
+        assert isinstance(session, GroupSession)
+        session._tally = Tally(path)
+        run(grid, layers, stages=2, exchange=gridtrain.Dense())
+        grid.close()
+        return Contribution.read(path)
+
+    for told in local(train, workers=2, export_dir=str(tmp_path)):
+        assert told is not None and (told.steps, told.samples) == (STEPS, 8 * STEPS)
+
+
+def test_a_whole_model_is_refused(tmp_path: Path) -> None:
+    def train(grid: gridtrain.Grid) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        grid.pipeline(model, sgd, stages=2, loss_fn=loss_fn)
+
+    with pytest.raises(ConfigError, match="lies on cpu"):
+        local(train, workers=1, export_dir=str(tmp_path))

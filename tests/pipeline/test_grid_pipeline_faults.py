@@ -1,0 +1,213 @@
+"""Pipelines in which something goes wrong: an attempt fails, a stage raises, a stage dies."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from brisk import LOSING, WITHIN_S
+from pipeline_group import data, layers, loss_fn
+from torch import nn
+
+import gridtrain
+from gridtrain.errors import LineBroken
+from gridtrain.pipeline.building import Blueprint
+from gridtrain.pipeline.runner import Runner, _Step
+from gridtrain.runtime.local import LocalGroup, local
+from gridtrain.transport.memory import EndpointKilled
+
+SEED, STEPS = 3, 6
+
+
+DATA = data(48)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def pipeline(grid: gridtrain.Grid, **options: Any) -> Any:
+    given = {"stages": 2, "loss_fn": loss_fn, "micro_batches": 4, "exchange": gridtrain.Dense(), "seed": SEED}
+    return grid.pipeline(layers, sgd, **(given | options))
+
+
+def in_one_piece(batches: list[Any], micro_batches: int = 4) -> dict[str, torch.Tensor]:
+    whole = nn.Sequential(*Blueprint(layers, seed=SEED).build(0, 4))
+    optimizer = sgd(whole.parameters())
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        pieces = zip(inputs.tensor_split(micro_batches), targets.tensor_split(micro_batches), strict=True)
+        for x, y in pieces:
+            (loss_fn(whole(x), y) * (len(x) / len(inputs))).backward()
+        optimizer.step()
+    return whole.state_dict()
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("after", ["begin", "end"])
+def test_an_attempt_that_fails_is_computed_anew_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: int, after: str
+) -> None:
+    failed = threading.Event()
+    seeds: dict[int, list[int]] = {0: [], 1: []}
+    real = Runner.run
+
+    def run(self: Runner, line: Any, **kwargs: Any) -> Any:
+        seeds[self.number].append(kwargs["seed"])
+        first = self.number == where and len(seeds[where]) == 3 and not failed.is_set()
+        if not first:
+            return real(self, line, **kwargs)
+        failed.set()
+        if after == "end":
+            real(self, line, **kwargs)
+        line.abort("a fault on purpose")
+        raise LineBroken("a fault on purpose")
+
+    monkeypatch.setattr(Runner, "run", run)
+
+    def train(grid: gridtrain.Grid) -> Any:
+        pipe, batches, losses = pipeline(grid), [], []
+        for inputs, targets in grid.batches(DATA, batch_size=4, steps=STEPS):
+            batches.append((inputs, targets))
+            losses.append(pipe.step(inputs, targets))
+        return batches, losses, {n: v.clone() for n, v in pipe.module.state_dict().items()}
+
+    (batches, losses, one), (_, others, other) = local(train, workers=2, export_dir=str(tmp_path))
+    assert failed.is_set()
+    assert losses == others and len(losses) == STEPS and None not in losses
+    assert len(seeds[0]) == len(seeds[1]) == STEPS + 1, "both computed one attempt more"
+    assert len(set(seeds[0])) == STEPS and seeds[0] == seeds[1]
+    for name, value in in_one_piece(batches).items():
+        assert torch.equal({**one, **other}[name], value), name
+
+
+class Fails(nn.Module):
+    """Raises in its fifth forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 5:
+            raise ArithmeticError("a bug of the user's")
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+def test_what_a_stage_raises_ends_its_script_and_wakes_the_others(tmp_path: Path) -> None:
+    def model() -> list[nn.Module]:
+        return [nn.Linear(2, 8), nn.Tanh(), Fails()]
+
+    broken, raised = threading.Event(), threading.Event()
+
+    def train(grid: gridtrain.Grid) -> None:
+        pipe = grid.pipeline(
+            model, sgd, stages=2, loss_fn=loss_fn, micro_batches=2, exchange=gridtrain.Dense(), cuts=(0, 2, 3)
+        )
+        try:
+            for inputs, targets in grid.batches(DATA, batch_size=4, steps=STEPS):
+                pipe.step(inputs, targets)
+        except ArithmeticError:
+            raised.set()
+            grid.close("its script failed")
+            raise
+        finally:
+            if not raised.is_set():
+                broken.set()
+
+    with pytest.raises((ArithmeticError, EndpointKilled)):
+        local(train, workers=2, export_dir=str(tmp_path))
+    assert raised.is_set()
+
+
+def test_a_stage_that_sends_what_was_not_agreed_is_put_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt would end in the same way, as it would be a member of each generation."""
+    real, wicked = _Step._send, threading.Event()
+    culprit: list[int] = []
+    name_of: dict[int, str] = {}
+
+    def send(self: _Step, to: int, channel: Any, buffers: Any) -> None:
+        if wicked.is_set() and culprit == [threading.get_ident()]:
+            buffers = [buffers[0][:-4]]
+        real(self, to, channel, buffers)
+
+    monkeypatch.setattr(_Step, "_send", send)
+    ended: dict[str, Any] = {}
+    with LocalGroup(min_workers=4, deadlines=LOSING) as group:
+
+        def train(name: str) -> None:
+            with group.join(name, export_dir=str(tmp_path)) as grid:
+                pipe = pipeline(grid)
+                for taken, (inputs, targets) in enumerate(grid.batches(DATA, batch_size=4, steps=8)):
+                    if taken == 2 and pipe.stage == 0 and not grid.is_first:
+                        culprit.append(threading.get_ident())
+                        wicked.set()
+                    pipe.step(inputs, targets)
+
+        def noted(name: str) -> None:
+            name_of[threading.get_ident()] = name
+            try:
+                train(name)
+                ended[name] = "finished"
+            except gridtrain.GridtrainError as error:
+                ended[name] = str(error)
+
+        names = ("anna", "bert", "clara", "dora")
+        threads = [threading.Thread(target=noted, args=(name,), daemon=True) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WITHIN_S)
+            assert not thread.is_alive(), f"the run does not go on: {ended}"
+    put_out = {name: said for name, said in ended.items() if said != "finished"}
+    assert list(put_out) == [name_of[culprit[0]]], "an honest one, whose NO it was"
+    assert "agreed" in put_out[name_of[culprit[0]]]
+
+
+def test_a_dead_stage_wakes_who_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, real = threading.Event(), Runner.run
+    dying, computing = threading.Event(), threading.Semaphore(0)
+
+    def run(self: Runner, line: Any, **kwargs: Any) -> Any:
+        try:
+            if self.number == 0:
+                computing.release()
+            return real(self, line, **kwargs)
+        except LineBroken:
+            if dying.is_set() and self.number == 0:
+                told.set()
+            raise
+
+    monkeypatch.setattr(Runner, "run", run)
+    with LocalGroup(min_workers=2, deadlines=LOSING) as group:
+
+        def train(name: str) -> None:
+            with group.join(name, export_dir=str(tmp_path)) as grid:
+                pipe = pipeline(grid)
+                batches = grid.batches(DATA, batch_size=4, steps=1000)
+                for taken, (inputs, targets) in enumerate(batches):
+                    if pipe.stage == 1 and computing.acquire(timeout=WITHIN_S) and taken == 3:
+                        dying.set()  # while the first stage is in the step, and not before it
+                        group.hub.kill(group.keys[name])
+                    pipe.step(inputs, targets)
+
+        def quietly(name: str) -> None:
+            with contextlib.suppress(gridtrain.GridtrainError):
+                train(name)
+
+        threads = [threading.Thread(target=quietly, args=(name,), daemon=True) for name in ("anna", "bert")]
+        for thread in threads:
+            thread.start()
+        assert dying.wait(WITHIN_S)
+        assert told.wait(WITHIN_S), "the first stage still waits for the dead one's gradient"
+    for thread in threads:
+        thread.join(WITHIN_S)
+        assert not thread.is_alive()

@@ -1,0 +1,325 @@
+"""Batches that do not fit, and what a hostile or broken stage sends: a reason and a culprit, never a crash.
+
+pipe.step(half a batch)     this worker is told; called again with the whole one, nothing is lost
+stage 0 sends token 10**9   stage 1 says what came; stage 0 is put out, the other pipeline goes on
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from brisk import LOSING
+from pipeline_group import data, layers, loss_fn
+from torch import Tensor, nn
+
+import gridtrain
+from gridtrain.errors import ConfigError, LineBroken
+from gridtrain.pipeline.checks import answered_for, check_on_way
+from gridtrain.pipeline.group import Pipeline
+from gridtrain.pipeline.runner import Runner, _Step, share_tied_parameters
+from gridtrain.pipeline.stage import Stage, Tied
+from gridtrain.pipeline.trees import Leaf, Spec
+from gridtrain.protocol.schedule import fill_drain, one_forward_one_backward
+from gridtrain.runtime.local import LocalGroup, local
+
+SEED, STEPS, BATCH = 4, 5, 4
+
+
+DATA = data(48)
+State = dict[str, Tensor]
+Call = Callable[[Pipeline, Any, Any], float | None]
+
+
+def trained(folder: Path, call: Call, **options: Any) -> tuple[State, list[float | None]]:
+    """Two stages, `STEPS` steps, each by `call`; the whole model's parameters and the first one's losses."""
+    given = {"stages": 2, "loss_fn": loss_fn, "micro_batches": 2, "exchange": gridtrain.Dense(), "seed": SEED}
+
+    def train(grid: gridtrain.Grid) -> tuple[State, list[float | None]]:
+        pipe = grid.pipeline(layers, lambda p: torch.optim.SGD(p, lr=0.05), **(given | options))
+        losses = [call(pipe, x, y) for x, y in grid.batches(DATA, batch_size=BATCH, steps=STEPS)]
+        return {name: value.clone() for name, value in pipe.module.state_dict().items()}, losses
+
+    found = local(train, workers=2, export_dir=str(folder))
+    return {name: value for state, _ in found for name, value in state.items()}, found[0][1]
+
+
+def plainly(pipe: Pipeline, x: Any, y: Any) -> float | None:
+    return pipe.step(x, y)
+
+
+WRONG: dict[str, tuple[Callable[[Pipeline, Any, Any], Any], str]] = {
+    "half a batch": (lambda pipe, x, y: pipe.step(x[:2], y[:2]), r"inputs .* shape \(2, 2\).* 4 samples"),
+    "targets of another length": (lambda pipe, x, y: pipe.step(x, y[:3]), r"targets .* shape \(3, 1\)"),
+    "a scalar": (lambda pipe, x, y: pipe.step(x, torch.tensor(1.0)), r"targets .* shape \(\)"),
+    "in a nest": (lambda pipe, x, y: pipe.step({"x": x, "more": [y[1:]]}, y), r"inputs .* shape \(3, 1\)"),
+    "an array": (lambda pipe, x, y: pipe.step(np.ones((4, 2)), y), "inputs has a ndarray"),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, list[float | None]]:
+    """Of a run in which nothing is wrong."""
+    return trained(tmp_path_factory.mktemp("plain"), plainly)
+
+
+def test_a_wrong_batch_is_refused_on_every_stage_and_the_right_one_may_follow(
+    tmp_path: Path, expected: tuple[State, list[float | None]]
+) -> None:
+    """A kind of wrong batch for each step."""
+    refused: dict[int | None, list[str]] = {0: [], 1: []}
+
+    def first_wrongly(pipe: Pipeline, x: Any, y: Any) -> float | None:
+        kind = list(WRONG)[len(refused[pipe.stage])]
+        wrong, text = WRONG[kind]
+        with pytest.raises(ConfigError, match=text):
+            wrong(pipe, x, y)
+        refused[pipe.stage].append(kind)
+        return pipe.step(x, y)
+
+    state, losses = trained(tmp_path, first_wrongly)
+    assert refused == {0: list(WRONG), 1: list(WRONG)}
+    assert losses == expected[1] and None not in losses
+    assert all(torch.equal(state[name], value) for name, value in expected[0].items())
+
+
+def test_a_step_without_targets_is_told_of_and_may_be_called_again(
+    tmp_path: Path, expected: tuple[State, list[float | None]]
+) -> None:
+    refused: list[int | None] = []
+
+    def forgetful(pipe: Pipeline, x: Any, y: Any) -> float | None:
+        if pipe.stage == 1 and not refused:
+            with pytest.raises(ConfigError, match=r"no targets.*-> loss = pipe\.step"):
+                pipe.step(x)
+            refused.append(pipe.stage)
+        return pipe.step(x, y)
+
+    state, losses = trained(tmp_path, forgetful)
+    assert refused == [1] and losses == expected[1]
+    assert all(torch.equal(state[name], value) for name, value in expected[0].items())
+
+
+def test_more_micro_batches_than_samples_are_as_many_as_samples(tmp_path: Path) -> None:
+    state, losses = trained(tmp_path, plainly, micro_batches=64)
+    as_many, its_losses = trained(tmp_path, plainly, micro_batches=BATCH)
+    assert losses == its_losses
+    assert all(torch.equal(state[name], value) for name, value in as_many.items())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "buffers", "most"),
+    [(fill_drain, 1, 2048), (fill_drain, 7, 512), (partial(one_forward_one_backward, ahead=1e9), 1, 2048)],
+)
+def test_no_more_micro_batches_are_on_their_way_than_a_neighbour_holds(
+    schedule: Any, buffers: int, most: int
+) -> None:
+    check_on_way(schedule(3, most), buffers)
+    with pytest.raises(ConfigError, match=rf"{most + 1} of them .* holds {most} .* micro_batches={most}"):
+        check_on_way(schedule(3, most + 1), buffers)
+    check_on_way(one_forward_one_backward(3, 1 << 14), buffers)  # keeps three
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"micro_batches": 2049, "schedule": "fill-drain"}, "2049 of them are on their way"),
+        ({"micro_batches": 10**12}, "micro_batches is 1000000000000; it must be at most 16384"),
+    ],
+)
+def test_too_many_micro_batches_are_refused_when_the_pipeline_is_made(
+    option: dict[str, Any], text: str
+) -> None:
+    grid = gridtrain.Grid.__new__(gridtrain.Grid)
+    grid._optimizer, grid._session = None, None  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=text):
+        grid.pipeline(layers, torch.optim.SGD, stages=2, loss_fn=loss_fn, **option)
+
+
+def test_a_scaler_and_a_pipeline_are_refused_in_either_order() -> None:
+    grid = gridtrain.Grid.__new__(gridtrain.Grid)
+    grid._optimizer, grid._session = None, None  # type: ignore[assignment]
+    grid.scaler(device="cpu")
+    with pytest.raises(ConfigError, match=r"grid\.scaler\(\) with a pipeline.* -> train in float32"):
+        grid.pipeline(layers, torch.optim.SGD, stages=2, loss_fn=loss_fn)
+    other = gridtrain.Grid.__new__(gridtrain.Grid)
+    other._optimizer = Pipeline.__new__(Pipeline)
+    with pytest.raises(ConfigError, match=r"grid\.scaler\(\) with a pipeline"):
+        other.scaler()
+
+
+def test_batches_of_a_pipeline_are_not_accumulated() -> None:
+    pipe = Pipeline.__new__(Pipeline)
+    pipe.expect_backwards(1)
+    with pytest.raises(ConfigError, match=r"accumulate=2 with a pipeline.* micro_batches="):
+        pipe.expect_backwards(2)
+
+
+IDS = Spec(Leaf(torch.int64, (), rows_per_sample=1))
+FLOATS = Spec(Leaf(torch.float32, (), rows_per_sample=1))
+
+
+@pytest.mark.parametrize(
+    ("agreed", "received", "own", "says"),
+    [
+        (IDS, torch.tensor([3, 10**9]), torch.tensor([3, 4]), "integers from 3 to 1000000000"),
+        (FLOATS, torch.tensor([1.0, float("nan")]), None, "not finite"),
+        (FLOATS, torch.tensor([1.0, float("-inf")]), None, "not finite"),
+    ],
+)
+def test_who_sent_what_a_layer_stumbled_over_answers_for_it(
+    agreed: Spec, received: Tensor, own: Any, says: str
+) -> None:
+    answered = answered_for(2, agreed, received, 2, lambda: own)
+    with pytest.raises(LineBroken, match=rf"stage 2 sent .*{says}.*IndexError: bad") as caught, answered:
+        raise IndexError("bad")
+    assert caught.value.peer == 2
+
+
+@pytest.mark.parametrize(
+    ("agreed", "received", "own"),
+    [
+        (IDS, torch.tensor([3, 10**9]), {"ids": torch.tensor([3, 10**9])}),  # the data's, not the sender's
+        (FLOATS, torch.tensor([1.0, 2.0]), None),
+        (None, None, torch.tensor([3, 10**9])),
+    ],
+)
+def test_an_error_of_our_own_stays_ours(agreed: Spec | None, received: Any, own: Any) -> None:
+    with pytest.raises(IndexError, match="bad"), answered_for(0, agreed, received, 2, lambda: own):
+        raise IndexError("bad")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("none left"), NotImplementedError(), torch.OutOfMemoryError("CUDA out of memory")]
+)
+def test_what_no_value_causes_is_nobody_elses(error: Exception) -> None:
+    strange = torch.tensor([3, 10**9])
+    with pytest.raises(type(error)), answered_for(0, IDS, strange, 2, lambda: None):
+        raise error
+
+
+class Tokens(nn.Module):
+    """Hands token ids on to the next stage, beside what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embed(ids), ids + 0
+
+
+class Again(nn.Module):
+    """A table of its own for the same ids: raises IndexError where one has no place in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 1)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        y: Tensor = self.out(x[0] + self.embed(x[1]))
+        return y
+
+
+TOKENS = [(torch.tensor(i % 11), torch.tensor([float(i % 3)])) for i in range(64)]
+
+
+def test_a_stage_that_sends_a_token_nobody_has_is_put_out_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, lock = _Step._send, threading.Lock()
+    culprit: list[int] = []
+    name_of: dict[int, str] = {}
+    ended: dict[str, str] = {}
+
+    def send(self: _Step, to: int, channel: Any, buffers: Any) -> None:
+        if culprit == [threading.get_ident()] and self._number == 0:
+            numbers = np.frombuffer(buffers[1], np.int64).copy()
+            numbers[0] = 10**9
+            buffers = [buffers[0], numbers.view(np.uint8).data]
+        real(self, to, channel, buffers)
+
+    monkeypatch.setattr(_Step, "_send", send)
+    with LocalGroup(min_workers=4, deadlines=LOSING) as group:
+
+        def train(name: str) -> None:
+            with group.join(name, export_dir=str(tmp_path)) as grid:
+                pipe = grid.pipeline(
+                    lambda: [Tokens(), Again()],
+                    lambda p: torch.optim.SGD(p, lr=0.05),
+                    stages=2,
+                    loss_fn=loss_fn,
+                    micro_batches=2,
+                    exchange=gridtrain.Dense(),
+                )
+                for taken, (x, y) in enumerate(grid.batches(TOKENS, batch_size=4, steps=8)):
+                    with lock:
+                        if taken == 2 and pipe.stage == 0 and not culprit:
+                            culprit.append(threading.get_ident())
+                    pipe.step(x, y)
+
+        def noted(name: str) -> None:
+            name_of[threading.get_ident()] = name
+            try:
+                train(name)
+                ended[name] = "finished"
+            except Exception as error:
+                ended[name] = f"{type(error).__name__}: {error}"
+
+        threads = [threading.Thread(target=noted, args=(name,), daemon=True) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30.0)
+            assert not thread.is_alive(), f"the run does not go on: {ended}"
+    put_out = {name: said for name, said in ended.items() if said != "finished"}
+    assert list(put_out) == [name_of[culprit[0]]], ended
+    assert "integers from" in put_out[name_of[culprit[0]]] and "1000000000" in put_out[name_of[culprit[0]]]
+
+
+def test_activations_that_are_not_finite_skip_the_step_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, skipped = _Step._send, list[bool]()
+    sent: list[int] = []
+
+    def send(self: _Step, to: int, channel: Any, buffers: Any) -> None:
+        if self._number == 0:
+            sent.append(1)
+            if len(sent) == 3:  # the second step's first micro-batch
+                buffers = [np.full(buffers[0].nbytes // 4, np.nan, np.float32).view(np.uint8).data]
+        real(self, to, channel, buffers)
+
+    monkeypatch.setattr(_Step, "_send", send)
+
+    def noting(pipe: Pipeline, x: Any, y: Any) -> float | None:
+        loss = pipe.step(x, y)
+        skipped.append(pipe.last_skipped)
+        return loss
+
+    state, losses = trained(tmp_path, noting)
+    assert skipped.count(True) == 2 and len(skipped) == 2 * STEPS, "one step, on both"
+    assert all(bool(value.isfinite().all()) for value in state.values())
+    assert [loss == loss for loss in losses] == [True, False, True, True, True]
+
+
+def test_a_tied_parameter_that_is_not_finite_is_not_taken_over() -> None:
+    linear = nn.Linear(2, 2)
+    before = linear.weight.detach().clone()
+    tied = Tied(0, (0, 1), linear.weight)
+    stage = Stage([linear], input=Spec(Leaf(torch.float32, (2,), 1)), loss=loss_fn, tied=[tied])
+    assert Runner(stage, 1, 2).stage is stage
+
+    class Line:
+        def receive(self, source: int, channel: Any) -> Any:
+            return tied.spec.encode(torch.full((2, 2), float("inf")), 1)
+
+    with pytest.raises(LineBroken, match="stage 0 sent a tied parameter that is not finite") as caught:
+        share_tied_parameters(stage, 1, Line())  # type: ignore[arg-type]
+    assert caught.value.peer == 0 and torch.equal(linear.weight, before)

@@ -1,0 +1,336 @@
+"""Workers of a pipeline that leave or are paused: no step is lost, and nothing that was not sent yet.
+
+2 stages x 1 worker each, bert is paused:      anna waits with the reason; bert comes back: they go on,
+                                               bit for bit as if nothing had happened
+... and clara is spare:                        clara takes the stage, bert comes back as a spare
+2 stages x 2 workers each, dora leaves:        what dora had not sent is sent by the stage's other worker
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from brisk import LOSING
+from pipeline_group import Seen, Workers, undisturbed
+
+import gridtrain
+from gridtrain.optim import state_sync
+from gridtrain.optim.checkpoint import folders, step_of
+from gridtrain.optim.stage_checkpoints import StageCheckpoints
+from gridtrain.pipeline.group import Pipeline
+from gridtrain.pipeline.unsent import Unsent
+from gridtrain.protocol.messages import Held
+from gridtrain.runtime.owner import Wish
+
+SPARSE = gridtrain.GTopK(density=0.2)
+CUTS = (0, 2, 4)
+"""Given where runs are compared: a sparse exchange selects in each stage, so its update depends on the cut,
+and left to itself the coordinator cuts by the workers' measured speeds."""
+REST = Wish(run=False, reason="its owner said so")
+
+
+def stage_1(disk: Path) -> Path:
+    """Where checkpoints of the second of two stages are, of four blocks."""
+    (found,) = disk.glob("blocks-*-004")
+    return found
+
+
+class Leaves(Exception):
+    """The script ends between two steps."""
+
+
+@pytest.mark.parametrize("exchange", [gridtrain.Dense(), SPARSE], ids=["dense", "gtopk"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stages_only_worker_is_paused_and_the_run_goes_on_where_it_was(
+    tmp_path: Path, exchange: Any, stage: int
+) -> None:
+    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        if seen.step == 6 and pipe.stage == stage:
+            seen.owner.wish = REST
+
+    def resting() -> Seen | None:
+        told = {s.name: s.owner.told[-1]["state"] if s.owner.told else "" for s in workers.seen.values()}
+        return next((workers.seen[name] for name, state in told.items() if state == "paused"), None)
+
+    run: dict[str, Any] = {"steps": 20, "exchange": exchange, "cuts": CUTS}
+    with Workers(tmp_path / "paused", 2, checkpoint_every=100, **run) as workers:
+        workers.after = after
+        workers.add("anna")
+        workers.add("bert")
+        workers.wait(lambda: resting() is not None and workers.snapshot()["phase"] == "paused")
+        snapshot, seen = workers.snapshot(), resting()
+        assert seen is not None
+        assert f"stage {stage} of 2 has nobody: 1 worker is here, 2 are needed" in snapshot["reason"]
+        assert [line["name"] for line in snapshot["resting"]] == [seen.name]
+        seen.owner.wish = Wish()
+        workers.finish("anna", "bert")
+        assert [s.end for s in workers.seen.values()] == ["finished"] * 2
+        assert not [e for e in workers.snapshot()["events"] if "rollback" in str(e)]
+    losses, model = undisturbed(tmp_path / "plain", **run)
+    for one in workers.seen.values():
+        assert one.losses == losses, "each step once, as if nothing had happened"
+    assert all(torch.equal(workers.whole()[name], value) for name, value in model.items())
+
+
+def test_who_waits_in_the_middle_of_a_step_hears_its_owner_too(tmp_path: Path) -> None:
+    """One is paused; the other has its batch already, and waits in `pipe.step` when its owner pauses it, too.
+    Its stage is on its disk then, and the scheduler that the script steps behind a step that was not."""
+    rates: dict[str, dict[int, float]] = {"anna": {}, "bert": {}}
+
+    def made(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.9)
+        grid.track(scheduler=scheduler)
+        step = pipe.step
+
+        def stepped(*batch: Any) -> float | None:
+            rates[seen.name][grid.step] = pipe.optimizer.param_groups[0]["lr"]
+            loss = step(*batch)
+            scheduler.step()
+            return loss
+
+        pipe.step = stepped  # type: ignore[method-assign]
+
+    def before(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        if pipe.stage == 0 and grid.step == 7 and not seen.more:
+            seen.more[7] = "its batch is here"
+            workers.wait(lambda: rests(1))
+
+    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        if seen.step == 6 and pipe.stage == 1:
+            seen.owner.wish = REST
+
+    def at(stage: int) -> Seen:
+        return next(seen for seen in workers.seen.values() if seen.stages.get(6) == stage)
+
+    def rests(stage: int) -> bool:
+        return any(
+            s.stages.get(6) == stage and s.owner.told[-1]["state"] == "paused" for s in workers.seen.values()
+        )
+
+    run: dict[str, Any] = {"steps": 20, "exchange": SPARSE, "cuts": CUTS}
+    with Workers(tmp_path / "paused", 2, checkpoint_every=100, **run) as workers:
+        workers.group._deadlines = replace(LOSING, handover_s=0.2)  # nobody is there to take anything over
+        workers.made, workers.before, workers.after = made, before, after
+        workers.add("anna")
+        workers.add("bert")
+        workers.wait(lambda: rests(1) and workers.snapshot()["phase"] == "paused")
+        at(0).owner.wish = REST
+        workers.wait(lambda: rests(0))
+        (stage_0,) = (tmp_path / "paused" / at(0).name).glob("blocks-000-*")
+        assert [step_of(path) for path in folders(stage_0)] == [7]
+        assert {line["name"] for line in workers.snapshot()["resting"]} == {"anna", "bert"}
+        for seen in workers.seen.values():
+            seen.owner.wish = Wish()
+        workers.finish("anna", "bert")
+        assert [s.end for s in workers.seen.values()] == ["finished"] * 2
+        assert not [e for e in workers.snapshot()["events"] if "rollback" in str(e)]
+    plain = {name: dict(seen.losses) for name, seen in workers.seen.items()}
+    with Workers(tmp_path / "plain", 2, **run) as undisturbed:
+        rates_before = {name: dict(seen) for name, seen in rates.items()}
+        undisturbed.made = made
+        undisturbed.add("anna")
+        undisturbed.add("bert")
+        undisturbed.finish("anna", "bert")
+    assert plain["anna"] == plain["bert"] == undisturbed.seen["anna"].losses, "each step once"
+    assert rates_before == rates, "and as if nothing had happened"
+    model = undisturbed.whole()
+    assert all(torch.equal(workers.whole()[name], value) for name, value in model.items())
+
+
+def test_a_spare_takes_the_stage_of_a_worker_that_is_paused(tmp_path: Path) -> None:
+    """Its stage goes with it but for its copies: the run is back at the latest step that all stages have."""
+    resting: list[Seen] = []
+
+    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        if seen.step == 12 and pipe.stage == 1 and not resting:
+            resting.append(seen)
+            seen.owner.wish = REST
+
+    with Workers(tmp_path, 2, steps=30, checkpoint_every=5) as workers:
+        workers.after = after
+        for name in ("anna", "bert", "clara"):
+            workers.add(name)
+        workers.wait(lambda: bool(resting) and bool(resting[0].owner.told))
+        others = [seen for seen in workers.seen.values() if seen is not resting[0]]
+        workers.wait(lambda: all(seen.step >= 20 for seen in others))
+        resting[0].owner.wish = Wish()
+        workers.finish("anna", "bert", "clara")
+    assert [seen.end for seen in workers.seen.values()] == ["finished"] * 3
+    one, other = others
+    common = one.losses.keys() & other.losses.keys()
+    assert common >= set(range(15, 30)) and all(one.losses[step] == other.losses[step] for step in common)
+    assert one.step == other.step == 29
+
+
+@pytest.mark.parametrize("way", ["leaves", "rests"])
+def test_what_a_leaver_has_not_sent_is_sent_by_its_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Five workers, one of them spare: it takes the seat, so that nobody else loses its own."""
+    absorbed: dict[int | None, np.ndarray] = {}
+    given: list[np.ndarray] = []
+    leaver: list[Seen] = []
+    real = Unsent.absorb
+
+    def absorb(self: Unsent, entries: Any, world_size: int) -> bool:
+        dense_N = np.zeros(self.residual_size, np.float32)
+        dense_N[entries.indices] = entries.values
+        absorbed[self.held_stage] = dense_N
+        return real(self, entries, world_size)
+
+    def before(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        with workers.changed:
+            if grid.step == 6 and pipe.stage == 1 and not leaver:
+                leaver.append(seen)
+                given.append(pipe.residual_state()["residual"].numpy().copy())
+                if way == "leaves":
+                    raise Leaves
+
+    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        if way == "rests" and [seen] == leaver and seen.step == 6:
+            given[:] = [pipe.residual_state()["residual"].numpy().copy()]
+            seen.owner.wish = REST
+
+    monkeypatch.setattr(Unsent, "absorb", absorb)
+    with Workers(tmp_path, 5, steps=15, exchange=SPARSE) as workers:
+        workers.before, workers.after = before, after
+        for name in ("anna", "bert", "clara", "dora", "emil"):
+            workers.add(name)
+        workers.wait(lambda: bool(leaver))
+        others = [seen for seen in workers.seen.values() if seen not in leaver]
+        workers.wait(lambda: all(seen.step >= 10 or not seen.losses for seen in others))
+        leaver[0].owner.wish = Wish()
+        workers.finish(*(seen.name for seen in others))
+    assert [seen.end for seen in others] == ["finished"] * 4
+    assert given[0].any() and set(absorbed) == {1}
+    np.testing.assert_array_equal(absorbed[1], given[0])
+    ends = [seen for seen in others if seen.stages.get(14) == 1]
+    assert len(ends) == 2 and all(
+        torch.equal(value, ends[1].state[name]) for name, value in ends[0].state.items()
+    )
+
+
+def test_what_is_lost_with_a_seat_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Both of stage 0 die: one of stage 1 is needed there, and what it has not sent of stage 1 is lost."""
+    figures: dict[str, dict[str, float]] = {}
+    killed: list[str] = []
+
+    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        figures[seen.name] = dict(grid._session._driver.figures)
+        if seen.step == 12 and not killed and all(s.step >= 11 for s in workers.seen.values()):
+            killed.extend(name for name, other in workers.seen.items() if other.stages[11] == 0)
+            for name in killed:
+                workers.kill(name)
+
+    with Workers(tmp_path, 4, steps=25, checkpoint_every=5, exchange=SPARSE) as workers:
+        workers.after = after
+        for name in ("anna", "bert", "clara", "dora"):
+            workers.add(name)
+        workers.wait(lambda: len(killed) == 2, dead=killed)
+        survivors = [seen for seen in workers.seen.values() if seen.name not in killed]
+        workers.finish(*(seen.name for seen in survivors))
+    assert [seen.end for seen in survivors] == ["finished"] * 2
+    (moved,) = [seen for seen in survivors if seen.stages[24] == 0]
+    assert figures[moved.name]["lost_mass"] > 0
+    assert "residual of stage 1, mass" in caplog.text and "lost with the seat" in caplog.text
+
+
+def test_a_checkpoint_at_a_pause_takes_no_other_ones_place(tmp_path: Path) -> None:
+    """Only steps of which all stages have one are of use when somebody dies; odd ones replace each other."""
+    pauses: list[int] = []
+    there: list[list[int]] = []
+
+    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        if pipe.stage == 1 and seen.step in (12, 13, 14) and seen.step not in pauses:
+            pauses.append(seen.step)
+            seen.owner.wish = REST
+
+    with Workers(tmp_path, 2, steps=22, checkpoint_every=5) as workers:
+        workers.after = after
+        workers.add("anna")
+        workers.add("bert")
+        for count in (1, 2, 3):
+            workers.wait(
+                lambda count=count: (
+                    len(pauses) == count
+                    and any(
+                        s.owner.told and s.owner.told[-1]["state"] == "paused" for s in workers.seen.values()
+                    )
+                )
+            )
+            (seen,) = [s for s in workers.seen.values() if s.stages[5] == 1]
+            there.append([step_of(path) for path in folders(stage_1(tmp_path / seen.name))])
+            seen.owner.wish = Wish()
+            workers.wait(lambda seen=seen, count=count: seen.step > 11 + count or seen.end is not None)
+        workers.finish("anna", "bert")
+        there.append([step_of(path) for path in folders(stage_1(tmp_path / seen.name))])
+    assert [s.end for s in workers.seen.values()] == ["finished"] * 2
+    assert there[:2] == [[5, 10, 13], [5, 10, 14]], "step 10 stays, until 15 is there on all"
+    assert there[2:] == [[5, 10, 15], [15, 20]], "step 15 is one that all have"
+    assert list(workers.seen["anna"].losses) == list(range(22))
+
+
+def test_what_stays_with_a_worker_that_ends_is_read_back_at_the_same_step(tmp_path: Path) -> None:
+    """Two workers, no replica: bert's script ends with a residual, its stage is on its disk; a new one of its
+    goes on with both, as if it had not ended."""
+
+    def before(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        if seen.step == 6 and seen.name == "bert" and not seen.owner.wish.stop:
+            seen.owner.wish = Wish(stop=True)
+
+    run: dict[str, Any] = {"steps": 16, "exchange": SPARSE, "cuts": CUTS}
+    with Workers(tmp_path / "ended", 2, checkpoint_every=100, **run) as workers:
+        workers.before = before
+        workers.add("anna")
+        workers.add("bert")
+        workers.finish("bert")
+        first = workers.seen["bert"]
+        assert first.end == "finished" and first.step < 15
+        left = next((tmp_path / "ended" / "bert").glob("blocks-*/left/note.json"))
+        assert json.loads(left.read_text())["applied"] == first.step
+        workers.before = lambda seen, grid, pipe: None
+        workers.add("bert")
+        workers.finish("anna", "bert")
+        assert not left.exists(), "it cannot be read twice"
+    losses, model = undisturbed(tmp_path / "plain", **run)
+    assert first.losses | workers.seen["bert"].losses == workers.seen["anna"].losses == losses
+    assert all(torch.equal(workers.whole()[name], value) for name, value in model.items())
+
+
+def test_a_donor_that_gives_another_state_is_put_out_and_nobody_trains_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bert, who trained stage 1, dies; anna has a copy and gives clara something else under its name."""
+    victims: list[str] = []
+
+    def give(self: StageCheckpoints, held: Held) -> Any:
+        found = self.load(held)
+        tensors = {
+            name: value + 1 if value.is_floating_point() else value for name, value in found.tensors.items()
+        }
+        return state_sync.framed(found.document, tensors)
+
+    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        copied = list(tmp_path.glob("*/blocks-*-004/step-*"))
+        if seen.step > 10 and len({path.parent.parent for path in copied}) == 2 and not victims:
+            victims.extend(s.name for s in workers.seen.values() if s.stages[5] == 1)
+            workers.kill(victims[0])
+
+    monkeypatch.setattr(StageCheckpoints, "give", give)
+    with Workers(tmp_path, 2, steps=10_000, checkpoint_every=5) as workers:
+        workers.after = after
+        workers.add("anna")
+        workers.add("bert")
+        workers.wait(lambda: bool(victims), dead=["anna", "bert"])
+        (liar,) = {"anna", "bert"} - set(victims)
+        workers.add("clara")
+        workers.finish(liar)
+    assert "gave a state that is not this stage" in str(workers.seen[liar].end)
+    assert "has the digest" in str(workers.seen[liar].end)
+    assert workers.seen["clara"].losses == {}, "not a step from made-up weights"

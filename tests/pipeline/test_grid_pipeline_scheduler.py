@@ -1,0 +1,130 @@
+"""`pipe.optimizer` is one object: a scheduler made with it goes on when its worker gets another stage."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from brisk import WITHIN_S
+from pipeline_group import Seen, Workers, layers, loss_fn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+import gridtrain
+from gridtrain.errors import ConfigError
+from gridtrain.pipeline.group import Pipeline
+from gridtrain.pipeline.handle import StageOptimizer
+from gridtrain.pipeline.held import Options
+from gridtrain.runtime.driver import Picture
+
+RATE, DECAY = 0.05, 0.9
+
+
+def sgd(*sizes: int, lr: Any = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(n))]} for n in sizes], lr=lr)
+
+
+def test_a_scheduler_goes_on_with_the_next_stage() -> None:
+    handle = StageOptimizer(sgd(3))
+    scheduler = OneCycleLR(handle, max_lr=1.0, total_steps=10)
+    alone = OneCycleLR(plain := sgd(3), max_lr=1.0, total_steps=10)
+    for step in range(9):
+        if step == 4:
+            before = handle.inner
+            handle.hold(sgd(5))
+            assert handle.inner is not before and handle.param_groups[0]["params"][0].shape == (5,)
+        handle.apply()
+        plain.step()
+        scheduler.step()
+        alone.step()
+        mine, theirs = (
+            {k: v for k, v in o.param_groups[0].items() if k != "params"} for o in (handle, plain)
+        )
+        assert mine == theirs, "learning rate, momentum, all that the scheduler moves"
+
+
+def test_a_rate_that_is_a_tensor_is_each_stages_own() -> None:
+    first, second = sgd(3, lr=torch.tensor(0.1)), sgd(5, lr=torch.tensor(0.7))
+    handle = StageOptimizer(first)
+    handle.hold(second)
+    second.param_groups[0]["lr"].fill_(0.5)
+    assert float(first.param_groups[0]["lr"]) == pytest.approx(0.1)
+
+
+def test_misuse_of_the_handle_is_refused() -> None:
+    handle = StageOptimizer(sgd(3, 2))
+    with pytest.raises(ConfigError, match=r"pipe\.optimizer\.step\(\) was called"):
+        handle.step()
+    with pytest.raises(ConfigError, match="parameter group was added"):
+        handle.add_param_group({"params": []})
+    handle.hold(sgd(3))  # nobody has made a scheduler: other groups are fine
+    LambdaLR(handle, lambda step: 1.0)
+    with pytest.raises(ConfigError, match=r"scheduler was made for 1 groups.* has 2"):
+        handle.hold(sgd(3, 2))
+
+
+def test_a_run_that_begins_anew_has_the_rate_and_the_scheduler_of_its_beginning() -> None:
+    from types import SimpleNamespace
+
+    from gridtrain.pipeline.building import Blueprint
+    from gridtrain.pipeline.staging import Staging
+
+    options = Options(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
+    session = SimpleNamespace(picture=Picture(rank=0, world_size=2), resize_residual=lambda n: None)
+    staging = Staging(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
+    pipe = Pipeline(staging, lambda p: torch.optim.SGD(p, lr=RATE), options, session)  # type: ignore[arg-type]
+    scheduler = LambdaLR(pipe.optimizer, lambda step: DECAY**step)
+    pipe.track(scheduler=scheduler)
+    assert len(list(pipe.module.parameters())) > 0
+    for _ in range(3):
+        pipe.optimizer.apply()  # type: ignore[attr-defined]
+        scheduler.step()
+    assert pipe.optimizer.param_groups[0]["lr"] == pytest.approx(RATE * DECAY**3)
+    pipe._begin_anew()
+    assert pipe.optimizer.param_groups[0]["lr"] == RATE and scheduler.last_epoch == 0
+
+
+def test_the_rate_is_that_of_the_step_on_all_workers_when_one_changes_its_stage(tmp_path: Path) -> None:
+    """2 stages x 2 replicas; both of stage 0 die: one of stage 1 takes it over, from the copies on its disk.
+
+    stage 0   anna  bert          dead         clara
+    stage 1   clara dora   -->    clara dora   dora
+    """
+    schedulers: dict[str, LambdaLR] = {}
+    handles: dict[str, Any] = {}
+    killed = threading.Event()
+
+    def made(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        handles[seen.name] = pipe.optimizer
+        schedulers[seen.name] = LambdaLR(pipe.optimizer, lambda step: DECAY**step)
+        grid.track(scheduler=schedulers[seen.name])
+
+    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        seen.more[seen.step] = (
+            handles[seen.name].param_groups[0]["lr"],
+            handles[seen.name] is pipe.optimizer,
+        )
+        schedulers[seen.name].step()
+        if seen.step == 12 and not killed.is_set() and all(s.step >= 11 for s in workers.seen.values()):
+            killed.set()
+            for name, other in workers.seen.items():
+                if other.stages[11] == 0:
+                    workers.kill(name)
+
+    with Workers(tmp_path, 4, steps=30, checkpoint_every=5) as workers:
+        workers.made, workers.after = made, after
+        for name in ("anna", "bert", "clara", "dora"):
+            workers.add(name)
+        assert killed.wait(WITHIN_S)
+        survivors = [seen for seen in workers.seen.values() if seen.stages.get(5) == 1]
+        workers.finish(*(seen.name for seen in survivors))
+    assert [seen.end for seen in survivors] == ["finished"] * 2
+    assert sorted(str(seen.stages[29]) for seen in survivors) == ["0", "1"], "one has changed its stage"
+    for seen in survivors:
+        assert seen.step == 29
+        for step, (rate, same) in seen.more.items():
+            assert same and rate == pytest.approx(RATE * DECAY**step), f"{seen.name} at step {step}"
+    one, other = survivors
+    assert one.losses == other.losses and len(one.losses) == 30

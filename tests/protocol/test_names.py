@@ -1,0 +1,58 @@
+"""Two workers of one name are told apart, and keep their names.
+
+asks     key   there are             is called
+anna     1     -                     anna
+anna     2     anna                  anna-2
+anna     2     - (1 has left)        anna-2    it came back: people know it by that
+anna     3     anna-2                anna
+"""
+
+from __future__ import annotations
+
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.member_io import Note
+from gridtrain.protocol.names import MOST_REMEMBERED, Names, spoken
+
+ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
+
+
+def test_who_comes_back_is_called_as_before() -> None:
+    names = Names()
+    assert names.given(ONE, "anna", ()) == "anna"
+    assert names.given(TWO, "anna", {"anna"}) == "anna-2"
+    assert names.given(TWO, "anna", ()) == "anna-2"
+    assert names.given(TWO, "anna-2", ()) == "anna-2", "it may say so itself"
+    assert names.given(THREE, "anna", {"anna-2"}) == "anna"
+    assert names.given(ONE, "anna", {"anna", "anna-2"}) == "anna-3", "its place was taken meanwhile"
+    assert names.given(ONE, "bo", {"anna"}) == "bo", "its owner calls it otherwise now"
+
+
+def test_a_coordinator_that_was_restarted_hears_the_names_that_people_know() -> None:
+    names = Names()
+    assert names.given(TWO, "anna-2", ()) == "anna-2" and names.given(ONE, "anna", {"anna-2"}) == "anna"
+
+
+def test_the_memory_is_bounded() -> None:
+    names = Names()
+    for number in range(MOST_REMEMBERED + 5):
+        names.given(number.to_bytes(32, "big"), f"w{number}", ())
+    assert len(names._given) == MOST_REMEMBERED
+
+
+def test_the_owner_is_told() -> None:
+    names = Names()
+    assert names.renamed("anna", "anna") == []
+    (note,) = names.renamed("anna", "anna-2")
+    assert (note.event, note.fields["reason"]) == ("renamed", "another worker is called anna")
+
+
+def roster(*names: str) -> list[m.Member]:
+    return [m.Member(bytes([i]) * 32, name, "", 1, False) for i, name in enumerate(names)]
+
+
+def test_both_members_say_it_once() -> None:
+    alone, both = roster("anna"), roster("anna", "anna-2", "anna-2x")
+    assert spoken("anna", (), alone, 0) == []
+    assert spoken("anna", alone, both, 0) == [Note("namesake", {"name": "anna", "other": "anna-2"})]
+    assert spoken("anna", (), both, 1) == [Note("named", {"name": "anna-2", "asked": "anna"})]
+    assert spoken("anna", both, both, 0) == spoken("anna-2", both, both, 1) == []

@@ -1,0 +1,173 @@
+"""On which road `Dense()` travels, who is asked before, and how the choice gets into the View."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain.config import Deadlines, Dense
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.exchanging import Exchanging
+from gridtrain.protocol.lines import Link, Network, even
+from gridtrain.protocol.loads import Kind, Load
+from gridtrain.protocol.membership import Membership
+from gridtrain.protocol.membership_io import CalledBack, Heard, Up
+from gridtrain.protocol.roads import DIRECT, MOST_BYTES, MOST_MEMBERS, OPEN, road_of
+
+Mbit = 125_000.0
+SMALL = Load(Kind.DENSE, 120_576)
+LAN = even(4, 0.0001, 1000 * Mbit)
+
+
+def test_the_two_words_are_the_scripts() -> None:
+    assert (Dense().describe(), Dense(topology="direct").describe()) == (OPEN, DIRECT)
+
+
+def test_what_goes_which_way() -> None:
+    large = Load(Kind.DENSE, MOST_BYTES // 4 + 1)
+    many = even(MOST_MEMBERS + 1, 0.0001, 1000 * Mbit)
+    picture = {
+        "small, four": road_of(SMALL, 4, LAN, True).direct,
+        "not measured": road_of(SMALL, 4, None, True).direct,
+        "far away": road_of(SMALL, 4, even(4, 0.020, 100 * Mbit), True).direct,
+        "large": road_of(large, 4, LAN, True).direct,
+        "two": road_of(SMALL, 2, even(2, 0.0001, 1000 * Mbit), True).direct,
+        "seventeen": road_of(SMALL, MOST_MEMBERS + 1, many, True).direct,
+        "a pair without an edge": road_of(SMALL, 4, LAN, False).direct,
+        "sparse": road_of(Load(Kind.GTOPK, 120_576), 4, LAN, True).direct,
+        "a size that nobody knows": road_of(None, 4, LAN, True).direct,
+    }
+    assert [name for name, direct in picture.items() if direct] == ["small, four", "not measured", "far away"]
+
+
+def two_sites(thin_Bps: float) -> Network:
+    def link(src: int, dst: int) -> Link:
+        return Link(0.001, 1000 * Mbit if src // 2 == dst // 2 else thin_Bps)
+
+    return Network(link, [1000 * Mbit] * 4, [1000 * Mbit] * 4)
+
+
+def test_a_thin_link_may_be_one_that_others_share() -> None:
+    """A ring crosses from one site to the other once each way, the direct exchange four times."""
+    assert road_of(SMALL, 4, two_sites(800 * Mbit), True).direct
+    thin = road_of(SMALL, 4, two_sites(100 * Mbit), True)
+    assert thin.reason == "round a ring, as a link carries 10% of what the lines at its ends do"
+    assert not thin.direct
+
+
+def test_a_home_line_is_no_thin_link() -> None:
+    """It carries all that its member can send or take, which is the same on both roads."""
+    rates = [20 * Mbit, *[1000 * Mbit] * 3]
+    network = Network(lambda a, b: Link(0.005, min(rates[a], rates[b])), rates, rates)
+    assert road_of(SMALL, 4, network, True).direct
+
+
+def test_it_says_why() -> None:
+    assert road_of(SMALL, 4, LAN, True).reason.startswith("direct: 1")
+    assert " ms, round a ring 1" in road_of(SMALL, 4, LAN, True).reason
+    assert "482304 bytes are few" in road_of(SMALL, 4, None, True).reason
+
+
+def exchanging(exchange: str, parameters: int = 120_576, stages: int = 1) -> Exchanging:
+    facts = (("model", f"{parameters} parameters in 4 tensors"), ("exchange", exchange))
+    made = Exchanging()
+    made.defined(m.Setup(facts, m.LedgerSpec(100, 0, epochs=1), 4, None, stages=stages))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("exchange", "stages", "named"),
+    [
+        ("Dense()", 1, DIRECT),
+        ("LocalSteps(every=4, exchange=Dense(), lr=1.0)", 1, DIRECT),
+        ("Dense(topology=ring)", 1, ""),
+        ("Dense()", 2, ""),
+        ("GTopK(density=0.01, momentum=0.0, values=fp16)", 1, ""),
+    ],
+)
+def test_only_what_the_script_leaves_open_is_chosen(exchange: str, stages: int, named: str) -> None:
+    made = exchanging(exchange, stages=stages)
+    made.take_road(4, LAN, lambda: True)
+    assert made.named == named
+    assert (made.load is not None and made.load.kind is Kind.DIRECT) == bool(named)
+    made.take_road(2, LAN, lambda: True)
+    assert made.named == "" and made.setup is not None and dict(made.setup.facts)["exchange"] == exchange
+
+
+def test_a_thin_link_that_is_found_later_is_worth_a_generation() -> None:
+    made = exchanging("Dense()")
+    made.take_road(4, None, lambda: True)
+    assert made.named == DIRECT and made.off_road(4, LAN) == ""
+    assert made.off_road(4, two_sites(100 * Mbit)).startswith("links have changed: round a ring, as a link")
+    made.take_road(4, two_sites(100 * Mbit), lambda: True)
+    assert made.named == "" and made.off_road(4, two_sites(100 * Mbit)) == "", "it stands there now"
+
+
+def test_a_ring_that_is_a_little_faster_is_not() -> None:
+    """130,000 parameters more and a ring has two slices, which hide what a hop adds."""
+    made = exchanging("Dense()", parameters=250_000)
+    made.take_road(4, None, lambda: True)
+    found = road_of(Load(Kind.DENSE, 250_000), 4, LAN, True)
+    assert made.named == DIRECT and not found.direct and 1 < found.gain < 1.2
+    assert made.off_road(4, LAN) == ""
+
+
+def test_edges_are_asked_for_only_where_there_could_be_enough() -> None:
+    made = exchanging("Dense()")
+
+    def asked() -> bool:
+        raise AssertionError("a million pairs")
+
+    made.take_road(1000, None, asked)
+    assert made.named == ""
+
+
+def test_a_choice_of_auto_takes_the_road_as_well() -> None:
+    made, peers = exchanging("auto(dense alone)"), [bytes([n]) * 32 for n in range(4)]
+    made.first(peers, dict.fromkeys(peers, 0.1), LAN, 0.0)
+    assert made.named == OPEN
+    made.take_road(4, LAN, lambda: True)
+    assert made.named == DIRECT and made.text.startswith(DIRECT) and made.chosen == OPEN
+    again = exchanging("auto(dense alone)")
+    again.defined(made._setup, DIRECT)  # type: ignore[arg-type]
+    assert again.named == DIRECT and not again.open
+
+
+PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
+
+
+def formed(*behind_nat: bytes) -> Membership:
+    """A coordinator and four workers on hosts of their own, before the first step."""
+    limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
+    core = Membership(me=b"0" * 32, run="r", term=1, deadlines=limits, software="", min_workers=4)
+    facts = (("model", "120576 parameters in 4 tensors"), ("exchange", "Dense()"))
+    for now, peer in enumerate(PEERS):
+        address = "memory://" + peer[:1].decode()
+        core.handle(Up(peer, f"192.0.2.{now}"), 10.0 * now)
+        core.handle(Heard(peer, m.Join("r", peer[:1].decode(), address)), 10.0 * now)
+        core.handle(CalledBack(peer, "" if peer in behind_nat else address), 10.0 * now + 1)
+        core.handle(Heard(peer, m.Setup(facts, m.LedgerSpec(100, 0, epochs=1), 4, None)), 10.0 * now + 2)
+        links = tuple((other, 0.001) for other in PEERS if other != peer)
+        core.handle(Heard(peer, m.Links(links)), 10.0 * now + 3)
+    return core
+
+
+def test_the_view_names_the_road_and_status_the_reason() -> None:
+    core = formed()
+    assert core._view is not None and core._view.exchange == DIRECT
+    picture = core.snapshot(100.0)
+    assert "direct: 482304 bytes are few" in picture["plan_reason"]
+    assert picture["facts"]["exchange"] == DIRECT
+
+
+def test_two_that_cannot_be_dialled_make_a_ring() -> None:
+    one, two = formed(A), formed(A, C)
+    assert one._view is not None and one._view.exchange == DIRECT, "it dials the others"
+    assert two._view is not None and two._view.exchange == ""
+    assert "not any two members have a connection" in two.snapshot(100.0)["plan_reason"]
+
+
+def test_the_road_is_in_the_journal() -> None:
+    """A coordinator that comes back has a View to tell that says what the members do."""
+    made = exchanging("Dense()")
+    made.defined(made._setup, DIRECT)  # type: ignore[arg-type]
+    assert made.named == DIRECT and made.road.reason == "direct, as in the journal"

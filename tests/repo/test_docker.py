@@ -1,0 +1,148 @@
+"""docker/ without an engine: the entry script, what the Dockerfiles copy, and how compose-test judges.
+
+With an engine: `make compose-test`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+INVITATION = "gridtrain1:a-secret"
+SPY = """#!/bin/sh
+printf 'arguments:'; printf ' [%s]' "$@"
+[ "$2" = - ] && printf '\\nread: %s' "$(cat)"
+printf '\\nleft: %s\\n' "$(env | grep -c -e ^GRIDTRAIN_INVITATION -e ^GRIDTRAIN_ACCEPT_FILE)"
+[ -z "${GRIDTRAIN_ACCEPT:-}" ] || printf 'accepted: %s\\n' "$GRIDTRAIN_ACCEPT"
+exit 7
+"""
+
+
+@pytest.fixture(scope="module")
+def compose_test() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compose_test", DOCKER / "test" / "compose_test.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def entered(tmp_path: Path, *arguments: str, **variables: str) -> str:
+    """What a `gridtrain` that only looks gets from the entry script."""
+    spy = tmp_path / "gridtrain"
+    spy.write_text(SPY)
+    spy.chmod(0o755)
+    done = subprocess.run(
+        ["/bin/sh", str(DOCKER / "worker-entry.sh"), *arguments],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 7, done.stderr  # the program's own: restart policies go by it
+    return done.stdout
+
+
+def test_an_invitation_from_the_environment_is_read_and_never_an_argument(tmp_path: Path) -> None:
+    told = entered(tmp_path, "python", "train.py", GRIDTRAIN_INVITATION=INVITATION)
+    assert told == f"arguments: [worker] [-] [--] [python] [train.py]\nread: {INVITATION}\nleft: 0\n"
+
+
+def test_an_invitation_in_a_file_is_named(tmp_path: Path) -> None:
+    told = entered(tmp_path, "python", "a b.py", GRIDTRAIN_INVITATION_FILE="/invitations/local")
+    assert told == "arguments: [worker] [@/invitations/local] [--] [python] [a b.py]\nleft: 0\n"
+
+
+DIGEST = "sha256:" + "0" * 64
+
+
+def test_an_accepted_digest_takes_the_runs_bundle(tmp_path: Path) -> None:
+    """As without a container: no command is given, and `gridtrain worker` reads GRIDTRAIN_ACCEPT."""
+    told = entered(tmp_path, "python", "train.py", GRIDTRAIN_INVITATION=INVITATION, GRIDTRAIN_ACCEPT=DIGEST)
+    assert told == f"arguments: [worker] [-]\nread: {INVITATION}\nleft: 0\naccepted: {DIGEST}\n"
+    file = tmp_path / "digest"
+    file.write_text(f"{DIGEST}\n")
+    told = entered(
+        tmp_path, "python", "train.py",
+        GRIDTRAIN_INVITATION_FILE="/invitations/local", GRIDTRAIN_ACCEPT="", GRIDTRAIN_ACCEPT_FILE=str(file),
+    )  # fmt: skip
+    assert told == f"arguments: [worker] [@/invitations/local]\nleft: 0\naccepted: {DIGEST}\n"
+
+
+def test_a_volunteer_looks_before_accepting(tmp_path: Path) -> None:
+    told = entered(tmp_path, "look", GRIDTRAIN_INVITATION=INVITATION, GRIDTRAIN_ACCEPT="")
+    assert told == f"arguments: [worker] [-] [--dry-run]\nread: {INVITATION}\nleft: 0\n"
+
+
+def test_without_an_invitation_it_is_the_program_itself(tmp_path: Path) -> None:
+    assert entered(tmp_path, "plan", "--help") == "arguments: [plan] [--help]\nleft: 0\n"
+
+
+@pytest.mark.parametrize("name", ["coordinator", "worker"])
+def test_what_a_build_copies_is_there_and_not_ignored(name: str) -> None:
+    text = (DOCKER / f"{name}.Dockerfile").read_text()
+    copied = [
+        source
+        for line in re.findall(r"^COPY (?!--from)(.*)$", text, flags=re.MULTILINE)
+        for source in line.split()[:-1]
+    ]
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "pyproject.toml" in copied
+    assert [source for source in copied if not (ROOT / source).exists()] == []
+    assert [source for source in copied if f"!{source}" not in ignored] == []
+
+
+def test_compose_test_skips_itself_with_the_reason(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(DOCKER / "test" / "compose_test.py")],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "compose-test SKIPPED: there is no `docker` here\n")
+
+
+@pytest.mark.parametrize(
+    ("losses", "at_kill", "falls"),
+    [
+        ([(20, 3.3), (400, 2.8), (1000, 2.4)], 2.8, True),
+        ([(20, 3.3), (400, 2.8), (1000, 2.9)], 2.8, False),  # no further after the fault
+        ([(20, 2.7), (400, 2.8), (1000, 2.4)], 2.8, False),  # not before it
+    ],
+)
+def test_compose_test_wants_the_loss_to_fall_on_both_sides_of_the_fault(
+    compose_test: ModuleType, losses: list[tuple[int, float]], at_kill: float, falls: bool
+) -> None:
+    told: list[str] = []
+    if falls:
+        compose_test.check_losses(losses, at_kill, told.append)
+    else:
+        with pytest.raises(compose_test.Failed, match="did not go on falling"):
+            compose_test.check_losses(losses, at_kill, told.append)
+    assert len(told) == 1
+
+
+def test_compose_test_waits_no_longer_than_it_says(compose_test: ModuleType) -> None:
+    with pytest.raises(compose_test.Failed, match=r"not seen within 0 s: the moon; instead: clouds"):
+        compose_test.until("the moon", lambda: False, 0.0, lambda: "clouds")
+
+
+def test_images_get_what_the_extras_want() -> None:
+    def wanted(extra: str) -> list[str]:
+        command = [sys.executable, str(DOCKER / "requirements.py"), extra]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+        return [re.split(r"[<>=\[ ]", line)[0] for line in done.stdout.splitlines()]
+
+    assert {"torch", "safetensors", "pyzmq"} <= set(wanted("worker"))
+    assert "torch" not in wanted("coordinator") and "pyzmq" in wanted("coordinator")
+    assert "gridtrain" not in wanted("worker")  # its own name is resolved

@@ -1,0 +1,101 @@
+"""`exchange="auto"` in whole groups: one choice, the same on all, with its reason; newcomers take it over."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from brisk import WITHIN_S
+from torch import nn
+
+import gridtrain
+from gridtrain.runtime.client import CoordinatorClient, only
+from gridtrain.runtime.local import LocalGroup
+from gridtrain.transport.curve import Identity
+from gridtrain.transport.memory import MemoryTransport
+
+DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(-6, 6)]
+
+
+def net() -> nn.Linear:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 0.25)
+    return model
+
+
+def steps(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer, model: nn.Module, **until: Any) -> Any:
+    for inputs, targets in grid.batches(DATA, batch_size=2, **until):
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield grid.step
+
+
+def status(group: LocalGroup) -> dict[str, Any]:
+    identity = Identity.generate()
+    transport = MemoryTransport(identity.public, group.hub, gate=only(group.key))
+    with CoordinatorClient(group.ADDRESS, group.key, identity, transport=transport) as client:
+        return client.status(5.0)
+
+
+@pytest.mark.parametrize("auto", ["auto", gridtrain.Auto(density=0.3)])
+def test_all_train_with_what_was_chosen(new_group: Any, auto: Any) -> None:
+    seen: dict[str, Any] = {}
+
+    def train(grid: gridtrain.Grid, number: int) -> Any:
+        model = net()
+        optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model, exchange=auto)
+        for step in steps(grid, optimizer, model, steps=6):
+            if step == 3 and number == 0:
+                seen.update(status(group))
+        return optimizer.exchange_now, model.weight.detach()
+
+    with new_group(workers=3) as group:
+        results = [group.result(number) for number in [group.start(train) for _ in range(3)]]
+    (exchange, weight), *others = results
+    # 12 bytes of gradient: a ring costs some messages more, and none of them weighs anything.
+    assert exchange is not None
+    assert all(other == exchange and torch.equal(found, weight) for other, found in others)
+    assert seen["facts"]["exchange"] == exchange.describe()
+    assert seen["exchange_reason"].startswith(exchange.describe())
+
+
+def test_a_newcomer_uses_what_the_others_have_chosen(new_group: Any) -> None:
+    come = threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> Any:
+        model, taken = net(), 0
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Auto(sparse=False))
+        for step in steps(grid, optimizer, model, steps=20):
+            taken += 1
+            if number == 0 and step == 5:
+                come.set()
+                assert grid._session._driver.wait(lambda picture: picture.world_size == 3, WITHIN_S)
+        return optimizer.exchange_now, model.weight.detach(), taken
+
+    with new_group(workers=2) as group:
+        numbers = [group.start(train) for _ in range(2)]
+        assert come.wait(WITHIN_S)
+        numbers.append(group.start(train))
+        results = [group.result(number) for number in numbers]
+    for result in results:
+        assert not isinstance(result, BaseException), result
+    (exchange, weight, _), *others = results
+    assert exchange == gridtrain.Dense(topology="direct"), "the road of a few bytes among three"
+    assert all(other == exchange and torch.equal(found, weight) for other, found, _ in others)
+    assert results[2][2] == 15
+
+
+def test_behind_adam_nothing_is_left_out(together: Any) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> Any:
+        model = net()
+        optimizer = grid.optimizer(torch.optim.AdamW(model.parameters()), model, exchange="auto")
+        for _ in steps(grid, optimizer, model, steps=2):
+            pass
+        return optimizer.exchange_now, optimizer.describe_exchange()
+
+    assert together(train) == [(gridtrain.Dense(), "auto(dense alone)")] * 2

@@ -1,0 +1,54 @@
+"""Small models with `Dense()` in whole groups: the coordinator names the road, and both train the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+
+DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(-6, 6)]
+
+
+def net() -> nn.Linear:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 0.3)
+    nn.init.constant_(model.bias, -0.7)
+    return model
+
+
+@pytest.mark.parametrize("wrap", [lambda e: e, lambda e: gridtrain.LocalSteps(every=2, exchange=e)])
+def test_both_roads_end_with_the_same_bits(outcomes: Any, wrap: Any) -> None:
+    found: dict[str, tuple[set[str], torch.Tensor]] = {}
+    for topology in ("auto", "ring", "direct"):
+        seen: set[str] = set()
+
+        def train(
+            grid: gridtrain.Grid, number: int, topology: str = topology, seen: set[str] = seen
+        ) -> torch.Tensor:
+            model = net()
+            exchange = wrap(gridtrain.Dense(topology=topology))
+            inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            optimizer = grid.optimizer(inner, model, exchange=exchange)
+            for inputs, targets in grid.batches(DATA, batch_size=2, steps=8):
+                (model(inputs) - targets).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                picture = grid._session._driver.wait(lambda _: True, 1.0)
+                assert picture is not None
+                seen.add(picture.exchange)
+            return torch.cat([model.weight.detach().flatten(), model.bias.detach()])
+
+        first, *others = outcomes(train, workers=3)
+        assert isinstance(first, torch.Tensor), first
+        assert all(torch.equal(first, other) for other in others)
+        found[topology] = seen, first
+    assert {topology: seen for topology, (seen, _) in found.items()} == {
+        "auto": {"Dense(topology=direct)"},
+        "ring": {""},
+        "direct": {""},
+    }
+    assert len({tuple(model.tolist()) for _, model in found.values()}) == 1

@@ -1,0 +1,189 @@
+"""Overlap that turns itself off and on in real groups: nothing is lost, and all members cut alike."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gridtrain
+from gridtrain.optim.overlap_trial import TRIAL_STEPS, WARM_UP_STEPS, Trial
+from gridtrain.protocol import member_io as io
+from gridtrain.runtime.api import GroupSession
+
+DECIDED = WARM_UP_STEPS + TRIAL_STEPS + 1
+OVERLAP = gridtrain.Overlap(buckets=3, least=1)
+SIZES = (7, 5, 9, 4)
+
+Attempted = tuple[int, int, str, bool, int]
+"""Generation, step, worker, whether the gradient was cut, world size."""
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Attempted]:
+    """All attempts of all workers."""
+    attempts: list[Attempted] = []
+    true = gridtrain.optim.overlap.Overlapper.exchanger
+
+    def exchanger(self: Any, plan: Any) -> Any:
+        taken = true(self, plan)
+        name = threading.current_thread().name
+        attempts.append((plan.generation, plan.step, name, len(taken.bounds) > 2, plan.world_size))
+        return taken
+
+    monkeypatch.setattr(gridtrain.optim.overlap.Overlapper, "exchanger", exchanger)
+    return attempts
+
+
+def early_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Backward and exchange take so long with overlap, 1 s without."""
+    true = Trial.took
+    monkeypatch.setattr(
+        Trial, "took", lambda self, plan, _: true(self, plan, seconds if self.early(plan) else 1.0)
+    )
+
+
+class Whole(nn.Module):
+    """Its gradient is the batch: whole numbers, so that no sum is rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in SIZES])
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.split(x.mean(0), SIZES)
+        loss = torch.zeros(())
+        for layer, part in zip(self.layers, parts, strict=True):
+            loss = loss + layer.dot(part)
+        return loss
+
+    def flat(self) -> Tensor:
+        return torch.cat([layer.detach() for layer in self.layers])
+
+
+def whole_numbers(seed: int, count: int = 96) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-40, 41, (sum(SIZES),), generator=generator).float() for _ in range(count)]
+
+
+def train(grid: gridtrain.Grid, data: list[Tensor], exchange: Any, steps: int, overlap: Any = OVERLAP) -> Any:
+    """The model, the residual, and the sum of the gradients of this worker."""
+    model, total = Whole(), torch.zeros(sum(SIZES))
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=overlap)
+    for batch in grid.batches(data, batch_size=1, steps=steps):
+        optimizer.zero_grad()
+        model(batch).backward()
+        total += batch.mean(0)
+        optimizer.step()
+    residual = optimizer.residual_state().get("residual", torch.zeros(sum(SIZES)))
+    return model.flat(), residual, total, optimizer.overlaps
+
+
+def all_alike(seen: list[Attempted]) -> None:
+    ways: dict[tuple[int, int], set[bool]] = {}
+    for generation, step, _, is_cut, _ in seen:
+        ways.setdefault((generation, step), set()).add(is_cut)
+    assert all(len(each) == 1 for each in ways.values()), ways
+
+
+@pytest.mark.parametrize("early_s", [0.5, 2.0])
+@pytest.mark.parametrize("exchange", [gridtrain.TopK(density=0.2), gridtrain.GTopK(density=0.2)], ids=str)
+def test_nothing_is_lost_when_the_way_changes(
+    together: Any, monkeypatch: pytest.MonkeyPatch, seen: list[Any], exchange: Any, early_s: float
+) -> None:
+    """Promise 2 over whole and cut steps, and over attempts that break in the middle of either."""
+    early_takes(monkeypatch, early_s)
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng, data, lock = random.Random(seed), whole_numbers(seed), threading.Lock()
+    breaks = set(rng.sample(range(DECIDED + 6), 3))
+    true = GroupSession.run
+
+    def run(self: Any, plan: Any, *rest: Any) -> Any:
+        with lock:
+            broken = plan.step in breaks
+            breaks.discard(plan.step)
+        if broken:
+            self._driver.command(io.Broke("the test wants it"))
+        return true(self, plan, *rest)
+
+    monkeypatch.setattr(GroupSession, "run", run)
+    results = together(lambda grid, number: train(grid, data, exchange, DECIDED + 6), 4)
+    assert not breaks
+    all_alike(seen)
+    models, residuals, totals, overlaps = zip(*results, strict=True)
+    assert overlaps == (early_s < 1.0,) * 4
+    assert all(torch.equal(model, models[0]) for model in models)
+    # Down by the updates: what went in is in the model or in a residual, to the last bit.
+    assert torch.equal(sum(residuals) - models[0], sum(totals) / 4)
+
+
+@pytest.mark.parametrize("early_s", [0.5, 2.0])
+def test_dense_is_the_same_to_the_bit(
+    together: Any, monkeypatch: pytest.MonkeyPatch, seen: list[Any], early_s: float
+) -> None:
+    """Of numbers whose sums are not rounded; otherwise another cut is another order of the sums."""
+    early_takes(monkeypatch, early_s)
+    data = whole_numbers(1)
+    with_it = together(lambda grid, n: train(grid, data, gridtrain.Dense(), DECIDED + 3), 4)
+    without = together(lambda grid, n: train(grid, data, gridtrain.Dense(), DECIDED + 3, None), 4)
+    assert {is_cut for _, _, _, is_cut, _ in seen} == {True, False}
+    assert {tuple(each[0].tolist()) for each in (*with_it, *without)} == {tuple(with_it[0][0].tolist())}
+
+
+def test_all_measure_decide_and_say_it_once(
+    together: Any, monkeypatch: pytest.MonkeyPatch, seen: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    early_takes(monkeypatch, 2.0)
+    together(lambda grid, n: train(grid, whole_numbers(2), gridtrain.GTopK(density=0.2), DECIDED + 3), 2)
+    cut_steps = {step for _, step, _, is_cut, _ in seen if is_cut}
+    assert cut_steps == {2, 3, 4, 8, 9, 10}
+    said = [text for text in caplog.messages if text.startswith("overlap is")]
+    assert said == 2 * [
+        f"overlap is off from step {DECIDED}, as it has to save 2%: backward and exchange take "
+        "2 s with it, 1 s without; it is tried again in step 100"
+    ]
+
+
+@pytest.mark.parametrize("exchange", [gridtrain.Dense(), gridtrain.GTopK(density=0.2)], ids=str)
+def test_who_joins_later_cuts_as_the_others_do(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch, seen: list[Any], exchange: Any
+) -> None:
+    """It has seen no trial; so its generation begins a new one."""
+    early_takes(monkeypatch, 0.5)
+    data, at_step = whole_numbers(3), DECIDED + 2
+
+    def body(grid: gridtrain.Grid, number: int) -> Any:
+        model = Whole()
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=OVERLAP)
+        name = threading.current_thread().name
+        for batch in grid.batches(data, batch_size=1, epochs=1000):
+            optimizer.zero_grad()
+            model(batch).backward()
+            if number == 0 and grid.step == at_step:
+                late.append(group.start(body))
+            optimizer.step()
+            if len({step for _, step, who, _, size in seen if who == name and size == 3}) == DECIDED + 3:
+                return model.flat(), optimizer.overlaps
+        return None
+
+    late: list[int] = []
+    with new_group(workers=2) as group:
+        numbers = [group.start(body), group.start(body)]
+        results = [group.result(number) for number in numbers]
+        results.append(group.result(late[0]))
+    all_alike(seen)
+    assert [overlaps for _, overlaps in results] == [True] * 3
+    assert len({tuple(model.tolist()) for model, _ in results}) == 1
+    generations = {generation for generation, *_ in seen}
+    first_steps = {g: min(step for at, step, *_ in seen if at == g) for g in generations}
+    for generation, step, _, is_cut, _ in seen:
+        phase = step - first_steps[generation]
+        if phase < DECIDED:
+            assert is_cut == (phase in {2, 3, 4, 8, 9, 10}), (generation, step)

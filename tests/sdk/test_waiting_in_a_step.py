@@ -1,0 +1,125 @@
+"""A worker that has its gradient and waits for a generation that does not come hears its owner there.
+
+worker-1    dies in step 6, and the coordinator stands still
+worker-0    has its gradient of step 6, and nobody to exchange it with: its owner pauses it; it comes back
+            with its own state of step 6
+worker-2    comes, and both go on from that
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from brisk import LOSING, WITHIN_S
+from torch import nn
+
+import gridtrain
+from gridtrain.optim.grid import Grid
+from gridtrain.runtime.local import LocalGroup
+from gridtrain.runtime.owner import Unled, Wish
+
+DATA = [torch.full((8,), float(i % 7) - 3.0) for i in range(64)]
+STEPS = 10
+QUICK = replace(LOSING, handover_s=0.2, regather_s=0.5)  # nobody is there to wait for
+EXCHANGES = {
+    "topk": (gridtrain.TopK(density=0.25), 1),
+    "local": (gridtrain.LocalSteps(every=2, exchange=gridtrain.GTopK(density=0.5)), 2),
+}
+
+
+class Told(Unled):
+    """An owner that says at once what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = threading.Event()
+
+    def tell(self, **state: Any) -> None:
+        super().tell(**state)
+        if state["state"] == "paused":
+            self.paused.set()
+
+
+class Scene:
+    """Two workers; the last call of step 6 is where one dies and the other is held until that is seen."""
+
+    def __init__(self, exchange: Any, calls: int) -> None:
+        self.exchange, self.calls = exchange, calls
+        self.both, self.waits = threading.Barrier(3), threading.Event()
+        self.goes_on = threading.Event()
+        self.rates: dict[tuple[int, int], list[float]] = {}  # of worker-0, by step and call
+        self.committed: list[int] = []
+
+    def hear(self, level: str, event: str, fields: Mapping[str, object]) -> None:
+        """In the coordinator's thread, which stands still once it has seen that worker-1 is gone."""
+        if event == "lost":
+            self.goes_on.wait(WITHIN_S)
+
+    def train(self, grid: Grid, name: str) -> None:
+        torch.manual_seed(3)
+        model = nn.Linear(8, 4)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(inner, model, exchange=self.exchange)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+        grid.track(scheduler=scheduler)
+        step, call = -1, 0
+        for batch in grid.batches(DATA, batch_size=2, steps=STEPS):
+            call = (call + 1) % self.calls if grid.step == step else 0
+            step = grid.step
+            if step == 6 and call == self.calls - 1 and not self.waits.is_set():
+                self.both.wait(WITHIN_S)
+                gone = grid._session._driver.wait(lambda p: p.open_round is None, WITHIN_S)
+                assert gone is not None
+                self.waits.set()
+            if name == "worker-0":
+                self.rates.setdefault((step, call), []).append(inner.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+            scheduler.step()  # also behind a step that was not
+            if name == "worker-0" and grid.step > step:
+                self.committed.append(step)
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_who_waits_in_a_step_hears_its_owner(tmp_path: Path, kind: str) -> None:
+    scene, owner = Scene(*EXCHANGES[kind]), Told()
+    ends: dict[str, BaseException | None] = {}
+
+    def work(name: str, owner: Unled | None) -> None:
+        try:
+            with group.join(name, export_dir=str(tmp_path), owner=owner) as grid:
+                scene.train(grid, name)
+            ends[name] = None
+        except BaseException as error:
+            ends[name] = error
+
+    with LocalGroup(min_workers=2, deadlines=QUICK, log=scene.hear) as group:
+        owners = {"worker-0": owner, "worker-1": None, "worker-2": None}
+        first, victim, last = (
+            threading.Thread(target=work, args=given, daemon=True) for given in owners.items()
+        )
+        first.start()
+        victim.start()
+        scene.both.wait(WITHIN_S)
+        group.hub.kill(group.keys["worker-1"])
+        assert scene.waits.wait(WITHIN_S), ends
+        owner.wish = Wish(run=False, reason="its owner said so")
+        assert owner.paused.wait(WITHIN_S), ends
+        assert scene.committed[-1] == 5, "the step was not done"
+        scene.goes_on.set()
+        owner.wish = Wish()
+        last.start()
+        for name, thread in (("worker-0", first), ("worker-2", last)):
+            thread.join(WITHIN_S)
+            assert ends.get(name, "it hangs") is None
+    assert scene.committed == list(range(STEPS)), "each step once"
+    for (step, call), at in scene.rates.items():
+        assert at == pytest.approx([0.01 * 0.9 ** (step * scene.calls + call)] * len(at)), (step, call)
+    assert len(scene.rates[6, 0]) == 2, "its batch was given up, and came again"

@@ -1,0 +1,84 @@
+"""One stay of a worker in a run: its owner's rules, restarts and what it has given, together."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from gridtrain.protocol.invitation import Invitation
+from gridtrain.runtime.contribution import Contribution
+from gridtrain_worker import warden
+from gridtrain_worker.agent import Job, supervise
+from gridtrain_worker.voice import Silent
+
+pytestmark = pytest.mark.integration
+
+# The first of its lives is ended by the agent, as it does not obey; the second fails; the third is fine.
+SCRIPT = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+assert os.path.exists(os.environ["GRIDTRAIN_CONTROL"])
+assert not {"GRIDTRAIN_SENSORS", "GRIDTRAIN_SET"} & set(os.environ)
+life = len(list(folder.glob("life-*")))
+(folder / f"life-{life}").touch()
+given = dict(step=10 * life + 10, steps=10, samples=40, run_samples=160, sent_bytes=5, received_bytes=7)
+given["world_size"] = 1
+pathlib.Path(os.environ["GRIDTRAIN_CONTRIBUTION"]).write_text(json.dumps(given))
+if life == 0:
+    (folder / "new").write_text(json.dumps({"on_battery": True}))
+    os.replace(folder / "new", folder / "sensors")
+    time.sleep(60)
+sys.exit(3 if life == 1 else 0)
+"""
+
+
+class Ear(Silent):
+    def __init__(self) -> None:
+        self.ended: list[tuple[Contribution, Contribution]] = []
+
+    def end(self, given: Contribution, total: Contribution) -> None:
+        self.ended.append((given, total))
+
+
+def test_what_is_given_adds_up_over_a_pause_and_a_failure(
+    invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warden, "OBEY_S", 0.1)
+    monkeypatch.setenv("GRIDTRAIN_SET", "battery=pause")  # which is the agent's, not the script's
+    said: list[str] = []
+    sensors, ear = tmp_path / "sensors", Ear()
+    sensors.write_text(json.dumps({"on_battery": False}))
+
+    def tell(line: str) -> None:
+        said.append(line)
+        if "started again when it may train" in line:
+            (tmp_path / "new").write_text(json.dumps({"on_battery": False}))
+            os.replace(tmp_path / "new", sensors)
+
+    job = Job(
+        (sys.executable, "-c", SCRIPT, str(tmp_path)),
+        invitation,
+        name="anna",
+        restarts=1,
+        controls=(("battery", "pause"),),
+        sensors=str(sensors),
+        backoff_s=0.01,
+    )
+    assert supervise(job, tell, voice=ear) == 0
+    assert len(list(tmp_path.glob("life-*"))) == 3
+    order = [
+        "joins run",
+        "paused: battery",
+        "started again when",
+        "may train again",
+        "exit code 3",
+        "restart 1",
+    ]
+    found = [[i for i, line in enumerate(said) if words in line] for words in order]
+    assert all(found) and [first for first, *_ in found] == sorted(first for first, *_ in found), said
+    ((given, total),) = ear.ended
+    assert (given.steps, given.samples, given.sent_bytes, given.step) == (30, 120, 15, 30) and total == given

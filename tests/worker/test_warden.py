@@ -1,0 +1,265 @@
+"""A worker and its owner: rules are kept while a real script runs, and changed while it does.
+
+The script here is a stand-in that obeys as `gridtrain.optim.pausing` does, without torch; whole groups are in
+tests/sdk/test_pausing.py and, as processes, in tests/integration/test_owner.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridtrain.errors import ConfigError
+from gridtrain.runtime.owner import AgentLine
+from gridtrain.testing import FakeSensors
+from gridtrain_worker import warden as warden_module
+from gridtrain_worker.budget import FILE
+from gridtrain_worker.control import SOCKET, ask, running, the_worker
+from gridtrain_worker.warden import RULES_FILE, Warden
+
+WITHIN_S = 60.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = datetime(2026, 3, 2, 12, 0)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+
+@pytest.fixture
+def sensors() -> FakeSensors:
+    return FakeSensors(on_battery=False, gpu_used=False, idle_s=1e4, temperature_C=40.0)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def folder(state: Path) -> Path:
+    """Where an agent's would be."""
+    return state / "gridtrain" / "default" / "identities" / "00" / "worker-0"
+
+
+@pytest.fixture
+def make(folder: Path, sensors: FakeSensors, clock: Clock) -> Iterator[Callable[..., Warden]]:
+    open_: list[Warden] = []
+
+    def start(**given: str) -> Warden:
+        warden = Warden(folder, "anna", given, lambda line: None, sensors=sensors, now=clock)
+        open_.append(warden.__enter__())
+        return warden
+
+    yield start
+    for warden in open_:
+        warden.__exit__()
+
+
+def until(true: Callable[[], bool], what: Callable[[], Any] = lambda: None) -> None:
+    until_s = time.monotonic() + WITHIN_S
+    while not true():
+        assert time.monotonic() < until_s, what()
+        threading.Event().wait(0.02)
+
+
+def test_the_socket_is_the_owners_alone_and_is_found_by_name(
+    make: Callable[..., Warden], folder: Path
+) -> None:
+    make()
+    assert stat.S_IMODE((folder / SOCKET).stat().st_mode) == 0o600
+    assert [(path, shown["name"]) for path, shown in running()] == [(folder / SOCKET, "anna")]
+    assert the_worker("") == the_worker("anna") == folder / SOCKET
+    with pytest.raises(ConfigError, match=r"there is no worker 'bob' -> there is anna"):
+        the_worker("bob")
+
+
+def test_two_of_one_name_are_told_apart(folder: Path, sensors: FakeSensors) -> None:
+    """By the name that the run gives to one of them, or before that by run or key."""
+    said: list[str] = []
+    other = folder.parent / "worker-1"
+    with (
+        Warden(folder, "anna", {}, said.append, run="one", key="0a1b2c3d4e5f", sensors=sensors) as first,
+        Warden(other, "anna", {}, said.append, run="two", key="ffeeddccbbaa", sensors=sensors),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            the_worker("anna")
+        for words in (
+            "2 workers are meant by 'anna'",
+            "anna (run one, key 0a1b2c3d4e5f)",
+            "--worker RUN/NAME",
+        ):
+            assert words in str(caught.value)
+        with pytest.raises(ConfigError, match=r"2 workers are running: .*-> name one"):
+            the_worker("")
+        assert the_worker("one/anna") == the_worker("0a1b2c") == the_worker("0A1B2C3D") == folder / SOCKET
+        assert the_worker("two/anna") == other / SOCKET
+        with pytest.raises(ConfigError, match="there is no worker '0a1b2'"):
+            the_worker("0a1b2")
+        line = AgentLine(first.path, lambda: 0)
+        line.tell(state="training", name="anna-2")
+        until(lambda: bool(said))
+        assert said == ["anna is called anna-2 in this run: gridtrain worker show --worker anna-2"]
+        assert the_worker("anna-2") == folder / SOCKET and the_worker("anna") == other / SOCKET
+
+
+def test_without_a_worker_it_is_said_how_to_start_one() -> None:
+    with pytest.raises(ConfigError, match=r"no worker of yours is running .* -> start one"):
+        the_worker("")
+
+
+def test_a_long_path_gets_a_short_stand_in(tmp_path: Path, sensors: FakeSensors) -> None:
+    folder = tmp_path / ("x" * 90) / ("y" * 90)
+    with Warden(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
+        assert len(warden.path) < 100 and ask(folder / SOCKET, {"ask": "show"})["name"] == "anna"
+    assert not (folder / SOCKET).is_symlink() and not Path(warden.path).parent.exists()
+
+
+def test_rules_are_changed_live_and_kept(
+    make: Callable[..., Warden], folder: Path, sensors: FakeSensors
+) -> None:
+    warden = make(upload="20Mbit")
+    place = folder / SOCKET
+    line = AgentLine(warden.path, lambda: 0)
+    assert (line.wish.run, line.wish.upload_Bps) == (True, 2.5e6)
+    ask(place, {"ask": "set", "settings": {"upload": "8Mbit", "battery": "pause"}})
+    until(lambda: line.wish.upload_Bps == 1e6)
+    sensors.say(on_battery=True)
+    until(lambda: not line.wish.run)
+    assert line.wish.reason == "battery"
+    line.tell(state="paused")
+    until(lambda: ask(place, {"ask": "show"})["obeyed"])
+    sensors.say(on_battery=False)
+    until(lambda: line.wish.run)
+    assert json.loads((folder / RULES_FILE).read_text()) == {"upload": "8Mbit", "battery": "pause"}
+    again = Warden(folder.parent / "worker-1", "bob", {}, lambda line: None, sensors=sensors)
+    assert again._controls.rules.texts()["battery"] == "run", "another worker has its own"
+    again._control.close()
+
+
+def test_pause_resume_and_stop_are_the_owners_word(
+    make: Callable[..., Warden], folder: Path, clock: Clock
+) -> None:
+    warden = make()
+    line = AgentLine(warden.path, lambda: 0)
+    shown = ask(folder / SOCKET, {"ask": "pause", "for": "2h"})
+    assert (shown["state"], shown["reason"]) == ("paused", "its owner said so, until 14:00")
+    until(lambda: not line.wish.run)
+    clock.now = datetime(2026, 3, 2, 14, 0)
+    until(lambda: line.wish.run)
+    ask(folder / SOCKET, {"ask": "pause"})
+    until(lambda: not line.wish.run)
+    ask(folder / SOCKET, {"ask": "resume"})
+    until(lambda: line.wish.run)
+    ask(folder / SOCKET, {"ask": "stop"})
+    until(lambda: line.wish.stop)
+    assert warden.stopping
+
+
+def test_the_days_bytes_are_counted_over_restarts_and_end_at_midnight(
+    make: Callable[..., Warden], folder: Path, clock: Clock
+) -> None:
+    moved = [300]
+    warden = make(budget="1kB")
+    line = AgentLine(warden.path, lambda: moved[0])
+    until(
+        lambda: json.loads((folder / FILE).read_text())["bytes"] == 300 if (folder / FILE).exists() else False
+    )
+    assert line.wish.most_bytes == 1000
+    warden.script_runs(0)
+    moved[0] = 200  # the script was started anew, and counts from nothing: 700 of the day are left
+    line = AgentLine(warden.path, lambda: moved[0])
+    assert line.wish.most_bytes == 700
+    until(lambda: json.loads((folder / FILE).read_text())["bytes"] == 500)
+    assert line.wish.most_bytes == 700 and line.wish.run
+    moved[0] = 700
+    until(lambda: not line.wish.run)
+    assert line.wish.reason == "the day's bytes are used up, until 00:00"
+    clock.now = datetime(2026, 3, 3, 0, 1)
+    until(lambda: line.wish.run and line.wish.most_bytes == 1700)
+
+
+@pytest.mark.parametrize("rule", ["battery=pause", "temperature=80", "gpu=pause", "idle=10m"])
+def test_a_rule_without_its_sensor_is_refused_by_name(
+    make: Callable[..., Warden], folder: Path, sensors: FakeSensors, rule: str
+) -> None:
+    key, _, value = rule.partition("=")
+    sensors.say(on_battery=None, temperature_C=None, gpu_used=None, idle_s=None)
+    with pytest.raises(ConfigError, match=f"the sensor of {key} cannot be read: the fake says nothing of it"):
+        make(**{key: value})
+    make()
+    with pytest.raises(ConfigError, match=f"the sensor of {key} cannot be read"):
+        ask(folder / SOCKET, {"ask": "set", "settings": {key: value}})
+    assert not (folder / RULES_FILE).exists(), "nothing of it was taken on"
+
+
+def test_a_line_that_broke_is_made_anew_and_nothing_is_counted_twice(
+    make: Callable[..., Warden], folder: Path
+) -> None:
+    warden = make(budget="1kB")
+    line = AgentLine(warden.path, lambda: 300)
+    until(lambda: warden._budget.today_bytes(Clock().now.date()) == 300)
+    line._socket.close()
+    ask(folder / SOCKET, {"ask": "pause"})
+    until(lambda: not line.wish.run)
+    assert line.wish.most_bytes == 1000 and warden._budget.today_bytes(Clock().now.date()) == 300
+
+
+def test_where_bytes_cannot_be_counted_a_budget_pauses(
+    make: Callable[..., Warden], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warden = make(budget="1kB")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise ConfigError("the disk is full, so the day's bytes cannot be counted")
+
+    monkeypatch.setattr(warden._budget, "add", full)
+    line = AgentLine(warden.path, lambda: 300)
+    until(lambda: not line.wish.run)
+    assert line.wish.reason == "the disk is full, so the day's bytes cannot be counted"
+
+
+def test_what_is_no_question_is_refused_and_noise_is_dropped(
+    make: Callable[..., Warden], folder: Path
+) -> None:
+    import socket
+
+    warden = make()
+    with pytest.raises(ConfigError, match="cannot be asked to 'dance'"):
+        ask(folder / SOCKET, {"ask": "dance"})
+    with pytest.raises(ConfigError, match="did you mean battery"):
+        ask(folder / SOCKET, {"ask": "set", "settings": {"batery": "pause"}})
+    for noise in (b"\n", b"[]\n", b"x" * 100_000, b'{"role": "script"}\n'):
+        with socket.socket(socket.AF_UNIX) as talk:
+            talk.connect(warden.path)
+            try:
+                talk.sendall(noise)
+                talk.shutdown(socket.SHUT_WR)
+                talk.settimeout(WITHIN_S)
+                while talk.recv(4096):
+                    pass
+            except OSError:
+                pass  # cut off in the middle
+    assert ask(folder / SOCKET, {"ask": "show"})["name"] == "anna"
+
+
+def test_who_does_not_obey_is_overdue(make: Callable[..., Warden], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warden_module, "OBEY_S", 0.2)
+    warden = make()
+    warden.script_runs(os.getpid())
+    assert not warden.overdue
+    warden._answer({"ask": "pause"})
+    until(lambda: warden.overdue)
+    warden._hear({"state": "paused"})
+    assert not warden.overdue

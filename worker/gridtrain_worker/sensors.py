@@ -1,0 +1,223 @@
+"""What this machine says of itself: battery, GPU, whether somebody is there, heat.
+
+Decides which source is asked, and what is said where there is none.  Never decides what follows
+(`controls`).  The fake beside it, for tests and for users: `gridtrain.testing.FakeSensors`.
+
+    battery      psutil                                     the mains are assumed where there is no battery
+    gpu          nvidia-ml-py: processes that are not ours
+    idle         logind (Linux desktop), terminals, HIDIdleTime (macOS): whatever was touched last
+    temperature  nvidia-ml-py: GPUs; psutil: the rest
+
+Each source is asked at most every `EVERY_S`, and only where a rule needs it; a program has `ASK_S` to answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+from gridtrain_worker.controls import SENSORS, Readings
+
+EVERY_S = 2.0
+ASK_S = 1.0
+GPU_BUSY_PERCENT = 5
+NO_PSUTIL = "psutil is not installed: pip install 'gridtrain[controls]'"
+NO_NVML = "nvidia-ml-py is not installed: pip install 'gridtrain[controls]'"
+
+_HID_IDLE = re.compile(r'"HIDIdleTime"\s*=\s*(\d+)')
+
+
+class Sensors(Protocol):
+    """What is asked every few seconds; `FakeSensors` is another one."""
+
+    def read(self, ours: Collection[int], names: Collection[str] = SENSORS) -> Readings:
+        """`ours`: ids of our own processes, whose use of the GPU does not count; `names`: those to ask.  Must
+        not block for long."""
+        ...
+
+
+class MachineSensors:
+    """The real ones.  Whatever cannot be read is named in `Readings.absent`, with the reason."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._latest: tuple[float, Readings] | None = None
+        self._asked: frozenset[str] = frozenset()
+        self._psutil = _psutil()
+        self._nvml, self._no_nvml = _nvml()
+
+    def read(self, ours: Collection[int], names: Collection[str] = SENSORS) -> Readings:
+        now_s, wanted = self._clock(), frozenset(names)
+        if self._latest is None or now_s >= self._latest[0] + EVERY_S or not wanted <= self._asked:
+            self._latest, self._asked = (now_s, self._all(ours, wanted)), wanted
+        return self._latest[1]
+
+    def _all(self, ours: Collection[int], wanted: frozenset[str]) -> Readings:
+        absent: dict[str, str] = {}
+
+        def asked(name: str, ask: Callable[[], Any]) -> Any:
+            if name not in wanted:
+                absent[name] = "not asked: no rule needs it"
+                return None
+            try:
+                return ask()
+            except _Absent as why:
+                absent[name] = str(why)
+            except Exception as error:  # a driver's own: the sensor is gone, not the worker
+                absent[name] = f"{type(error).__name__}: {error}"
+            return None
+
+        return Readings(
+            on_battery=asked("battery", self._on_battery),
+            gpu_used=asked("gpu", lambda: self._gpu_used(ours)),
+            idle_s=asked("idle", self._idle_s),
+            temperature_C=asked("temperature", self._temperature_C),
+            absent=absent,
+        )
+
+    def _on_battery(self) -> bool:
+        if self._psutil is None:
+            raise _Absent(NO_PSUTIL)
+        if not hasattr(self._psutil, "sensors_battery"):
+            raise _Absent(f"psutil reads no battery on {sys.platform}")
+        battery = self._psutil.sensors_battery()
+        return battery is not None and battery.power_plugged is False
+
+    # -- GPUs ------------------------------------------------------------------------------------
+
+    def _gpus(self) -> list[Any]:
+        if self._nvml is None:
+            raise _Absent(self._no_nvml)
+        return [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
+
+    def _gpu_used(self, ours: Collection[int]) -> bool:
+        """Another program computes on a GPU, or it is busy while we are not there."""
+        known = _family(self._psutil, ours)
+        for gpu in self._gpus():
+            running = {p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+            if running - known:
+                return True
+            if not running & known and self._busy_percent(gpu) > GPU_BUSY_PERCENT:
+                return True  # a game draws, and computes nothing
+        return False
+
+    def _busy_percent(self, gpu: Any) -> float:
+        return float(self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+
+    def _temperature_C(self) -> float:
+        found: list[float] = []
+        if self._nvml is not None:
+            kind = self._nvml.NVML_TEMPERATURE_GPU
+            found += [float(self._nvml.nvmlDeviceGetTemperature(gpu, kind)) for gpu in self._gpus()]
+        read = getattr(self._psutil, "sensors_temperatures", None)
+        if read is not None:
+            found += [part.current for parts in read().values() for part in parts if part.current]
+        if not found:
+            raise _Absent(NO_PSUTIL if self._psutil is None else "this machine shows no temperature")
+        return max(found)
+
+    # -- is somebody there? ----------------------------------------------------------------------
+
+    def _idle_s(self) -> float:
+        """Whatever was touched last counts."""
+        asked = (_logind_idle_s, _hid_idle_s, self._terminals_idle_s)
+        found = [idle_s for ask in asked if (idle_s := ask()) is not None]
+        if not found:
+            raise _Absent(
+                NO_PSUTIL if self._psutil is None else "neither a desktop session nor a terminal tells"
+            )
+        return min(found)
+
+    def _terminals_idle_s(self) -> float | None:
+        """A terminal's file is touched by each key.  Nobody logged in: nobody there."""
+        if self._psutil is None:
+            return None
+        idle_s = EMPTY_S
+        for user in self._psutil.users():
+            with contextlib.suppress(OSError):
+                touched_s = os.stat(f"/dev/{user.terminal}").st_atime
+                idle_s = min(idle_s, max(0.0, time.time() - touched_s))
+        return idle_s
+
+
+EMPTY_S = 1e6
+"""Idle for so long is a machine at which nobody has logged in."""
+
+
+class _Absent(Exception):
+    """Why there is no such sensor."""
+
+
+def _psutil() -> Any:
+    """The library; None where it is not installed."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return psutil
+
+
+def _nvml() -> tuple[Any, str]:
+    """The library, ready; or None and why."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, NO_NVML
+    library: Any = pynvml
+    try:
+        library.nvmlInit()
+    except Exception as error:  # its errors are made at run time
+        return None, f"no NVIDIA driver answers: {error}"
+    return library, ""
+
+
+def _family(psutil: Any, ours: Collection[int]) -> set[int]:
+    """Our processes and what they have started; data loaders use no GPU, but a launcher's children do."""
+    known = {os.getpid(), *ours}
+    if psutil is not None:
+        for pid in tuple(known):
+            with contextlib.suppress(psutil.Error):
+                known |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    return known
+
+
+def _logind_idle_s() -> float | None:
+    """Of the desktop sessions that systemd knows; None: there are none, or no systemd."""
+    listed = _said("loginctl", "list-sessions", "--no-legend")
+    idle_s: float | None = None
+    for line in listed.splitlines()[:32]:
+        session = line.split()[0] if line.split() else ""
+        facts = _said(
+            "loginctl", "show-session", session, "-p", "Type", "-p", "IdleHint", "-p", "IdleSinceHint"
+        )
+        said = dict(fact.partition("=")[::2] for fact in facts.splitlines())
+        if said.get("Type") not in ("x11", "wayland", "mir"):
+            continue  # terminals are looked at themselves
+        since_us = said.get("IdleSinceHint", "0")
+        is_idle = said.get("IdleHint") == "yes" and since_us.isdecimal()
+        one_s = max(0.0, time.time() - int(since_us) / 1e6) if is_idle else 0.0
+        idle_s = one_s if idle_s is None else min(idle_s, one_s)
+    return idle_s
+
+
+def _hid_idle_s() -> float | None:
+    """macOS: since a key or the mouse was touched."""
+    if sys.platform != "darwin":
+        return None
+    match = _HID_IDLE.search(_said("ioreg", "-c", "IOHIDSystem", "-d", "4"))
+    return int(match[1]) / 1e9 if match is not None else None
+
+
+def _said(*command: str) -> str:
+    """What a program prints; empty: it is not there, fails, or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

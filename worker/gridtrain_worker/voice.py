@@ -1,0 +1,181 @@
+"""How the agent speaks to the person in front of it, or to the program that reads it.
+
+Decides how sentences and figures look.  Never decides what is said, and reads no clock.
+
+    terminal    the script's output, and below it one live line:
+                step 410, 4 workers | this machine: 380 steps, 12160 samples (24 % of the run), 9.1 MB up
+    elsewhere   {"ts": ..., "level": "info", "event": "contribution", "fields": {"step": 410, ...}}
+                a JSON object a line, as the coordinator's log
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Protocol, TextIO
+
+from gridtrain.runtime.contribution import Contribution
+
+CLEAR = "\r\x1b[K"
+LINES_EVERY_S = 10.0
+"""Where nobody looks at a live line, figures come so often at most."""
+
+
+class Voice(Protocol):
+    def say(self, text: str) -> None:
+        """A sentence."""
+        ...
+
+    def show(self, given: Contribution, now_s: float) -> None:
+        """How far it is."""
+        ...
+
+    def end(self, given: Contribution, total: Contribution) -> None:
+        """What was given this time, and on this machine altogether."""
+        ...
+
+    def pass_on(self, text: str, stream: TextIO) -> None:
+        """A piece of the script's output."""
+        ...
+
+
+class Silent:
+    """For agents inside a program; sentences go to `tell`."""
+
+    def say(self, text: str) -> None: ...
+
+    def show(self, given: Contribution, now_s: float) -> None: ...
+
+    def end(self, given: Contribution, total: Contribution) -> None: ...
+
+    def pass_on(self, text: str, stream: TextIO) -> None:
+        stream.write(text)
+        stream.flush()
+
+
+class Machine:
+    """For programs: one JSON object a line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._next_s = float("-inf")
+        self._shown: Contribution | None = None
+        self._lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        self._line("says", {"text": text})
+
+    def show(self, given: Contribution, now_s: float) -> None:
+        if now_s >= self._next_s and given != self._shown:
+            self._next_s, self._shown = now_s + LINES_EVERY_S, given
+            self._line("contribution", _figures(given))
+
+    def end(self, given: Contribution, total: Contribution) -> None:
+        self._line("contributed", {**_figures(given), "total": _figures(total)})
+
+    def pass_on(self, text: str, stream: TextIO) -> None:
+        stream.write(text)
+        stream.flush()
+
+    def _line(self, event: str, fields: dict[str, object]) -> None:
+        ts = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"ts": ts, "level": "info", "event": event, "fields": fields})
+        with self._lock:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+class Terminal:
+    """For people.  The live line is the last one, and is taken away before anything else is written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._live = ""
+        self._drawn = False
+        self._mid_line = False  # the script has not ended its line yet: nothing may be put behind it
+        self._lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._wipe()
+            self._stream.write(f"{chr(10) if self._mid_line else ''}gridtrain worker: {text}\n")
+            self._mid_line = False
+            self._draw()
+
+    def show(self, given: Contribution, now_s: float) -> None:
+        with self._lock:
+            line = live_line(given)
+            if line != self._live:
+                self._wipe()
+                self._live = line
+                self._draw()
+
+    def end(self, given: Contribution, total: Contribution) -> None:
+        with self._lock:
+            self._wipe()
+            self._live = ""
+        self.say(summary(given, total))
+
+    def pass_on(self, text: str, stream: TextIO) -> None:
+        with self._lock:
+            self._wipe()
+            stream.write(text)
+            stream.flush()
+            self._mid_line = not text.endswith("\n")
+            self._draw()
+
+    def _wipe(self) -> None:
+        if self._drawn:
+            self._stream.write(CLEAR)
+            self._stream.flush()
+            self._drawn = False
+
+    def _draw(self) -> None:
+        if self._live and not self._mid_line:
+            width = shutil.get_terminal_size().columns
+            self._stream.write(self._live[: max(1, width - 1)])
+            self._drawn = True
+        self._stream.flush()
+
+
+def voice_for(stream: TextIO) -> Terminal | Machine:
+    return Terminal(stream) if stream.isatty() else Machine(stream)
+
+
+def live_line(given: Contribution) -> str:
+    """In one line."""
+    workers = f"{given.world_size} worker{'' if given.world_size == 1 else 's'}"
+    return (
+        f"step {given.step:,}, {workers} | this machine: {given.steps:,} steps, {given.samples:,} samples "
+        f"({_share(given)} of the run), {_bytes(given.sent_bytes)} up, {_bytes(given.received_bytes)} down"
+    )
+
+
+def summary(given: Contribution, total: Contribution) -> str:
+    """At the end."""
+    text = (
+        f"thank you: {given.steps:,} steps, {given.samples:,} samples ({_share(given)} of the run), "
+        f"{_bytes(given.sent_bytes)} sent, {_bytes(given.received_bytes)} received"
+    )
+    if total.steps > given.steps:
+        text += f"; with earlier times {total.samples:,} samples ({_share(total)})"
+    return text
+
+
+def _figures(given: Contribution) -> dict[str, object]:
+    return {**asdict(given), "share": round(given.share, 6)}
+
+
+def _share(given: Contribution) -> str:
+    return f"{100 * given.share:.1f} %"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
