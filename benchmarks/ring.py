@@ -32,6 +32,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import numpy.typing as npt
 
+from rivals.contract import leave
+
 HERE = Path(__file__).resolve()
 ROUNDS_LEFT_OUT = 1  # connections and memory are new in the first
 GLOO_PORT = 29511
@@ -224,6 +226,7 @@ def main() -> None:
         run_ours(asked)
     elif args.inside == "gloo":
         run_gloo(asked, args.rank, args.master)
+        leave()
     else:
         show(args, measure(args))
 

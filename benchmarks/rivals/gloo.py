@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from rivals.contract import POWERSGD_MATRICES, Request, Result, parse
+from rivals.contract import POWERSGD_MATRICES, Request, Result, leave, parse
 from rivals.entries import check, gathered, packed, scatter_add
 from rivals.measure import Prepared, measured
 
@@ -131,3 +131,4 @@ if __name__ == "__main__":
     asked = parse("gloo")
     run(asked).write(asked.out)
     dist.destroy_process_group()
+    leave()

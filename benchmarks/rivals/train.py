@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 
 from accuracy.recorder import Recorder
 from accuracy.workloads import WORKLOADS, Workload
-from rivals.contract import INTERFACE, TRAINERS, Request
+from rivals.contract import INTERFACE, TRAINERS, Request, leave
 
 DATA_SEED = 1
 
@@ -214,6 +212,4 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     torch.set_num_threads(1)  # several ranks share this machine's cores
     train(parse())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # hivemind's threads and processes wait for each other at the interpreter's end
+    leave()
