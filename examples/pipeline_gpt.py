@@ -49,6 +49,7 @@ def main() -> None:
         stages=STAGES,
         loss_fn=stages_model.loss_of,
         micro_batches=MICRO_BATCHES,
+        cuts=stages_model.CUTS,  # the same for all workers; left out, the faster of them get more blocks
         exchange=gridtrain.Dense(),
     )
     for inputs, targets in grid.batches(dataset, batch_size=BATCH, steps=60):

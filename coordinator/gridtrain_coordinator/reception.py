@@ -17,12 +17,13 @@ from typing import Any, Protocol
 from gridtrain.protocol import door_rules
 from gridtrain.protocol import membership_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.door import Answer, Door, Judgement
+from gridtrain.protocol.door import Door, Judgement
 from gridtrain.protocol.door import Standing as DoorStanding
 from gridtrain.protocol.strikes import STRIKES
 from gridtrain.transport.base import PeerUp, Standing
 
 ASK_OWNER = "ask the run's owner for a new invitation; the one before does not let this worker in again"
+ASK_PARDON = "ask the run's owner to lift the ban (gridtrain unban {digits}), and then for a new invitation"
 
 
 class Core(Protocol):
@@ -69,7 +70,7 @@ class Reception:
             return self._hear_guest(peer, message)
         match message:
             case m.Invite() | m.Expel() | m.Pardon():
-                return self._answer(peer, self._door.order(peer, message, self._wall()), now_s)
+                return self._obeyed(peer, message, now_s)
             case m.Join() if not self._door.allow_join(peer, now_s):
                 return [io.Send(peer, door_rules.TOO_OFTEN), io.Dismiss(peer)]
             case _ if self.is_operator(peer):
@@ -81,7 +82,7 @@ class Reception:
         """An order of the operator that came another way than over the wire; what to do, and the answer."""
         answer = self._door.order(self._operator or b"", order, self._wall())
         assert isinstance(answer.reply, m.Done | m.Refused)
-        return [*answer.entries, *self._out(answer.kicked, now_s)], answer.reply
+        return [*answer.entries, *self._out(answer.kicked, now_s, _is_ban(order))], answer.reply
 
     def strike(self, strike: io.Strike, now_s: float) -> list[io.Effect]:
         """Somebody broke the protocol: it is out of the generation, and at the last strike out of the run."""
@@ -122,10 +123,10 @@ class Reception:
         note = io.Note("info", "enrolled" if let_in else "not_enrolled", {"peer": message.peer.hex()[:12]})
         return [*answer.entries, note, io.Send(peer, answer.reply)]
 
-    def _answer(self, peer: m.PeerId, answer: Answer, now_s: float) -> list[io.Effect]:
-        effects: list[io.Effect] = [*answer.entries]
-        effects += self._out(answer.kicked, now_s)
-        return [*effects, io.Send(peer, answer.reply)]
+    def _obeyed(self, peer: m.PeerId, order: m.Invite | m.Expel | m.Pardon, now_s: float) -> list[io.Effect]:
+        answer = self._door.order(peer, order, self._wall())
+        out = self._out(answer.kicked, now_s, _is_ban(order))
+        return [*answer.entries, *out, io.Send(peer, answer.reply)]
 
     def _judged(self, judgement: Judgement, now_s: float) -> list[io.Effect]:
         notes = [
@@ -134,15 +135,21 @@ class Reception:
         ]
         return [*judgement.entries, *notes, *self._out(judgement.kicked, now_s)]
 
-    def _out(self, kicked: Iterable[tuple[m.PeerId, str]], now_s: float) -> list[io.Effect]:
-        return [
-            effect
-            for peer, reason in kicked
-            for effect in self._expel(peer, "kicked", f"was put out of the run: {reason}", ASK_OWNER, now_s)
-        ]
+    def _out(
+        self, kicked: Iterable[tuple[m.PeerId, str]], now_s: float, ban: bool = False
+    ) -> list[io.Effect]:
+        effects: list[io.Effect] = []
+        for peer, reason in kicked:
+            remedy = ASK_PARDON.format(digits=peer.hex()[:12]) if ban else ASK_OWNER
+            effects += self._expel(peer, "kicked", f"was put out of the run: {reason}", remedy, now_s)
+        return effects
 
     def _expel(self, peer: m.PeerId, code: str, reason: str, remedy: str, now_s: float) -> list[io.Effect]:
         return self._core.handle(io.Expelled(peer, code, reason, remedy), now_s)
+
+
+def _is_ban(order: m.Message) -> bool:
+    return isinstance(order, m.Expel) and order.ban
 
 
 def gate_of(door: Door, wall: Callable[[], float]) -> Callable[[m.PeerId], Standing]:

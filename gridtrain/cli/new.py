@@ -6,6 +6,7 @@ that is there already is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from importlib.resources import files
 from pathlib import Path
@@ -66,12 +67,17 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
         raise ConfigError(
             f"{folder} has {', '.join(there)} already", remedy="name another folder, or move that away"
         )
+    begun: list[Path] = []
     try:
         for name, text in texts.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
+            begun.append(path)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
+        for path in begun:  # what a full disk left would stand in the way of the next attempt
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         raise ConfigError(
             f"{error.filename or folder} cannot be written: {error.strerror}", remedy="name another folder"
         ) from None
@@ -81,7 +87,8 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
 def _told(folder: Path, written: list[str]) -> str:
     return "\n".join(
         [
-            f"{folder} has {', '.join(written)}.  Try it here, in three terminals that are all in it:",
+            f"{folder} has {', '.join(written)}.",
+            "Try it here, in three terminals that are all in it:",
             "",
             f"  cd {shlex.quote(str(folder))}",
             "  gridtrain coordinator",

@@ -107,7 +107,8 @@ def _run(run: Run, folder: Path, console: Console, *, steps: int, quick: bool) -
     train += ["--quick"] if quick else []
     argv = (*CLI, "coordinator", "--listen", "tcp://127.0.0.1:0", "--state", str(folder.resolve()))
     coordinator = Command("coordinator", (*argv, "--min-workers", str(run.workers)))
-    console.print(f"{run.label}: {run.workers} workers, {steps} steps", highlight=False)
+    workers = "1 worker" if run.workers == 1 else f"{run.workers} workers"
+    console.print(f"{run.label}: {workers}, {steps} steps", highlight=False)
 
     def show(record: StepRecord) -> None:
         if record.step % max(1, steps // 4) == 0:

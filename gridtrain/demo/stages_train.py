@@ -82,6 +82,7 @@ def build(grid: gridtrain.Grid, options: argparse.Namespace) -> Any:
         loss_fn=recipe.loss_of,
         micro_batches=recipe.MICRO_BATCHES,
         exchange=exchange_of(options.exchange),
+        cuts=recipe.CUTS if options.stages == 4 and not options.quick else None,
         clip_norm=1.0 if sparse else None,
         init=recipe.init,
     )

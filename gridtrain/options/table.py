@@ -438,7 +438,7 @@ WORKER: tuple[Option, ...] = (
         name="set",
         kind=Kind.TEXTS,
         default=(),
-        otherwise="those of `gridtrain worker set`",
+        otherwise="none but those of `gridtrain worker set`",
         metavar="KEY=VALUE",
         help="A rule of yours, such as battery=pause or hours=22:00-07:00; see docs/volunteering.md.",
     ),

@@ -10,9 +10,11 @@ asks is no member.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from gridtrain._version import __version__
 from gridtrain.errors import (
@@ -42,6 +44,8 @@ MAX_TEXT = 512
 MAX_NUMBER = 1e18
 DENIED = "denied"
 """Code of the refusal of a key that the coordinator does not know (any more)."""
+CONNECT_S = 1.0
+"""To see whether anything listens where nobody has answered."""
 
 
 class CoordinatorClient:
@@ -67,6 +71,7 @@ class CoordinatorClient:
         encrypted: bool = True,
         transport: Transport | None = None,
     ) -> None:
+        self._by_tcp = transport is None
         if transport is None:
             from gridtrain.transport.zeromq import ZeroMQTransport  # only who asks over TCP loads it
 
@@ -134,8 +139,11 @@ class CoordinatorClient:
                         )
                     case Violation(_, reason):
                         raise _refused(self.address, reason)
-        what = "greeted, but did not answer" if greeted else "did not answer"
-        raise _unreachable(self.address, f"it {what} within {timeout_s:g} s")
+        if greeted:
+            raise _unreachable(self.address, f"it greeted, but did not answer within {timeout_s:g} s")
+        if self._by_tcp and _listens(self.address):
+            raise _somebody_else(self.address, timeout_s)
+        raise _unreachable(self.address, f"it did not answer within {timeout_s:g} s")
 
     def _send(self, question: Message) -> bool:
         try:
@@ -148,6 +156,16 @@ class CoordinatorClient:
 def only(key: PeerId) -> Gate:
     """A gate for this key alone."""
     return lambda other: Standing.PEER if other == key else Standing.STRANGER
+
+
+def _listens(address: str) -> bool:
+    """A port that takes connections: there is a program, and no firewall before it."""
+    parts = urlsplit(address)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _parsed(address: str, payload: bytes) -> dict[str, Any]:
@@ -186,6 +204,16 @@ def _refused(address: str, reason: str) -> JoinRefused | RemoteProtocolError:
     return RemoteProtocolError(
         f"{address} answered with something else: {reason}",
         remedy="check that the address is the coordinator's",
+    )
+
+
+def _somebody_else(address: str, timeout_s: float) -> CoordinatorUnreachable:
+    """Strangers are refused in the handshake without a word, so more than this cannot be known."""
+    return CoordinatorUnreachable(
+        f"something listens at {address}, but did not answer within {timeout_s:g} s: a coordinator with "
+        "another key, another program, or a very slow line",
+        remedy="if another run is coordinated there now, or this one was set up anew, ask its owner for a "
+        "new invitation",
     )
 
 

@@ -74,7 +74,7 @@ OF_PAYLOADS = io.Fill | io.Ship | io.Reached
 OF_ROUNDS = (m.Data, m.Vote)
 """Messages that change nothing but the round they are of: a vote, until the last one is there."""
 
-LOUD = ("drifted", "stalled", "coordinator_away", "offence", "no_route")
+LOUD = ("drifted", "stalled", "offence", "no_route")
 LEFT_BEHIND = (
     "this worker was away for so long that the others went on without it; it is back, and takes over "
     "the state of step %d"
@@ -85,12 +85,14 @@ UNREACHABLE = (
 )
 
 
-CALLED = {
+SAID = {
+    "coordinator_away": "the coordinator is away (%(reason)s); this worker tries to reach it again, and the "
+    "training goes on until a member is missing",
     "named": "another worker of this run is called %(asked)s: this one is called %(name)s here",
     "namesake": "another worker that wanted this one's name has joined: it is called %(other)s, "
     "this one stays %(name)s",
 }
-"""Said where two workers want one name, to both of them."""
+"""Events in words; `named` and `namesake` where two workers want one name, to both of them."""
 
 _NO_LEDGER = m.LedgerState()
 
@@ -1134,8 +1136,8 @@ class Driver:
         if event == "rejoin":
             log.warning("the coordinator has let this worker go while it was away; it joins again")
             return
-        if event in CALLED:
-            log.warning(CALLED[event], fields)
+        if event in SAID:
+            log.warning(SAID[event], fields)
             return
         if event == "reach":
             log.info(

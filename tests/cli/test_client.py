@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Sequence
 
@@ -129,6 +130,24 @@ def test_an_answer_that_is_no_status(payload: bytes) -> None:
 def test_nobody_answers() -> None:
     with pytest.raises(CoordinatorUnreachable, match=r"it did not answer within 0\.05 s -> "):
         asked()
+
+
+def test_somebody_else_listens_at_the_coordinators_address() -> None:
+    """As where another run is coordinated there by now: a firewall is not what to look for."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with (
+            CoordinatorClient(address, THERE, ME) as client,
+            pytest.raises(
+                CoordinatorUnreachable, match=r"something listens at .* another key.* new invitation"
+            ),
+        ):
+            client.status(0.05)
+    with (
+        CoordinatorClient(address, THERE, ME) as client,
+        pytest.raises(CoordinatorUnreachable, match=r"no coordinator can be reached at .* firewall"),
+    ):
+        client.status(0.05)
 
 
 def test_somebody_greets_and_says_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -180,6 +181,25 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = CliRunner().invoke(cli, ["new", str(tmp_path / "file" / "run")])
     assert isinstance(done.exception, ConfigError) and done.exception.remedy == "name another folder"
+
+
+def test_a_full_disk_leaves_nothing_that_is_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text, run = Path.write_text, tmp_path / "my-run"
+
+    def full(path: Path, text: str, encoding: str) -> int:
+        write_text(path, "" if path.name == "train.py" else text, encoding)
+        if path.name == "train.py":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return len(text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        done = CliRunner().invoke(cli, ["new", str(run)])
+    assert isinstance(done.exception, ConfigError) and "No space left on device" in done.exception.reason
+    assert list(run.iterdir()) == []
+    assert CliRunner().invoke(cli, ["new", str(run)]).exit_code == 0
 
 
 def test_the_templates_are_whole(tmp_path: Path) -> None:

@@ -347,6 +347,14 @@ def test_a_kick_is_durable_before_anybody_is_told() -> None:
     assert expelled.reason == "was put out of the run: too slow" and "new invitation" in expelled.remedy
 
 
+def test_who_is_banned_is_not_sent_for_a_new_invitation_alone() -> None:
+    core = FakeCore()
+    play(core, [Received(OPERATOR, m.Expel(ANNA, True, "rude"), 40)])
+    (expelled,) = core.heard
+    assert isinstance(expelled, Expelled) and expelled.reason == "was put out of the run: rude"
+    assert f"gridtrain unban {ANNA.hex()[:12]}" in expelled.remedy
+
+
 @pytest.mark.parametrize("order", [m.Invite(b"n" * 32, 1, 60.0), m.Expel(ANNA, False, ""), m.Pardon(ANNA)])
 def test_orders_are_the_operators(order: m.Message) -> None:
     core = FakeCore()

@@ -204,7 +204,8 @@ def the_worker(who: str) -> Path:
     if not found:
         raise ConfigError(
             "no worker of yours is running on this machine",
-            remedy="start one: gridtrain worker INVITATION",
+            remedy="start one: gridtrain worker INVITATION, with --set battery=pause and the like for rules "
+            "that hold from its start",
         )
     if not meant:
         raise ConfigError(f"there is no worker {who!r}", remedy=f"there is {names}")
