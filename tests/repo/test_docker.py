@@ -15,6 +15,8 @@ from types import ModuleType
 
 import pytest
 
+from gridtrain.cli.status import ANSWER_S
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 INVITATION = "gridtrain1:a-secret"
@@ -146,3 +148,16 @@ def test_images_get_what_the_extras_want() -> None:
     assert {"torch", "safetensors", "pyzmq"} <= set(wanted("worker"))
     assert "torch" not in wanted("coordinator") and "pyzmq" in wanted("coordinator")
     assert "gridtrain" not in wanted("worker")  # its own name is resolved
+
+
+@pytest.mark.parametrize(
+    "file", ["docker/compose.yaml", "docker/coordinator.Dockerfile", "gridtrain/templates/new/compose.yaml"]
+)
+def test_a_busy_machine_is_not_taken_for_a_sick_coordinator(file: str) -> None:
+    """`up` starts no worker beside an unhealthy coordinator, and a check cut short by the engine says nothing
+    of it: of its limit what is beyond the wait for an answer is for Python's start."""
+    text = (ROOT / file).read_text()
+    (limit_s,) = re.findall(
+        r"^ +timeout: (\d+)s|--timeout=(\d+)s", text.split("prometheus:")[0], re.MULTILINE
+    )
+    assert int("".join(limit_s)) >= ANSWER_S + 20
