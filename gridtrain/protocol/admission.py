@@ -13,11 +13,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.membership_io import Effect, Journal, Note, Send
+from gridtrain.protocol.membership_io import Effect, Journal, Note
 from gridtrain.protocol.names import Names
 from gridtrain.protocol.on_disks import OnDisks
 from gridtrain.protocol.partings import Partings
@@ -33,11 +32,7 @@ MAX_PROBES = 256
 
 
 class Admission:
-    """See the module's text.
-
-    Args:
-        software: this program's version, shown to workers.
-    """
+    """See the module's text."""
 
     def __init__(
         self,
@@ -47,13 +42,9 @@ class Admission:
         disks: OnDisks,
         whereabouts: Whereabouts,
         resting: Resting,
-        deadlines: Deadlines,
-        software: str,
     ) -> None:
         self._run, self._plans, self._partings, self._disks = run, plans, partings, disks
-        self._whereabouts, self._resting = whereabouts, resting
-        self._deadlines, self._software = deadlines, software
-        self._names = Names()
+        self._whereabouts, self._resting, self._names = whereabouts, resting, Names()
 
     def refusal(self, peer: m.PeerId, join: m.Join) -> list[Effect]:
         """Nothing: it may join."""
@@ -85,7 +76,7 @@ class Admission:
         return [
             Note("info", "joined", {"name": worker.name, "peer": peer.hex()[:12], "address": join.address}),
             *self._names.renamed(join.name, worker.name),
-            Send(peer, m.Welcome(run.term, run.name, self._software)),
+            run.welcome(peer),
             run.told(peer),
             *self._whereabouts.locate(worker, join.relay),
         ]
@@ -143,7 +134,7 @@ class Admission:
 
     def _introduce(self, worker: Worker, now_s: float) -> list[Effect]:
         self._plans.introduced(worker.peer)
-        worker.probe_until_s = now_s + self._deadlines.probe_s
+        worker.probe_until_s = now_s + self._run.limits.probe_s
         # Those that are still measuring too: of workers that come together each pair has to be measured.
         # Whoever came last is measured first, so that each of them is one other's first, second, third ..
         others = [w for w in self._run.workers.values() if w.introduced and w is not worker]

@@ -12,7 +12,6 @@ Never takes one member's word against another one's where that alone would remov
 
 from __future__ import annotations
 
-from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol import topology
 from gridtrain.protocol.breaks import MOST_BREAKS, WINDOW_S
@@ -43,11 +42,10 @@ class Complaints:
         whereabouts: Whereabouts,
         drifts: Drifts,
         drifted: Drifted,
-        deadlines: Deadlines,
     ) -> None:
         self._run, self._making, self._plans, self._partings = run, making, plans, partings
         self._whereabouts, self._drifts, self._drifted = whereabouts, drifts, drifted
-        self._stalls = Stalls(deadlines.patience_floor_s)
+        self._stalls = Stalls(run.limits.patience_floor_s)
         self.drift_count = 0
 
     def no_route(self, worker: Worker, message: m.NoRoute) -> list[Effect]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 
-from gridtrain.config import Deadlines
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.drift import Drifted
@@ -46,11 +45,10 @@ class Freezing:
         stages: InStages,
         drifted: Drifted,
         recall: Recall,
-        deadlines: Deadlines,
     ) -> None:
         self._run, self._making, self._partings = run, making, partings
         self._generations, self._stages = generations, stages
-        self._drifted, self._recall, self._deadlines = drifted, recall, deadlines
+        self._drifted, self._recall = drifted, recall
         self.held_until_s: float | None = None
         self._regathering = False  # all members are away, and waited for
         self._regather_until_s = -math.inf
@@ -66,7 +64,7 @@ class Freezing:
 
     def _freeze(self, now_s: float) -> Note:
         self.held_until_s = None
-        self._making.freeze(now_s + self._deadlines.report_s)
+        self._making.freeze(now_s + self._run.limits.report_s)
         fields = {"generation": self._run.generation, "reason": self._making.change}
         return Note("info", "freeze", fields)
 
@@ -86,7 +84,7 @@ class Freezing:
 
     def wait(self, now_s: float) -> None:
         """The members are to come back; those who are here are frozen at once."""
-        self._making.freeze(now_s + self._deadlines.regather_s)
+        self._making.freeze(now_s + self._run.limits.regather_s)
         self._regathering, self._regather_until_s = True, self._making.until_s
         self.held_until_s = None
 
@@ -136,13 +134,13 @@ class Freezing:
         if (
             report.synced and not self._behind
         ):  # it can decide: who is still away is not waited for any longer
-            making.until_s = min(making.until_s, now_s + self._deadlines.silence_s)
+            making.until_s = min(making.until_s, now_s + self._run.limits.silence_s)
         return []
 
     def stalled(self, generation: int, now_s: float) -> None:
         """Members wait for one that is away: the FREEZE is not held much longer."""
         if self.held_until_s is not None and generation == self._run.generation:
-            self.held_until_s = min(self.held_until_s, now_s + self._deadlines.report_s)
+            self.held_until_s = min(self.held_until_s, now_s + self._run.limits.report_s)
 
     # -- how it ends -------------------------------------------------------------------------------
 
@@ -160,19 +158,19 @@ class Freezing:
         all_of_them = self._behind or (self._regathering and (nobody or not self._waited))
         awaited = absent if all_of_them else absent & set(run.workers)
         if awaited and run.is_pipeline and making.until_s == math.inf:
-            making.until_s = now_s + self._deadlines.report_s  # back while the run was paused
+            making.until_s = now_s + self._run.limits.report_s  # back while the run was paused
         if awaited and now_s < making.until_s:
             return []
         if self._unplaced():
             # `CalledBack` always comes, and without it there is no way to plan; who is admitted only after
             # the View would begin to measure its lines, and never be READY.
-            making.until_s = max(making.until_s, now_s + self._deadlines.settle_s)
+            making.until_s = max(making.until_s, now_s + self._run.limits.settle_s)
             return []
         if self._regathering and nobody and awaited and run.started and self._waits_on(absent, now_s):
             return []
         effects: list[Effect] = []
         for peer in sorted(awaited & set(run.workers)):
-            effects += self._partings.lose(peer, f"did not report within {self._deadlines.report_s:.1f} s")
+            effects += self._partings.lose(peer, f"did not report within {self._run.limits.report_s:.1f} s")
         return effects + self._decide(now_s)
 
     def _held_back(self, now_s: float) -> bool:
@@ -187,7 +185,7 @@ class Freezing:
         if self._recall.behind:
             awaited |= self._recall.known  # they may tell another tale
         elif self.held_until_s == math.inf and awaited & here:
-            self.held_until_s = now_s + self._deadlines.report_s + self._deadlines.regreet_s
+            self.held_until_s = now_s + self._run.limits.report_s + self._run.limits.regreet_s
         return not awaited <= here and now_s < min(self.held_until_s, self._making.until_s)
 
     def _absent(self) -> frozenset[m.PeerId]:
@@ -214,7 +212,7 @@ class Freezing:
             return True
         if any(w.admitted and w.peer not in absent for w in self._run.workers.values()):
             return False
-        self._making.until_s = self._regather_until_s = now_s + self._deadlines.regather_s
+        self._making.until_s = self._regather_until_s = now_s + self._run.limits.regather_s
         return True
 
     def _decide(self, now_s: float) -> list[Effect]:

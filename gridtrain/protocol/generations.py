@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gridtrain.config import Deadlines
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.alike import Alike
@@ -49,12 +48,10 @@ class Generations:
         drifts: Drifts,
         drifted: Drifted,
         recall: Recall,
-        deadlines: Deadlines,
     ) -> None:
         self._run, self._making, self._plans, self._readying = run, making, plans, readying
         self._whereabouts, self._drifts, self._drifted = whereabouts, drifts, drifted
-        self._recall, self._deadlines = recall, deadlines
-        self._alike = Alike()
+        self._recall, self._alike = recall, Alike()
 
     # -- the state with which it begins ------------------------------------------------------------
 
@@ -136,7 +133,7 @@ class Generations:
             self._member(p, n, seated, p in lacking) for p, n in zip(order, shares, strict=True)
         )
         run.generation = max(run.generation, self._recall.floor) + 1
-        reason = self._making.form(now_s + self._deadlines.ready_s, now_s)
+        reason = self._making.form(now_s + run.limits.ready_s, now_s)
         run.view = m.View(
             term=run.term,
             generation=run.generation,

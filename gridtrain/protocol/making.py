@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 
-from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.run import Run
 
@@ -35,8 +34,8 @@ class Making:
         reports, ready: by member, what came in for the one that is made; `ready`: its history.
     """
 
-    def __init__(self, run: Run, limits: Deadlines) -> None:
-        self._run, self._limits = run, limits
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.standing = Standing.NONE
         self.until_s = math.inf
         self.change = ""
@@ -80,7 +79,7 @@ class Making:
 
     def may_begin_at_s(self) -> float:
         """At most one generation in `generation_gap_s`; workers that come together start together."""
-        limits, workers = self._limits, self._run.workers
+        limits, workers = self._run.limits, self._run.workers
         if any(peer not in workers for peer in self._run.order):
             return self.made_s  # somebody is lost: the others wait for nothing else
         newest_s = max((w.joined_s for w in workers.values()), default=-math.inf)

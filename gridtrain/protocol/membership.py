@@ -46,7 +46,6 @@ from gridtrain.protocol.membership_io import (
     Event,
     Expelled,
     Heard,
-    Journal,
     Lost,
     Note,
     Offended,
@@ -101,9 +100,7 @@ class Membership:
         recovered: Recovered | None = None,
         plans: bool = True,
     ) -> None:
-        self.run = Run(run, term, min_workers)
-        self._deadlines = deadlines
-        self._software = software
+        self.run = Run(run, term, deadlines, min_workers=min_workers, software=software)
         self._build(me, recovered, by_links=plans)
         self._wakefulness = Wakefulness()
         self._events: deque[dict[str, Any]] = deque(maxlen=50)
@@ -114,32 +111,28 @@ class Membership:
 
     def _build(self, me: m.PeerId, recovered: Recovered | None, *, by_links: bool) -> None:
         """The parts: each knows those above it here, and no others."""
-        run, limits = self.run, self._deadlines
+        run = self.run
         known = frozenset(x.peer for x in recovered.roster) if recovered is not None else frozenset()
         recall = Recall(known, recovered.generation if recovered is not None else 0)
         witnesses = Witnesses(recovered.checkpoints if recovered is not None else {})
-        making = self._making = Making(run, limits)
+        making = self._making = Making(run)
         whereabouts = self._whereabouts = Whereabouts(me)
         drifts, drifted = Drifts(), Drifted()
         self._drifted, self._resting = drifted, Resting()
         self._followers = Followers(whereabouts.address)
-        plans = self._plans = Plans(run, making, whereabouts, limits, by_links=by_links)
+        plans = self._plans = Plans(run, making, whereabouts, by_links=by_links)
         partings = self._partings = Partings(run, making, plans, whereabouts, drifted)
-        readying = self._readying = Readying(run, making, plans, partings, limits)
+        readying = self._readying = Readying(run, making, plans, partings)
         generations = self._generations = Generations(
-            run, making, plans, readying, whereabouts, drifts, drifted, recall, limits
+            run, making, plans, readying, whereabouts, drifts, drifted, recall
         )
         disks = self._disks = OnDisks(run, making, witnesses)
-        placing = Placing(run, making, plans, disks, limits)
+        placing = Placing(run, making, plans, disks)
         stages = self._stages = InStages(run, making, partings, generations, placing, disks)
-        freezing = self._freezing = Freezing(
-            run, making, partings, generations, stages, drifted, recall, limits
-        )
-        self._recalling = Recalling(run, making, freezing, recall, self._software)
-        self._complaints = Complaints(run, making, plans, partings, whereabouts, drifts, drifted, limits)
-        self._admission = Admission(
-            run, plans, partings, disks, whereabouts, self._resting, limits, self._software
-        )
+        freezing = self._freezing = Freezing(run, making, partings, generations, stages, drifted, recall)
+        self._recalling = Recalling(run, making, freezing, recall)
+        self._complaints = Complaints(run, making, plans, partings, whereabouts, drifts, drifted)
+        self._admission = Admission(run, plans, partings, disks, whereabouts, self._resting)
 
     def _take_up(self, recovered: Recovered) -> None:
         self.run.take_up(recovered)
@@ -169,11 +162,10 @@ class Membership:
         return self.run.generation
 
     def start(self, now_s: float) -> list[Effect]:
-        run = self.run
         if self._making.freezing:
             self._freezing.hold(now_s)
-        body = {"term": run.term, "run": run.name, "software": self._software}
-        return self._noted([Journal("term", body), Note("info", "started", dict(body))], now_s)
+        entry = self.run.term_entry()
+        return self._noted([entry, Note("info", "started", dict(entry.body))], now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         woken = self._woken(now_s)
@@ -210,7 +202,7 @@ class Membership:
         self._settled = None
         effects = self._woken(now_s)  # held against what the loop was told
         for worker in list(self.run.workers.values()):
-            gone = worker.gone(self._deadlines, now_s)
+            gone = worker.gone(self.run.limits, now_s)
             if gone:
                 effects += self._partings.lose(worker.peer, gone)
             elif not worker.admitted and now_s >= worker.probe_until_s:
@@ -281,7 +273,7 @@ class Membership:
     def _earliest_s(self) -> float:
         """A beat only puts this off: it is worked out again when it has come, or with other news."""
         run, making, held_s = self.run, self._making, self._freezing.held_until_s
-        times = [making.until_s, *(worker.deadline_s(self._deadlines) for worker in run.workers.values())]
+        times = [making.until_s, *(worker.deadline_s(self.run.limits) for worker in run.workers.values())]
         if held_s is not None:
             times.append(held_s)
         if making.forming and making.unrouted:
@@ -304,7 +296,7 @@ class Membership:
         slept_s = self._wakefulness.overslept(self.deadline_s, now_s)
         if not slept_s:
             return []
-        limits = self._deadlines
+        limits = self.run.limits
         until_s = now_s + 2 * limits.beat_s  # what was said meanwhile is read by then, and more comes
         for worker in self.run.workers.values():
             worker.heard_s = no_earlier(worker.heard_s, limits.silence_s, until_s)

@@ -17,7 +17,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import assigning, recutting
 from gridtrain.protocol import messages as m
@@ -43,9 +42,8 @@ Placed = tuple[Seating, tuple[int, ...]]
 class Placing:
     """See the module's text."""
 
-    def __init__(self, run: Run, making: Making, plans: Plans, disks: OnDisks, deadlines: Deadlines) -> None:
-        self._run, self._making, self._plans = run, making, plans
-        self._disks, self._deadlines = disks, deadlines
+    def __init__(self, run: Run, making: Making, plans: Plans, disks: OnDisks) -> None:
+        self._run, self._making, self._plans, self._disks = run, making, plans, disks
         self._recutter = Recutter()
         self._cuts_before: tuple[int, ...] = ()  # of the generation before, where the model was cut otherwise
         self._short_since_s: float | None = None  # fewer workers than stages are here
@@ -95,7 +93,7 @@ class Placing:
             if len(recut.cuts) - 1 >= stages:
                 self._short_since_s = None
             elif self._waits(now_s):
-                wait = f"{self._deadlines.recut_s:g} s"
+                wait = f"{self._run.limits.recut_s:g} s"
                 return f"{reason}, or {wait} later over {workers(len(recut.cuts) - 1)}, cut anew"
             return self._seated(recut, begin, live, now_s)
         except ConfigError as error:
@@ -128,9 +126,9 @@ class Placing:
     def _waits(self, now_s: float) -> bool:
         """For a quick rejoiner, who saves the new cut."""
         since_s = self._short_since_s = now_s if self._short_since_s is None else self._short_since_s
-        if now_s >= since_s + self._deadlines.recut_s:
+        if now_s >= since_s + self._run.limits.recut_s:
             return False
-        self._making.until_s = since_s + self._deadlines.recut_s
+        self._making.until_s = since_s + self._run.limits.recut_s
         return True
 
     # -- cuts --------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol import topology
 from gridtrain.protocol.breaks import Breaks
@@ -44,17 +43,15 @@ class Plans:
         by_links: False: ranks go by the order of joining, whatever the links are like.
     """
 
-    def __init__(
-        self, run: Run, making: Making, whereabouts: Whereabouts, deadlines: Deadlines, *, by_links: bool
-    ) -> None:
+    def __init__(self, run: Run, making: Making, whereabouts: Whereabouts, *, by_links: bool) -> None:
         self._run, self._making, self._whereabouts = run, making, whereabouts
-        self._deadlines, self._by_links = deadlines, by_links
+        self._by_links = by_links
         self.reason = ""
         self.links = topology.Measured()
         self.breaks = Breaks()
-        self.exchanging = Exchanging(rates_s=deadlines.probe_s)
+        self.exchanging = Exchanging(rates_s=run.limits.probe_s)
         self._sharing = Sharing()
-        self._tellers = Tellers(deadlines.reshare_s)
+        self._tellers = Tellers(run.limits.reshare_s)
         self._looked_s = -math.inf  # for another exchange
         self._weighed_s = -math.inf  # whether other shares are worth it
 
@@ -167,7 +164,7 @@ class Plans:
         """Whether a generation may be wanted only because another one would be faster."""
         making, run = self._making, self._run
         training = making.resting and run.phase is RunPhase.TRAINING and not run.is_pipeline
-        return training and not making.change and now_s >= making.made_s + self._deadlines.reshare_s
+        return training and not making.change and now_s >= making.made_s + self._run.limits.reshare_s
 
     def _mind_exchange(self, now_s: float) -> None:
         """The exchange that is chosen first, or one that is so much faster now."""
@@ -179,7 +176,7 @@ class Plans:
         chosen = ""
         if self.exchanging.open:
             chosen = self.exchanging.first(roster, *self._known_of(roster), now_s)
-        elif self._may_improve(now_s) and now_s >= self._looked_s + self._deadlines.reshare_s:
+        elif self._may_improve(now_s) and now_s >= self._looked_s + self._run.limits.reshare_s:
             self._looked_s = now_s
             chosen = self.exchanging.again(*self._now_with(roster))
         if chosen:
@@ -187,7 +184,7 @@ class Plans:
 
     def _mind_shares(self, now_s: float) -> None:
         """Other shares where that gains noticeably, and not too often."""
-        early = now_s < self._weighed_s + self._deadlines.beat_s
+        early = now_s < self._weighed_s + self._run.limits.beat_s
         if self._batch_size is None or not self._may_improve(now_s) or early:
             return
         self._weighed_s = now_s  # N workers bring 2 N beats a second, and each look is at all of them

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 
-from gridtrain.config import Deadlines
 from gridtrain.protocol import forming
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.making import Making
@@ -26,11 +25,8 @@ from gridtrain.protocol.run import Run
 class Readying:
     """See the module's text."""
 
-    def __init__(
-        self, run: Run, making: Making, plans: Plans, partings: Partings, deadlines: Deadlines
-    ) -> None:
-        self._run, self._making, self._plans = run, making, plans
-        self._partings, self._deadlines = partings, deadlines
+    def __init__(self, run: Run, making: Making, plans: Plans, partings: Partings) -> None:
+        self._run, self._making, self._plans, self._partings = run, making, plans, partings
         self._formed_by_s = -math.inf  # however much of a state is still on its way
 
     def begin(self, now_s: float) -> None:
@@ -83,7 +79,7 @@ class Readying:
         The longest-serving holder of the model always stays: if it waits for pieces of its stage, those who
         were to give them go.
         """
-        run, ready_s = self._run, self._deadlines.ready_s
+        run, ready_s = self._run, self._run.limits.ready_s
         holders = [member.peer for member in run.roster if not member.joining]
         eldest = min((p for p in holders if p in run.workers), key=run.seniority, default=None)
         moved_s = max(run.workers[p].moved_s for p in late)
@@ -92,7 +88,7 @@ class Readying:
         named = next((x.donor for x in run.roster if x.joining and not run.is_pipeline), -1)
         donor = run.workers.get(run.order[named] if named >= 0 else holders[0]) if holders else None
         computes = donor is not None and donor.moved_s < self._making.made_s
-        first_step_s = self._making.made_s + self._deadlines.first_step_s
+        first_step_s = self._making.made_s + self._run.limits.first_step_s
         if computes and not set(late) & set(holders) and now_s < first_step_s:
             return now_s + ready_s, []  # its trainer is in a long step, and gives its state after it
         why = dict.fromkeys((p for p in late if p != eldest), f"was not ready within {ready_s:.0f} s")
@@ -109,5 +105,5 @@ class Readying:
     def fed_until_s(self) -> float:
         """A state is visibly on its way to one that is not READY: another generation would begin it anew."""
         awaited = [self._run.workers[p] for p in self._run.present if p not in self._making.ready]
-        feeds_s = [worker.feed.until_s(self._deadlines.ready_s) for worker in awaited]
+        feeds_s = [worker.feed.until_s(self._run.limits.ready_s) for worker in awaited]
         return min(max(feeds_s, default=-math.inf), self._formed_by_s)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.freezing import Freezing
 from gridtrain.protocol.making import Making
-from gridtrain.protocol.membership_io import Effect, Journal, Note, RunPhase, Send, Strike
+from gridtrain.protocol.membership_io import Effect, Note, RunPhase, Send, Strike
 from gridtrain.protocol.recall import Raises, Recall, is_credible
 from gridtrain.protocol.roll import Worker, workers
 from gridtrain.protocol.run import Run
@@ -28,9 +28,8 @@ from gridtrain.protocol.run import Run
 class Recalling:
     """See the module's text."""
 
-    def __init__(self, run: Run, making: Making, freezing: Freezing, recall: Recall, software: str) -> None:
-        self._run, self._making, self._freezing = run, making, freezing
-        self._recall, self._software = recall, software
+    def __init__(self, run: Run, making: Making, freezing: Freezing, recall: Recall) -> None:
+        self._run, self._making, self._freezing, self._recall = run, making, freezing, recall
         self._raises = Raises()
 
     @property
@@ -100,9 +99,7 @@ class Recalling:
             making.want("the coordinator's term was raised")
             if making.forming:
                 making.rest()
-        body = {"term": run.term, "run": run.name, "software": self._software}
-        welcome = m.Welcome(run.term, run.name, self._software)
-        return [Journal("term", body), *(Send(peer, welcome) for peer in run.workers)]
+        return [run.term_entry(), *(run.welcome(peer) for peer in run.workers)]
 
     def _has_most(self) -> bool:
         """More than half of the generation is connected here."""

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import Journal, RunPhase, Send
 from gridtrain.protocol.recovery import Recovered
@@ -28,7 +29,14 @@ from gridtrain.protocol.seats import Seats
 class Run:
     """See the module's text.
 
+    Args:
+        name: joins for another run are refused.
+        term: how often the coordinator has started, already journalled.
+        min_workers: the run starts only with so many.
+        software: this program's version, shown to workers.
+
     Attributes:
+        limits: see `gridtrain.config.Deadlines`.
         phase, reason: what people see.
         generation: the latest; 0: none was made.
         reference: what all workers must agree with; None: nobody has defined the run yet.
@@ -43,9 +51,12 @@ class Run:
         finished: members that have reached the end of the run.
     """
 
-    def __init__(self, name: str, term: int, min_workers: int) -> None:
+    def __init__(
+        self, name: str, term: int, limits: Deadlines, *, min_workers: int = 1, software: str = ""
+    ) -> None:
         self.name = name
         self.term = term
+        self.limits = limits
         self.phase = RunPhase.WAITING
         self.reason = f"waiting for {said(min_workers)}"
         self.generation = 0
@@ -58,7 +69,7 @@ class Run:
         self.accepted: set[m.PeerId] = set()
         self.departed: set[m.PeerId] = set()
         self.finished: set[m.PeerId] = set()
-        self._min_workers = min_workers
+        self._min_workers, self._software = min_workers, software
         self.roster = ()
 
     def take_up(self, recovered: Recovered) -> None:
@@ -180,6 +191,13 @@ class Run:
         """Another phase, for another reason: its entry in the journal."""
         self.phase, self.reason = phase, reason
         return self.entry(phase, reason, **more)
+
+    def term_entry(self) -> Journal:
+        """Before anybody is told the term."""
+        return Journal("term", {"term": self.term, "run": self.name, "software": self._software})
+
+    def welcome(self, peer: m.PeerId) -> Send:
+        return Send(peer, m.Welcome(self.term, self.name, self._software))
 
     def told(self, peer: m.PeerId) -> Send:
         """What a worker is told of the phase."""

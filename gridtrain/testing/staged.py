@@ -76,7 +76,7 @@ class StagedRun:
     def lose(self, peer: m.PeerId) -> list[Effect]:
         """Its connection broke and did not come back."""
         effects = self.hear(Lost(peer, "died"))
-        self.now_s += self.core._deadlines.regreet_s
+        self.now_s += self.core.run.limits.regreet_s
         self.effects = self.core.tick(self.now_s)
         self.seen += self.effects
         return effects + self.effects

@@ -203,7 +203,7 @@ def test_a_recut_run_comes_back_from_the_journal() -> None:
     run.lose(B)
     run.report(A, C)
     assert "cut anew" in run.core.reason
-    run.now_s += run.core._deadlines.recut_s
+    run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     assert run.core.run.view is not None and run.core.run.view.cuts == (0, 3, 6)
     entries = [(e.kind, e.body) for e in run.seen if isinstance(e, Journal)]
@@ -221,7 +221,7 @@ def cut_anew_without_b() -> StagedRun:
     run = StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept=kept)
     run.lose(B)
     run.report(A, C)
-    run.now_s += run.core._deadlines.recut_s
+    run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     assert run.core.run.view is not None and run.core.run.view.cuts == (0, 3, 6)
     return run
@@ -300,11 +300,11 @@ def test_a_shortage_that_was_over_is_waited_for_anew() -> None:
     run.say(A, m.Kept(())), run.say(C, m.Kept(()))
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED and "nobody here holds" in run.core.reason
-    run.now_s += run.core._deadlines.recut_s
+    run.now_s += run.core.run.limits.recut_s
     run.lose(D)
     run.say(A, m.Kept(kept)), run.say(C, m.Kept(kept))
     assert run.core.phase is RunPhase.PAUSED and "15 s later over 2 workers" in run.core.reason
-    run.now_s += run.core._deadlines.recut_s
+    run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     assert run.core.run.view is not None and run.core.run.view.cuts == (0, 3, 6)
 
@@ -313,7 +313,7 @@ def test_who_is_back_first_after_all_were_gone_waits_for_the_others() -> None:
     run, _ = with_all_on_their_disks()
     short_of_one(run)
     run.lose(A), run.lose(C)
-    run.now_s += 2 * run.core._deadlines.recut_s
+    run.now_s += 2 * run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     run.join(A)
     run.report(A)

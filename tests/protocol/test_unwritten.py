@@ -37,7 +37,7 @@ def cut_anew_without_b() -> StagedRun:
     run = StagedRun(3, A, B, C, model=MODEL, kept=kept)
     run.lose(B)
     run.report(A, C)
-    run.now_s += run.core._deadlines.recut_s
+    run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     return run
 
