@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median_low
 from typing import Any
 
 from gridtrain.config import Deadlines
@@ -34,7 +33,7 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.admission import Admission
 from gridtrain.protocol.complaints import Complaints
 from gridtrain.protocol.drift import Drifted, Drifts
-from gridtrain.protocol.followers import Followers, step_ahead
+from gridtrain.protocol.followers import Followers
 from gridtrain.protocol.freezing import Freezing
 from gridtrain.protocol.generations import Generations
 from gridtrain.protocol.in_stages import InStages
@@ -64,14 +63,11 @@ from gridtrain.protocol.recalling import Recalling
 from gridtrain.protocol.recovery import Recovered
 from gridtrain.protocol.resting import Resting
 from gridtrain.protocol.roll import Worker
-from gridtrain.protocol.run import Run
+from gridtrain.protocol.run import MOST_STEPS, Run
 from gridtrain.protocol.seats import groups
 from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 from gridtrain.protocol.whereabouts import Whereabouts
 from gridtrain.protocol.witnesses import Witnesses
-
-MOST_STEPS = 2**62
-"""What a worker may say of a step has to stay a number of the protocol when something is added to it."""
 
 
 class Membership:
@@ -119,7 +115,7 @@ class Membership:
         whereabouts = self._whereabouts = Whereabouts(me)
         drifts, drifted = Drifts(), Drifted()
         self._drifted, self._resting = drifted, Resting()
-        self._followers = Followers(whereabouts.address)
+        self._followers = Followers(run, whereabouts.address)
         plans = self._plans = Plans(run, making, whereabouts, by_links=by_links)
         partings = self._partings = Partings(run, making, plans, whereabouts, drifted)
         readying = self._readying = Readying(run, making, plans, partings)
@@ -282,7 +278,7 @@ class Membership:
             return min(times)
         times.append(self._recalling.deadline_s)
         if making.resting and any(run.workers[peer].lost_s is None for peer in run.present):
-            times.append(self._followers.deadline_s(run.workers))
+            times.append(self._followers.deadline_s())
         enough = run.roster or sum(w.admitted for w in run.workers.values()) >= run.least_workers
         if making.resting and making.change and enough:
             times.append(making.may_begin_at_s())
@@ -432,38 +428,12 @@ class Membership:
             effects, given_up = self._readying.go_on(now_s)
             effects += self._go_on(now_s) if given_up else []
         else:
-            effects = self._let_follow(now_s) + self._begin_making(now_s)
+            effects = self._followers.go_on(making.made_s, now_s) + self._begin_making(now_s)
         changed = effects or before != (making.standing, making.until_s, making.change)
         fed = making.forming and making.unrouted  # which beats tell
         moves = changed or fed or self._followers.serving or self.run.is_pipeline
         self._settled = None if moves else making.change
         return effects
-
-    def _let_follow(self, now_s: float) -> list[Effect]:
-        """Who cannot enter yet takes over the state of those who train."""
-        run = self.run
-        followers = [w for w in run.workers.values() if w.follows and w.peer not in run.members]
-        if not followers and not self._followers.serving:
-            return []  # as almost always, and this is asked after every message
-        # All were READY: those who joined with this generation hold the state by now.
-        holders = [peer for peer in run.present if run.workers[peer].lost_s is None]
-        if run.present and not holders:
-            return []  # as when this coordinator's own line breaks for a moment: they may come back
-        if not holders or run.view is None:
-            for worker in followers:
-                worker.caught = True  # there is nobody to follow
-            followers = []
-        # Of what they say the middle: one that lies moves nothing.
-        latest = min(median_low([run.workers[x].step for x in holders] or [-1]), MOST_STEPS)
-        before = run.view.applied if run.view is not None else -1
-        step = step_ahead(latest, latest - before, now_s - self._making.made_s)
-        entering = [w for w in self._newcomers() if w.caught]
-        eldest_first = run.eldest_first(holders)
-        return self._followers.turn(followers, eldest_first, step, latest, run.term, now_s, entering)
-
-    def _newcomers(self) -> list[Worker]:
-        """Who may enter the next generation, and is in none."""
-        return [w for w in self.run.workers.values() if w.enters and w.peer not in self.run.members]
 
     def _begin_making(self, now_s: float) -> list[Effect]:
         run, making = self.run, self._making
@@ -471,7 +441,7 @@ class Membership:
             return self._partings.finish()
         if run.members and not run.present:
             return self._freezing.regather(now_s)
-        newcomers = self._newcomers()
+        newcomers = run.newcomers()
         if run.is_pipeline and not making.change and run.members:
             spared = self._stages.admit(newcomers)
             if spared is not None:

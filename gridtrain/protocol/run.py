@@ -25,6 +25,9 @@ from gridtrain.protocol.roll import Worker
 from gridtrain.protocol.roll import workers as said
 from gridtrain.protocol.seats import Seats
 
+MOST_STEPS = 2**62
+"""What a worker may say of a step has to stay a number of the protocol when something is added to it."""
+
 
 class Run:
     """See the module's text.
@@ -125,6 +128,10 @@ class Run:
         workers = self.workers.values()
         ready = (w for w in workers if w.enters or (w.peer in self.members and w.setup is not None))
         return self.eldest_first([w.peer for w in ready])
+
+    def newcomers(self) -> list[Worker]:
+        """Who may enter the next generation, and is in none."""
+        return [w for w in self.workers.values() if w.enters and w.peer not in self.members]
 
     def named(self, peer: m.PeerId) -> str:
         """For people; who is not on the roll has a key only."""
