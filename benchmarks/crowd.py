@@ -33,7 +33,8 @@ from pathlib import Path
 
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.membership import MAX_WORKERS, Membership
+from gridtrain.protocol.admission import MAX_WORKERS
+from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.membership_io import CallBack, CalledBack, Effect, Event, Heard, RunPhase, Send
 from gridtrain.wire.codec import decode, encode
 

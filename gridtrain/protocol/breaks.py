@@ -1,7 +1,7 @@
 """Whose line is it, when connections break again and again?
 
 Decides which member the broken connections have in common, and when the ring is to be planned round broken
-pairs.  Never removes anybody (`protocol.membership`), and never looks at the reason that was given.
+pairs.  Never removes anybody (`protocol.complaints`), and never looks at the reason that was given.
 
              anna   bert   carl   dora    breaks of each pair within `WINDOW_S`, as either end tells them
     mallory   5      4      0      5      three pairs with `MOST_BREAKS` each: mallory's line

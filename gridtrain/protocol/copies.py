@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.recutting import gaps, overlap, spans_of
+from gridtrain.protocol.roll import workers
 from gridtrain.protocol.seating import Hands
 from gridtrain.protocol.verdict import Outcome
 from gridtrain.protocol.witnesses import Disks, Nothing, State, Witnesses, state_of, told
@@ -159,11 +160,6 @@ def unproven(spec: m.LedgerSpec, disks: Disks, blocks: int, last: int) -> str:
         f"; step {steps[-1]} is told of, but neither the journal nor most of the workers here bear it out: "
         "a further worker with its checkpoint would"
     )
-
-
-def workers(count: int) -> str:
-    """For people."""
-    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def _joins(count: int) -> str:

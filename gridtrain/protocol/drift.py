@@ -64,13 +64,13 @@ class Drift:
 
 
 class Drifts:
-    """The comparisons of one generation, within each of its groups: replicas of a stage hold the same.
+    """Those of the latest generation, within each of its groups: replicas of a stage hold the same."""
 
-    Args:
-        groups: members of each in rank order.
-    """
+    def __init__(self) -> None:
+        self._of: dict[PeerId, Drift] = {}
 
-    def __init__(self, groups: Sequence[Sequence[PeerId]] = ()) -> None:
+    def begin(self, groups: Sequence[Sequence[PeerId]]) -> None:
+        """A generation is made; of each group the members in rank order."""
         self._of = {peer: drift for group in groups for drift in [Drift(group)] for peer in group}
 
     def tell(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:

@@ -1,7 +1,7 @@
 """Which exchange a run uses whose script leaves that open (`exchange="auto"`), and why.
 
 Decides, from measured links, measured computing and the model's size, once for all members: what is chosen
-travels in the View and is journalled with it.  Never measures, never makes a generation (`membership`).
+travels in the View and is journalled with it.  Never measures, never makes a generation (`generations`).
 
     first generation: "" -----> all have computed a batch, links are known -----> a View with the choice
                                         |                                                |

@@ -12,11 +12,13 @@ enters a generation: that is `protocol.membership`, which lets a follower in whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from statistics import median_low
 
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import Effect, Note, Send
 from gridtrain.protocol.roll import Worker
+from gridtrain.protocol.run import MOST_STEPS, Run
 
 MOST_DONORS = 3
 MOST_FOLLOWERS = 64
@@ -37,8 +39,8 @@ class Followers:
         address: how the first of two workers reaches the second.
     """
 
-    def __init__(self, address: Callable[[m.PeerId, m.PeerId], str]) -> None:
-        self._address = address
+    def __init__(self, run: Run, address: Callable[[m.PeerId, m.PeerId], str]) -> None:
+        self._run, self._address = run, address
         self._since_s: dict[m.PeerId, float] = {}
         self._donors: tuple[m.PeerId, ...] = ()
         self._told: tuple[m.PeerId, ...] = ()
@@ -49,17 +51,30 @@ class Followers:
         """Somebody follows, or has to be told that it is over."""
         return bool(self._told or self._donors or self._since_s)
 
-    def turn(
-        self,
-        followers: Sequence[Worker],
-        holders: Sequence[m.PeerId],
-        step: int,
-        latest: int,
-        term: int,
-        now_s: float,
-        entering: Sequence[Worker] = (),
+    def go_on(self, made_s: float, now_s: float) -> list[Effect]:
+        """Bring everybody up to date, while the members train in a generation that was made at `made_s`."""
+        run = self._run
+        followers = [w for w in run.workers.values() if w.follows and w.peer not in run.members]
+        if not followers and not self.serving:
+            return []  # as almost always, and this is asked after every message
+        # All were READY: those who joined with this generation hold the state by now.
+        holders = [peer for peer in run.present if run.workers[peer].lost_s is None]
+        if run.present and not holders:
+            return []  # as when this coordinator's own line breaks for a moment: they may come back
+        if not holders or run.view is None:
+            for worker in followers:
+                worker.caught = True  # there is nobody to follow
+            followers = []
+        # Of what they say the middle: one that lies moves nothing.
+        latest = min(median_low([run.workers[x].step for x in holders] or [-1]), MOST_STEPS)
+        before = run.view.applied if run.view is not None else -1
+        step = step_ahead(latest, latest - before, now_s - made_s)
+        return self._turn(followers, run.eldest_first(holders), step, latest, now_s)
+
+    def _turn(
+        self, followers: Sequence[Worker], holders: Sequence[m.PeerId], step: int, latest: int, now_s: float
     ) -> list[Effect]:
-        """Bring everybody up to date.
+        """Tell what is new.
 
         Args:
             followers: admitted, and not caught up.
@@ -67,6 +82,7 @@ class Followers:
             step: after which images are to be taken.
             latest: the members' last step.
         """
+        entering = [worker for worker in self._run.newcomers() if worker.caught]
         effects: list[Effect] = []
         following: list[Worker] = []
         for worker in followers[:MOST_FOLLOWERS]:
@@ -85,12 +101,12 @@ class Followers:
         if (donors, peers) == (self._donors, self._told) and not anew:
             return effects
         gone = [peer for peer in self._donors if peer not in donors]
-        effects += [Send(peer, m.Donate(term, -1, ())) for peer in gone]
-        effects += [Send(peer, m.Donate(term, step, peers)) for peer in donors]
+        effects += [Send(peer, m.Donate(self._run.term, -1, ())) for peer in gone]
+        effects += [Send(peer, m.Donate(self._run.term, step, peers)) for peer in donors]
         for worker in following:
             if donors != self._donors or worker.peer not in self._told:
                 named = tuple((donor, self._address(worker.peer, donor)) for donor in donors)
-                effects.append(Send(worker.peer, m.Fetch(term, named)))
+                effects.append(Send(worker.peer, m.Fetch(self._run.term, named)))
         new = [worker.name for worker in following if worker.peer not in self._told]
         if new:
             told: dict[str, object] = {"names": ", ".join(new), "donors": len(donors), "after_step": step}
@@ -116,8 +132,9 @@ class Followers:
         self._named = named, now_s  # looked at again later
         return step < named
 
-    def deadline_s(self, workers: Mapping[m.PeerId, Worker]) -> float:
+    def deadline_s(self) -> float:
         """When somebody may be stuck, or the step of the images is late."""
+        workers = self._run.workers
         late_s = math.inf if self._named is None else self._named[1] + LATE_S
         stuck_s = min(
             (

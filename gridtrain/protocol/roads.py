@@ -1,7 +1,7 @@
 """On which road a dense vector travels, where the script leaves that open (`Dense()`), and why.
 
 Decides between a ring and the direct exchange, once for all members: what is chosen travels in the View and
-is journalled with it.  Never measures, never makes a generation (`membership`).  Both add in the same order
+is journalled with it.  Never measures, never makes a generation (`generations`).  Both add in the same order
 and end with the same bits, so it changes no training.
 
     "Dense()"  --->  few bytes, few members, an edge between any two, even links, predicted to be faster?

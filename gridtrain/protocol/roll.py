@@ -135,6 +135,11 @@ class Worker:
         }
 
 
+def workers(count: int) -> str:
+    """For people."""
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
 def numbered(name: str, taken: Collection[str]) -> str:
     """For people, who have to tell workers apart: "anna", "anna-2", "anna-3"; at most `MOST_NAME_BYTES`."""
     free, number = name, 1

@@ -72,6 +72,8 @@ class Seating:
     spares: who has no seat.
     reason: in words.
     pieces: of who puts its stage together, from which blocks of whose rank.
+    digests: of the checkpoints that members are given; a state in memory has none.
+    piece_digests: likewise of `pieces`.
     """
 
     order: tuple[PeerId, ...]
@@ -79,6 +81,8 @@ class Seating:
     spares: tuple[PeerId, ...]
     reason: str
     pieces: Mapping[PeerId, tuple[tuple[Span, int], ...]] = field(default_factory=dict)
+    digests: Mapping[PeerId, bytes] = field(default_factory=dict)
+    piece_digests: Mapping[PeerId, tuple[bytes, ...]] = field(default_factory=dict)
 
 
 def seat(

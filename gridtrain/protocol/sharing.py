@@ -1,7 +1,7 @@
 """How many samples of a step each worker takes, where the whole step's number is fixed (`global_batch_size`).
 
 Decides the shares from the speeds that workers measure while they compute, and when other shares are worth
-a new generation.  Never measures, never makes a generation: that is `protocol.membership`.
+a new generation.  Never measures, never makes a generation: that is `protocol.generations`.
 
     speed, samples/s      40   10   10        (20 + 20 + 20)            step's computing: 2.00 s
     shares of 60          40   10   10        the slowest is done last                    1.00 s

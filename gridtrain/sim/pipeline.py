@@ -397,7 +397,7 @@ class StagedWorld(World):
                     known = None if fields["at_least"] else fields["from"]
                     self.lost_steps.append((known, fields["to"]))
                 case cio.Note("info", "generation", _):
-                    self.cuts.append(self.coordinator._cut)
+                    self.cuts.append(self.coordinator.run.cut)
                 case cio.Note(_, "restored", fields):
                     self.lost_steps.append((None, fields["step"]))
         super()._coordinate(effects, event)

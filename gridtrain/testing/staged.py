@@ -50,7 +50,7 @@ class StagedRun:
         self.core.start(self.now_s)
         for peer in peers:
             self.join(peer)
-        if start and self.core._view is not None:
+        if start and self.core.run.view is not None:
             self.ready()
 
     def hear(self, event: Event) -> list[Effect]:
@@ -76,16 +76,16 @@ class StagedRun:
     def lose(self, peer: m.PeerId) -> list[Effect]:
         """Its connection broke and did not come back."""
         effects = self.hear(Lost(peer, "died"))
-        self.now_s += self.core._deadlines.regreet_s
+        self.now_s += self.core.run.limits.regreet_s
         self.effects = self.core.tick(self.now_s)
         self.seen += self.effects
         return effects + self.effects
 
     def ready(self, *peers: m.PeerId) -> None:
         """All members, or these."""
-        view = self.core._view
+        view = self.core.run.view
         assert view is not None
-        for peer in peers or [member.peer for member in self.core._roster]:
+        for peer in peers or [member.peer for member in self.core.run.roster]:
             self.say(peer, m.Ready(self.core.term, self.core.generation, view.history))
 
     def report(
@@ -98,7 +98,7 @@ class StagedRun:
         digest: bytes = b"",
     ) -> None:
         """Each holds its seat's stage, after the View's step or `applied`."""
-        view = self.core._view
+        view = self.core.run.view
         assert view is not None
         for peer in peers:
             report = m.Report(
@@ -111,20 +111,20 @@ class StagedRun:
             self.say(peer, report)
 
     def stage_of(self, peer: m.PeerId) -> int:
-        order = [member.peer for member in self.core._roster]
-        return Seats.of(len(self.core._cut) - 1, len(order)).stage_of(order.index(peer))
+        order = [member.peer for member in self.core.run.roster]
+        return Seats.of(len(self.core.run.cut) - 1, len(order)).stage_of(order.index(peer))
 
     def blocks_of(self, peer: m.PeerId) -> m.Span:
         stage = self.stage_of(peer)
-        return m.Span(*self.core._cut[stage : stage + 2])
+        return m.Span(*self.core.run.cut[stage : stage + 2])
 
     @property
     def roster(self) -> str:
-        return " ".join(member.name for member in self.core._roster)
+        return " ".join(member.name for member in self.core.run.roster)
 
     @property
     def spares(self) -> str:
-        return " ".join(worker.name for worker in self.core._workers.values() if worker.spare)
+        return " ".join(worker.name for worker in self.core.run.workers.values() if worker.spare)
 
     def told(self, peer: m.PeerId, kind: type[m.Message]) -> list[m.Message]:
         """Of the latest answer."""

@@ -95,7 +95,7 @@ PLANTED = {
     "collectives": ("gridtrain.protocol.ring.check_due", lambda *of: None, 400),
     "attempts": ("gridtrain.protocol.attempts._proves_commit", lambda rank: True, 4000),
     "member": ("gridtrain.protocol.round._decides", lambda *ranks: True, 1500),
-    "membership": ("gridtrain.protocol.membership.generation_entry", lambda view, roster: {}, 100),
+    "membership": ("gridtrain.protocol.generations.generation_entry", lambda view, roster: {}, 100),
     "door": ("gridtrain.protocol.door_rules.is_used_up", lambda used, uses: False, 1000),
     "sealed": ("gridtrain.transport.sealed.taken_before", lambda counter, after: False, 600),
 }

@@ -82,7 +82,7 @@ class Run:
         self._keep(self.core.tick(self.now_s))
 
     def ready(self, *peers: m.PeerId) -> None:
-        view = self.core._view
+        view = self.core.run.view
         assert view is not None
         for peer in peers:
             self.say(peer, m.Ready(self.core.term, view.generation, view.history))
@@ -110,7 +110,7 @@ class Run:
         return [e.fields for e in self.done if isinstance(e, Note) and e.event == event]
 
     def joining(self) -> dict[m.PeerId, bool]:
-        return {x.peer: x.joining for x in self.core._roster}
+        return {x.peer: x.joining for x in self.core.run.roster}
 
 
 def report(run: Run, peer: m.PeerId, step: int) -> None:
@@ -135,7 +135,7 @@ def test_it_has_no_seat_and_the_others_go_on_from_what_they_hold(noticed: bool) 
     assert run.frozen() == [(B, (A,))]
     run.enter(A, SETUP)
     report(run, B, 7)
-    assert run.core._view is not None and run.core._view.applied == 6
+    assert run.core.run.view is not None and run.core.run.view.applied == 6
     assert run.joining() == {B: False, A: True}
 
 
@@ -150,7 +150,7 @@ def test_alone_it_begins_from_its_checkpoint_and_the_loss_is_told() -> None:
     run.enter(A, m.Setup(SETUP.facts, SETUP.ledger, 4, None, held))
     run.form()
     assert run.notes("rollback") == [{"from": 9, "to": 5}]
-    assert run.core._view is not None and run.core._view.applied == 4
+    assert run.core.run.view is not None and run.core.run.view.applied == 4
 
 
 def test_what_the_dead_one_said_of_being_ready_does_not_count() -> None:
@@ -224,7 +224,7 @@ def test_its_report_is_no_word_of_the_dead_one() -> None:
     report(run, A, 5)
     report(run, B, 9)
     report(run, C, 9)
-    assert run.core._view is not None and run.core._view.applied == 8
+    assert run.core.run.view is not None and run.core.run.view.applied == 8
     assert run.joining() == {A: True, B: False, C: False}
 
 

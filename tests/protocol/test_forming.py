@@ -54,9 +54,9 @@ class Group:
         return next(member.address for member in rosters[-1].members if member.peer == other)
 
     def ready(self, *peers: m.PeerId) -> None:
-        assert self.core._view is not None
+        assert self.core.run.view is not None
         for peer in peers:
-            self.say(peer, m.Ready(1, self.core.generation, self.core._view.history))
+            self.say(peer, m.Ready(1, self.core.generation, self.core.run.view.history))
 
     def beats(self, seconds: float, **came_Bps: float) -> None:
         """All live on; to those that are named so much of their state comes in a second."""
@@ -70,9 +70,9 @@ class Group:
     @property
     def roster(self) -> str:
         """ "a b C": c is to be sent the state."""
-        letters = {x.peer: x.peer[:1].decode() for x in self.core._roster}
+        letters = {x.peer: x.peer[:1].decode() for x in self.core.run.roster}
         return " ".join(sorted(letters[x.peer].upper() if x.joining else letters[x.peer]
-                               for x in self.core._roster))  # fmt: skip
+                               for x in self.core.run.roster))  # fmt: skip
 
     @property
     def frozen(self) -> int:
@@ -94,16 +94,16 @@ def test_who_only_says_that_it_holds_the_state_gives_it_to_nobody() -> None:
     same = replace(SETUP, begins=b"3f" * 16)
     for peer, setup in ((A, same), (B, same), (C, SETUP), (D, SETUP)):
         group.join(peer, setup)
-    order = [member.peer for member in group.core._roster]
-    donors = {member.peer: member.donor for member in group.core._roster}
+    order = [member.peer for member in group.core.run.roster]
+    donors = {member.peer: member.donor for member in group.core.run.roster}
     assert donors == {A: -1, B: -1, C: order.index(A), D: order.index(A)}
     group.say(B, m.Leave(""))
-    view = group.core._view
+    view = group.core.run.view
     assert view is not None
     for peer in (A, C, D):
         group.say(peer, m.Report(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", False))
-    order = [member.peer for member in group.core._roster]
-    assert {x.donor for x in group.core._roster if x.joining} == {order.index(A)}
+    order = [member.peer for member in group.core.run.roster]
+    assert {x.donor for x in group.core.run.roster if x.joining} == {order.index(A)}
 
 
 def test_an_eldest_that_says_nothing_is_like_nobody() -> None:
@@ -119,7 +119,7 @@ def test_until_the_first_step_is_committed_a_newcomer_may_have_built_the_same() 
     group.ready(A)
     group.join(B, same)
     group.beats(2)
-    view = group.core._view
+    view = group.core.run.view
     assert view is not None and group.frozen == 1
     group.say(A, m.Report(1, 1, True, -1, view.history, m.LedgerState(), None, b"", False))
     assert group.roster == "a b"
@@ -146,7 +146,7 @@ def test_of_a_run_that_was_given_up_nobody_has_what_it_began_with() -> None:
     group.ready(A, B)
     group.join(C, same)
     group.say(A, m.Leave("")), group.say(B, m.Leave(""))
-    assert [w.setup.begins for w in group.core._workers.values() if w.setup] == [b""]
+    assert [w.setup.begins for w in group.core.run.workers.values() if w.setup] == [b""]
 
 
 def one_pair_without_a_way() -> Group:
@@ -202,7 +202,7 @@ def test_only_a_way_that_was_told_is_given_up() -> None:
     assert not group.frozen
     group.beats(1, b=2e6)
     assert group.frozen
-    view = group.core._view
+    view = group.core.run.view
     assert view is not None
     for peer in (A, B, C, D):
         group.say(peer, m.Report(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", False))

@@ -80,12 +80,12 @@ class Told:
     def ready(self, now_s: float, *peers: m.PeerId) -> None:
         self.pass_to(now_s, *peers)
         for peer in peers:
-            view = self.core._view
+            view = self.core.run.view
             assert view is not None
             self.say(peer, m.Ready(self.core.term, self.core.generation, view.history), now_s)
 
     def report(self, peer: m.PeerId, now_s: float, *, synced: bool = True) -> None:
-        view = self.core._view
+        view = self.core.run.view
         assert view is not None
         told = (self.core.term, view.generation, synced, view.applied, view.history, view.ledger)
         self.say(peer, m.Report(*told, None, b"", False), now_s)
@@ -171,7 +171,7 @@ def test_who_died_with_the_coordinator_is_not_waited_for_until_regather_s() -> N
     assert sorted(told.frozen()) == [A, B]
     told.report(A, 4.1)
     told.report(B, 4.1)
-    assert told.core.generation == 2 and {x.peer for x in told.core._roster} == {A, B}
+    assert told.core.generation == 2 and {x.peer for x in told.core.run.roster} == {A, B}
 
 
 def test_a_stall_that_is_told_of_ends_the_wait_sooner() -> None:
@@ -196,7 +196,7 @@ def test_a_fresh_process_alone_does_not_begin_anew_while_the_holders_may_return(
     told.report(A, 33.1)
     told.pass_to(33.1 + LIMITS.silence_s, A, C)
     assert told.core.generation == 2
-    assert {x.peer: x.joining for x in told.core._roster} == {A: False, C: True}
+    assert {x.peer: x.joining for x in told.core.run.roster} == {A: False, C: True}
 
 
 def test_a_process_that_was_started_anew_is_not_waited_for_while_it_builds_its_model() -> None:
@@ -208,4 +208,4 @@ def test_a_process_that_was_started_anew_is_not_waited_for_while_it_builds_its_m
     assert sorted(told.frozen()) == [A, B]
     told.report(A, 1.1)
     told.report(B, 1.1)
-    assert told.core.generation == 2 and {x.peer for x in told.core._roster} == {A, B}
+    assert told.core.generation == 2 and {x.peer for x in told.core.run.roster} == {A, B}

@@ -61,13 +61,13 @@ class Run:
         return self.hear(Heard(peer, message))
 
     def start(self, *peers: m.PeerId) -> None:
-        assert self.core._view is not None
+        assert self.core.run.view is not None
         for peer in peers:
-            self.say(peer, m.Ready(1, self.core.generation, self.core._view.history))
+            self.say(peer, m.Ready(1, self.core.generation, self.core.run.view.history))
         assert self.core.phase is RunPhase.TRAINING
 
     def report(self, peer: m.PeerId) -> None:
-        view = self.core._view
+        view = self.core.run.view
         assert view is not None
         self.say(
             peer,
@@ -94,7 +94,7 @@ def test_two_workers_of_one_name_are_told_apart() -> None:
     for peer in (B, C):
         run.say(peer, m.Join("r", "a", "memory://" + peer.hex()))
         run.say(peer, m.Join("r", "a", "memory://" + peer.hex()))  # again, after a broken connection
-    names = [worker.name for worker in run.core._workers.values()]
+    names = [worker.name for worker in run.core.run.workers.values()]
     assert names == ["a", "a-2", "a-3"]
     longest = "é" * 32
     assert numbered(longest, {longest}) == "é" * 31 + "-2"
@@ -145,7 +145,7 @@ def test_what_a_tick_has_done_is_not_due_any_more() -> None:
     core.handle(Lost(A, "line"), 1.0)
     assert core.deadline_s == 4.0
     core.tick(4.0)  # the first call since then: it looks whether it has slept, and so at its deadline
-    assert not core._workers and core.deadline_s == math.inf
+    assert not core.run.workers and core.deadline_s == math.inf
 
 
 # -- how members reach each other --------------------------------------------------------------------
@@ -308,7 +308,7 @@ def dismissed(effects: list[Effect]) -> list[m.PeerId]:
 
 
 def neighbours(run: Run, peer: m.PeerId) -> set[m.PeerId]:
-    order = [member.peer for member in run.core._roster]
+    order = [member.peer for member in run.core.run.roster]
     rank = order.index(peer)
     return {order[rank - 1], order[(rank + 1) % len(order)]}
 
@@ -328,7 +328,7 @@ def accused_by_two() -> Run:
 def test_two_that_agree_cannot_put_a_third_one_out() -> None:
     run = accused_by_two()
     assert dismissed(flap(run, [(A, D), (C, D)] * 40)) == []
-    assert run.core.generation == 2 and not run.core._change, "and they cost one generation"
+    assert run.core.generation == 2 and not run.core._making.change, "and they cost one generation"
 
 
 def test_a_bad_line_shows_beside_the_next_neighbour_too() -> None:
@@ -401,7 +401,7 @@ class Sharers(Run):
 
     @property
     def shares(self) -> dict[m.PeerId, int]:
-        return {member.peer: member.share for member in self.core._roster}
+        return {member.peer: member.share for member in self.core.run.roster}
 
     def compute(self, beats: int) -> list[Effect]:
         """All effects of so many beats of each."""
@@ -478,7 +478,7 @@ def test_a_follower_is_served_until_it_is_a_member() -> None:
     run = Run(A, B)
     told = donations(newcomer(run, C))
     assert {peer for peer, _ in told} == {A, B} and all(donate.to == (C,) for _, donate in told)
-    assert run.core._view is not None and run.core._view.world_size == 2, "the members train on"
+    assert run.core.run.view is not None and run.core.run.view.world_size == 2, "the members train on"
     effects = run.say(C, m.Caught(7, b"h"))
     assert not [donate for _, donate in donations(effects) if donate.to == ()], "there are updates to come"
     assert any(isinstance(e, Send) and isinstance(e.message, m.Freeze) for e in effects)
@@ -542,7 +542,7 @@ def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
     assert kinds == ["Welcome", "RunState", "Drifted", "Roster", "View", "Freeze"]
     for peer in (A, B, C):
         run.report(peer)
-    assert {x.peer: x.joining for x in run.core._roster} == {A: False, B: True, C: False}
+    assert {x.peer: x.joining for x in run.core.run.roster} == {A: False, B: True, C: False}
     sent = [type(e.message).__name__ for e in run.effects if isinstance(e, Send) and e.peer == B]
     assert sent == ["Drifted", "Roster", "View"], "its line may have come back only now"
     run.start(A, B, C)
@@ -551,7 +551,7 @@ def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
     run.join(D)
     for peer in (A, B, C):
         run.report(peer)
-    assert {x.peer: x.joining for x in run.core._roster} == {A: False, B: False, C: False, D: True}
+    assert {x.peer: x.joining for x in run.core.run.roster} == {A: False, B: False, C: False, D: True}
 
 
 def test_beats_of_a_settled_group_look_at_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,7 +577,7 @@ def test_shares_are_looked_at_once_in_a_beats_time(monkeypatch: pytest.MonkeyPat
     """With a global batch size: each look is at all of them."""
     looks: list[float] = []
     run = Run(A, B, C)
-    monkeypatch.setattr(run.core, "_reference", replace(SETUP, global_batch_size=12))
+    monkeypatch.setattr(run.core.run, "reference", replace(SETUP, global_batch_size=12))
     monkeypatch.setattr(Sharing, "worth", lambda *args: looks.append(run.now_s) or "")
     run.now_s += 100.0
     for sequence in range(10):
@@ -596,12 +596,12 @@ def test_whom_it_follows_may_be_back_in_a_moment() -> None:
     for peer in (A, B):
         effects = run.hear(Lost(peer, "the coordinator's line"))
         run.now_s -= 0.9
-        assert not run.core._workers[C].caught and freezes(effects) == []
+        assert not run.core.run.workers[C].caught and freezes(effects) == []
     for peer in (A, B):
         run.hear(Up(peer, ""))
         told = run.say(peer, m.Join("r", peer[:1].decode(), "memory://" + peer[:1].decode(), True, True, 1))
         assert donations(told), "what it was told may have been lost with its line"
-    assert not run.core._workers[C].caught
+    assert not run.core.run.workers[C].caught
 
 
 def test_whom_it_follows_are_gone_for_good() -> None:
@@ -612,4 +612,4 @@ def test_whom_it_follows_are_gone_for_good() -> None:
     run.now_s += 1.1
     assert run.core.deadline_s <= run.now_s
     run.core.tick(run.now_s)
-    assert run.core._workers[C].caught, "there is nobody to follow"
+    assert run.core.run.workers[C].caught, "there is nobody to follow"

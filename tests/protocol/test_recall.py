@@ -82,9 +82,9 @@ class Coordinator:
         return [x.message for x in self.sent if x.peer == peer and isinstance(x.message, kind)][-1]
 
     def start(self, *peers: m.PeerId) -> None:
-        assert self.core._view is not None
+        assert self.core.run.view is not None
         for peer in peers:
-            self.hear(peer, m.Ready(self.core.term, self.core.generation, self.core._view.history))
+            self.hear(peer, m.Ready(self.core.term, self.core.generation, self.core.run.view.history))
         assert self.core.phase is RunPhase.TRAINING
 
 
@@ -116,7 +116,7 @@ def test_a_later_generation_of_its_members_is_taken_over() -> None:
     standby.join(B)  # the journal knows it; it left before generation 5
     for peer in (A, C):
         standby.report(peer, 5, at_step(5))
-    view = standby.core._view
+    view = standby.core.run.view
     assert view is not None and (view.term, view.generation, view.applied) == (4, 6, 5)
     assert [entry.body["term"] for entry in standby.journal if entry.kind == "term"] == [1, 2, 4]
     assert view.ledger.holders == ((A, (m.Span(48, 52),)), (C, (m.Span(52, 56),))), "by the shares they told"
@@ -129,22 +129,24 @@ def test_terms_alone_are_raised_too() -> None:
     standby.join(B)
     for peer in (A, B):
         standby.report(peer, 5, at_step(5))
-    assert standby.core._view is not None and standby.core._view.term == 8
+    assert standby.core.run.view is not None and standby.core.run.view.term == 8
 
 
 def test_a_quick_liar_does_not_lead() -> None:
     standby = Coordinator(backup(), term=2)
     standby.join(LIAR, m.Seated(3, 90, ((LIAR, 4),)))
     standby.report(LIAR, 70, at_step(70))
-    assert standby.core.phase is RunPhase.PAUSED and standby.core._view is None, "the others are waited for"
+    assert standby.core.phase is RunPhase.PAUSED and standby.core.run.view is None, (
+        "the others are waited for"
+    )
     for peer in (A, C):
         standby.join(peer, SEATED)
     standby.join(B)
     for peer in (A, C):
         standby.report(peer, 5, at_step(5))
-    view = standby.core._view
+    view = standby.core.run.view
     assert view is not None and view.applied == 5 and view.generation == 91, "nobody ignores it as old"
-    holders = {member.peer for member in standby.core._roster if not member.joining}
+    holders = {member.peer for member in standby.core.run.roster if not member.joining}
     assert holders == {A, C}
 
 
@@ -197,10 +199,10 @@ def test_what_a_coordinator_made_itself_binds() -> None:
     standby.wait(5.0)
     for peer in (A, B):
         standby.report(peer, 6, at_step(6))
-    view = standby.core._view
+    view = standby.core.run.view
     assert view is not None and view.applied == 6
     assert view.generation == 10 and view.term == 3, "so that it follows the View"
-    assert [member.joining for member in standby.core._roster if member.peer == C] == [True]
+    assert [member.joining for member in standby.core.run.roster if member.peer == C] == [True]
 
 
 def test_an_ordinary_restart_takes_nothing_from_it() -> None:
@@ -237,5 +239,5 @@ def test_deadlines_stay_finite_while_members_are_waited_for() -> None:
     assert standby.core.deadline_s < math.inf
     standby.report(A, 5, at_step(5))
     standby.wait(LIMITS.regather_s + 1.0)
-    view = standby.core._view
+    view = standby.core.run.view
     assert view is not None and view.applied == 5, "clara and bert did not come back"

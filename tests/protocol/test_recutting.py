@@ -150,7 +150,7 @@ def test_the_coordinator_cuts_for_the_cards_that_join() -> None:
     run = StagedRun(3, A, B, C, model=model, memory={A: 4, B: 24, C: 4})
     sizes = {peer: run.blocks_of(peer).stop - run.blocks_of(peer).start for peer in (A, B, C)}
     assert sizes == {A: 2, B: 4, C: 2}
-    assert "stages of" in run.core._plan_reason and "memory" in run.core._plan_reason
+    assert "stages of" in run.core._plans.reason and "memory" in run.core._plans.reason
 
 
 def test_cards_that_cannot_hold_it_are_told_so() -> None:
@@ -181,9 +181,9 @@ def test_who_fits_into_no_stage_is_not_left_out_with_the_only_state() -> None:
     kept = {A: (m.Held(9, b"h", at, m.Span(0, 1)),), B: (m.Held(9, b"h", at, m.Span(1, 6)),)}
     model = setup([1] * 6, 0, 2, 4, 6).model
     run = StagedRun(3, A, B, C, D, model=model, memory={A: 2}, kept=kept)
-    assert run.core.phase is RunPhase.TRAINING and run.core._view is not None
-    assert run.blocks_of(A) == m.Span(0, 1) and run.core._view.cuts[-1] == 6
-    assert run.core._view.applied == 9, "nothing is lost"
+    assert run.core.phase is RunPhase.TRAINING and run.core.run.view is not None
+    assert run.blocks_of(A) == m.Span(0, 1) and run.core.run.view.cuts[-1] == 6
+    assert run.core.run.view.applied == 9, "nothing is lost"
 
 
 def test_who_has_a_whole_stage_and_no_memory_for_it_pauses_the_run() -> None:
@@ -203,9 +203,9 @@ def test_a_recut_run_comes_back_from_the_journal() -> None:
     run.lose(B)
     run.report(A, C)
     assert "cut anew" in run.core.reason
-    run.now_s += run.core._deadlines.recut_s
+    run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
-    assert run.core._view is not None and run.core._view.cuts == (0, 3, 6)
+    assert run.core.run.view is not None and run.core.run.view.cuts == (0, 3, 6)
     entries = [(e.kind, e.body) for e in run.seen if isinstance(e, Journal)]
     assert math.isfinite(run.now_s) and recover(entries).view is not None
 
@@ -221,30 +221,30 @@ def cut_anew_without_b() -> StagedRun:
     run = StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept=kept)
     run.lose(B)
     run.report(A, C)
-    run.now_s += run.core._deadlines.recut_s
+    run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
-    assert run.core._view is not None and run.core._view.cuts == (0, 3, 6)
+    assert run.core.run.view is not None and run.core.run.view.cuts == (0, 3, 6)
     return run
 
 
 def test_the_eldest_does_not_wait_for_ever_for_a_piece_that_nobody_gives() -> None:
     """C tells of a checkpoint that it does not give; A, which serves longest, cannot be READY without it."""
     run = cut_anew_without_b()
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None
     run.say(C, m.Ready(view.term, view.generation, view.history))
     for _ in range(20):
         run.now_s = min(run.core.deadline_s, run.now_s + 1e3)
         run.core.tick(run.now_s)
-        if C not in run.core._workers:
+        if C not in run.core.run.workers:
             break
-    assert C not in run.core._workers and A in run.core._workers
+    assert C not in run.core.run.workers and A in run.core.run.workers
 
 
 def test_a_piece_that_is_not_on_its_disk_any_more_is_not_waited_for() -> None:
     """A puts [0 3) together from its own disk and C's; C has lost [2 4), and nobody else has it."""
     run = cut_anew_without_b()
-    assert {x.name: x.pieces for x in run.core._roster} == {
+    assert {x.name: x.pieces for x in run.core.run.roster} == {
         "a": ((m.Span(0, 2), 0), (m.Span(2, 4), 1)),
         "c": ((m.Span(2, 4), 1), (m.Span(4, 6), 1)),
     }
@@ -255,7 +255,7 @@ def test_a_piece_that_is_not_on_its_disk_any_more_is_not_waited_for() -> None:
     assert isinstance(freeze, m.Freeze)
     assert freeze.reason == "c has no checkpoint of blocks 2 to 3 that it was to give"
     for peer in (A, C):
-        view = run.core._view
+        view = run.core.run.view
         assert view is not None
         run.say(
             peer, m.Report(1, view.generation, False, 9, b"h", view.ledger, None, b"", False, m.Span(0, 3))
@@ -265,16 +265,16 @@ def test_a_piece_that_is_not_on_its_disk_any_more_is_not_waited_for() -> None:
 
 def test_pieces_come_with_the_digests_that_their_holders_told() -> None:
     run = cut_anew_without_b()
-    digests = {x.name: x.piece_digests for x in run.core._roster}
+    digests = {x.name: x.piece_digests for x in run.core.run.roster}
     assert digests == {"a": (bytes(32), b"\2" * 32), "c": (b"\2" * 32, b"\4" * 32)}
     entries = [(e.kind, e.body) for e in run.effects + run.seen if isinstance(e, Journal)]
-    entries += [("generation", generation_entry(run.core._view, run.core._roster))]
-    assert recover(json.loads(json.dumps(entries))).roster == run.core._roster, "and in the journal"
+    entries += [("generation", generation_entry(run.core.run.view, run.core.run.roster))]
+    assert recover(json.loads(json.dumps(entries))).roster == run.core.run.roster, "and in the journal"
 
 
 def test_a_shortage_that_all_have_left_asks_for_no_further_turns() -> None:
     run = StagedRun(3)
-    run.core._making_until_s = run.now_s  # as a shortage sets it, before the first generation
+    run.core._making.until_s = run.now_s  # as a shortage sets it, before the first generation
     run.core.tick(run.now_s + 1.0)
     assert run.core.deadline_s > run.now_s + 1.0
 
@@ -300,20 +300,20 @@ def test_a_shortage_that_was_over_is_waited_for_anew() -> None:
     run.say(A, m.Kept(())), run.say(C, m.Kept(()))
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED and "nobody here holds" in run.core.reason
-    run.now_s += run.core._deadlines.recut_s
+    run.now_s += run.core.run.limits.recut_s
     run.lose(D)
     run.say(A, m.Kept(kept)), run.say(C, m.Kept(kept))
     assert run.core.phase is RunPhase.PAUSED and "15 s later over 2 workers" in run.core.reason
-    run.now_s += run.core._deadlines.recut_s
+    run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
-    assert run.core._view is not None and run.core._view.cuts == (0, 3, 6)
+    assert run.core.run.view is not None and run.core.run.view.cuts == (0, 3, 6)
 
 
 def test_who_is_back_first_after_all_were_gone_waits_for_the_others() -> None:
     run, _ = with_all_on_their_disks()
     short_of_one(run)
     run.lose(A), run.lose(C)
-    run.now_s += 2 * run.core._deadlines.recut_s
+    run.now_s += 2 * run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     run.join(A)
     run.report(A)
@@ -336,4 +336,4 @@ def test_newcomers_without_room_for_a_seat_stop_nobody() -> None:
         run.now_s += 10.0
         run.core.tick(run.now_s)
     assert run.core.generation == made and run.core.phase is RunPhase.TRAINING
-    assert run.core._making.name == "NONE"
+    assert run.core._making.resting

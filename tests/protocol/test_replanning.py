@@ -40,7 +40,7 @@ class Run:
         return self.core.handle(Heard(peer, message), self.now_s)
 
     def begin(self) -> None:
-        view = self.core._view
+        view = self.core.run.view
         assert view is not None
         for peer in PEERS:
             self.say(peer, m.Ready(1, self.core.generation, view.history))
@@ -63,7 +63,7 @@ class Run:
         return ""
 
     def next_generation(self) -> None:
-        view = self.core._view
+        view = self.core.run.view
         assert view is not None
         for peer in PEERS:
             self.say(
@@ -74,13 +74,13 @@ class Run:
 
     @property
     def order(self) -> str:
-        return "".join(member.name for member in self.core._roster)
+        return "".join(member.name for member in self.core.run.roster)
 
 
 def test_links_that_have_changed_make_another_order_but_not_at_once() -> None:
     run = Run()
     assert run.order == "abcd"
-    made_s = run.core._made_s
+    made_s = run.core._making.made_s
     run.rates({frozenset((A, B)), frozenset((B, D))})
     reason = run.beat_until_frozen(60.0)
     assert run.now_s - made_s >= 30.0, "not before reshare_s has passed"
@@ -103,8 +103,8 @@ def test_links_are_compared_with_the_pairs_that_the_ring_avoids(monkeypatch: pyt
     """Else what was planned round a broken pair looks slow, and a generation undoes it."""
     run, seen = Run(), []
     for _ in range(MOST_BREAKS):
-        run.core._breaks.note(A, B, run.now_s)
-    assert run.core._breaks.avoid(run.now_s) == {(A, B)}
+        run.core._plans.breaks.note(A, B, run.now_s)
+    assert run.core._plans.breaks.avoid(run.now_s) == {(A, B)}
     monkeypatch.setattr(topology, "worth", lambda load, links, *rest: seen.append(links.rtt_s[A, B]) or "")
     run.rates(set())
     run.beat_until_frozen(60.0)
@@ -115,11 +115,11 @@ def test_a_word_counts_once_for_each_introduction() -> None:
     run = Run()
     run.rates(set())
     run.say(B, m.Rates(((A, SLOW_Bps, SLOW_Bps), (D, SLOW_Bps, SLOW_Bps))))
-    assert run.core._links.rate_Bps(B, A) == FAST_Bps, "it has had its word"
+    assert run.core._plans.links.rate_Bps(B, A) == FAST_Bps, "it has had its word"
     assert run.beat_until_frozen(100.0) == ""
     run.say(B, SETUP)  # as a worker does that measures its links again
     run.say(B, m.Rates(((A, SLOW_Bps, SLOW_Bps),)))
-    assert run.core._links.rate_Bps(B, A) == SLOW_Bps
+    assert run.core._plans.links.rate_Bps(B, A) == SLOW_Bps
     assert run.beat_until_frozen(100.0) == "", "nobody else says so"
 
 
@@ -152,7 +152,7 @@ def test_rates_of_strangers_are_not_kept() -> None:
     run = Run()
     stranger = b"x" * 32
     run.say(A, m.Rates(((stranger, 1e6, 1e6), (B, 2e6, 0.0))))
-    assert run.core._links.rate_Bps(A, stranger) is None
-    assert run.core._links.rate_Bps(A, B) == 2e6
+    assert run.core._plans.links.rate_Bps(A, stranger) is None
+    assert run.core._plans.links.rate_Bps(A, B) == 2e6
     run.say(B, m.Leave("enough"))
-    assert run.core._links.rate_Bps(A, B) is None
+    assert run.core._plans.links.rate_Bps(A, B) is None

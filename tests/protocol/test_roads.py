@@ -153,7 +153,7 @@ def formed(*behind_nat: bytes) -> Membership:
 
 def test_the_view_names_the_road_and_status_the_reason() -> None:
     core = formed()
-    assert core._view is not None and core._view.exchange == DIRECT
+    assert core.run.view is not None and core.run.view.exchange == DIRECT
     picture = core.snapshot(100.0)
     assert "direct: 482304 bytes are few" in picture["plan_reason"]
     assert picture["facts"]["exchange"] == DIRECT
@@ -161,8 +161,8 @@ def test_the_view_names_the_road_and_status_the_reason() -> None:
 
 def test_two_that_cannot_be_dialled_make_a_ring() -> None:
     one, two = formed(A), formed(A, C)
-    assert one._view is not None and one._view.exchange == DIRECT, "it dials the others"
-    assert two._view is not None and two._view.exchange == ""
+    assert one.run.view is not None and one.run.view.exchange == DIRECT, "it dials the others"
+    assert two.run.view is not None and two.run.view.exchange == ""
     assert "not any two members have a connection" in two.snapshot(100.0)["plan_reason"]
 
 

@@ -163,7 +163,7 @@ def test_a_residual_goes_to_a_replica_of_the_same_stage() -> None:
 def test_a_generation_is_a_whole_number_of_pipelines_and_the_rest_is_spare() -> None:
     run = StagedRun(2, A, B, C)
     assert run.roster == "a b" and run.spares == "c"
-    shares = [member.share for member in run.core._roster]
+    shares = [member.share for member in run.core.run.roster]
     assert shares == [4, 0]
     snapshot = run.core.snapshot(run.now_s)
     lines = {line["name"]: line for line in snapshot["members"]}
@@ -181,8 +181,8 @@ def test_a_spare_changes_nothing_until_there_is_one_for_each_stage() -> None:
     run.report(A, B)
     assert run.core.generation == generation + 1
     assert run.roster in ("a c b d", "a d b c")
-    donors = {m_.peer: m_.donor for m_ in run.core._roster if m_.joining}
-    assert {run.core._roster[rank].peer for rank in donors.values()} == {A, B}
+    donors = {m_.peer: m_.donor for m_ in run.core.run.roster if m_.joining}
+    assert {run.core.run.roster[rank].peer for rank in donors.values()} == {A, B}
 
 
 def test_fewer_workers_than_stages_wait() -> None:

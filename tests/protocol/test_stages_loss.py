@@ -49,9 +49,9 @@ def test_a_step_that_all_are_prepared_for_is_committed() -> None:
     run = StagedRun(2, A, B, C, D)
     round_id = m.RoundId(1, 1, 0, 0)
     run.lose(D)
-    order = [member.peer for member in run.core._roster]
+    order = [member.peer for member in run.core.run.roster]
     run.report(*(p for p in order if p != D), prepared=round_id, digest=b"all")
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and view.verdict is m.Verdict.COMMIT and view.applied == 0
     assert view.history == extend_history(b"", b"all") or view.history != b""
     assert view.ledger.consumed == 8, "two first workers of 4 samples each"
@@ -62,16 +62,16 @@ def test_a_step_that_all_are_prepared_for_is_committed() -> None:
 
 def test_a_spare_takes_the_seat_of_the_dead_and_gets_the_state_from_its_replica() -> None:
     run = StagedRun(2, A, B, C, D, E)
-    before = {member.peer: run.stage_of(member.peer) for member in run.core._roster}
+    before = {member.peer: run.stage_of(member.peer) for member in run.core.run.roster}
     (spare,) = {A, B, C, D, E} - set(before)
     dead = next(peer for peer, stage in before.items() if stage == 1)
     run.lose(dead)
     run.report(*(peer for peer in before if peer != dead))
-    after = {member.peer: member for member in run.core._roster}
+    after = {member.peer: member for member in run.core.run.roster}
     assert set(after) == set(before) - {dead} | {spare}
     assert {p: run.stage_of(p) for p in after if p != spare} == {p: s for p, s in before.items() if p != dead}
     assert run.stage_of(spare) == 1 and after[spare].joining
-    donor = run.core._roster[after[spare].donor].peer
+    donor = run.core.run.roster[after[spare].donor].peer
     assert before[donor] == 1 and not after[donor].joining
     name = spare[:1].decode()
     assert f"{name} gets stage 1 from {donor[:1].decode()}" in run.core.snapshot(run.now_s)["plan_reason"]
@@ -79,13 +79,13 @@ def test_a_spare_takes_the_seat_of_the_dead_and_gets_the_state_from_its_replica(
 
 def test_without_a_spare_the_rest_goes_on_with_one_replica_less() -> None:
     run = StagedRun(2, A, B, C, D)
-    stages = {member.peer: run.stage_of(member.peer) for member in run.core._roster}
+    stages = {member.peer: run.stage_of(member.peer) for member in run.core.run.roster}
     dead = [peer for peer, stage in stages.items() if stage == 0][1]
     run.lose(dead)
     run.report(*(peer for peer in stages if peer != dead))
-    assert len(run.core._roster) == 2 and len(run.spares.split()) == 1
-    assert not any(member.joining for member in run.core._roster)
-    (left_over,) = [w.peer for w in run.core._workers.values() if w.spare]
+    assert len(run.core.run.roster) == 2 and len(run.spares.split()) == 1
+    assert not any(member.joining for member in run.core.run.roster)
+    (left_over,) = [w.peer for w in run.core.run.workers.values() if w.spare]
     (spared,) = run.told(left_over, m.Spared)
     assert isinstance(spared, m.Spared) and "takes the seat of whoever leaves" in spared.reason
 
@@ -120,14 +120,14 @@ def test_at_step_0_a_newcomer_begins_the_lost_stage_anew() -> None:
     run.report(A, C)
     assert run.core.phase is RunPhase.PAUSED
     run.join(D)
-    assert run.roster == "a d c" and not any(member.joining for member in run.core._roster)
+    assert run.roster == "a d c" and not any(member.joining for member in run.core.run.roster)
     run.ready()
     assert run.core.phase is RunPhase.TRAINING and not run.notes("rollback")
 
 
 def trained(run: StagedRun, step: int) -> None:
     """As if all had committed so many steps: the next REPORTs say so."""
-    for peer in [member.peer for member in run.core._roster]:
+    for peer in [member.peer for member in run.core.run.roster]:
         run.say(peer, m.Beat(1, step + 1, 1, ()))
 
 
@@ -144,12 +144,12 @@ def test_a_stage_that_nobody_holds_brings_the_run_back_to_a_whole_step() -> None
     run.report(A, B, applied=23, history=b"h23", ledger=state_after(23))
     assert run.core.phase is RunPhase.PAUSED
     run.join(D)
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and (view.applied, view.history, view.verdict) == (9, b"h9", m.Verdict.ABORT)
     assert view.ledger == state_after(9), "the ledger goes back with the model"
     assert run.roster == "a b d"
-    assert [member.joining for member in run.core._roster] == [False, False, True]
-    assert run.core._roster[2].donor == 0, "a has stage 2 on its disk"
+    assert [member.joining for member in run.core.run.roster] == [False, False, True]
+    assert run.core.run.roster[2].donor == 0, "a has stage 2 on its disk"
     (note,) = run.notes("rollback")
     assert note.fields == {"from": 24, "to": 10, "at_least": False}
     journalled = [e.body["rollback"] for e in run.seen if isinstance(e, Journal) and "rollback" in e.body]
@@ -163,9 +163,9 @@ def test_a_checkpoint_of_the_last_step_loses_nothing() -> None:
     run.lose(B)
     run.report(A, applied=23, history=b"h23", ledger=state_after(23))
     run.join(C)
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and view.applied == 23 and not run.notes("rollback")
-    assert run.roster == "a c" and run.core._roster[1].donor == 0
+    assert run.roster == "a c" and run.core.run.roster[1].donor == 0
 
 
 def test_with_no_whole_step_the_run_waits_for_who_has_it() -> None:
@@ -177,7 +177,7 @@ def test_with_no_whole_step_the_run_waits_for_who_has_it() -> None:
     assert run.core.phase is RunPhase.PAUSED
     assert run.core.reason.startswith("nobody here holds stage 1 of 2 after step 12, and of no earlier step")
     run.join(D)
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and view.applied == 9 and run.roster == "a d" and run.spares == "c"
 
 
@@ -189,7 +189,7 @@ def test_who_was_away_and_still_has_its_memory_ends_the_pause_without_loss() -> 
     assert run.core.phase is RunPhase.PAUSED
     run.join(B)
     run.report(B, applied=12, history=b"h12", ledger=state_after(12))
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and view.applied == 12 and run.roster == "a b" and not run.notes("rollback")
 
 
@@ -227,7 +227,7 @@ def test_what_a_member_was_to_load_and_has_not_any_more_is_not_waited_for() -> N
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.kept[B] = kept(12, 1)
     run.join(B)
-    assert run.core._view is not None and run.core._view.applied == 12
+    assert run.core.run.view is not None and run.core.run.view.applied == 12
     run.say(B, m.Kept(()))
     (note,) = run.notes("no_such_piece")
     assert note.fields["name"] == "b"
@@ -240,7 +240,7 @@ def test_after_a_restart_the_journal_knows_the_seats() -> None:
     again.join(A), again.join(B)
     assert {again.blocks_of(A), again.blocks_of(B)} == {m.Span(0, 1), m.Span(1, 2)}
     wrong = m.Span(2, 3)  # there is none such
-    view = again.core._view
+    view = again.core.run.view
     assert view is not None
     report = m.Report(2, 1, True, -1, view.history, view.ledger, None, b"", False, wrong)
     assert any(isinstance(effect, Strike) for effect in again.say(A, report))
@@ -258,7 +258,7 @@ def test_a_checkpoint_that_cannot_be_is_an_offence() -> None:
 
 def test_the_run_is_over_when_each_stage_has_told_so_although_some_are_gone() -> None:
     run = StagedRun(2, A, B)
-    order = [member.peer for member in run.core._roster]
+    order = [member.peer for member in run.core.run.roster]
     over = m.LedgerState(step=25, cursor=100, consumed=100)
     run.say(order[1], m.Finished(24, b"h24"))
     run.lose(order[1])
@@ -312,7 +312,8 @@ def test_a_tale_of_another_last_step_than_the_members_have_counts_for_nothing() 
 
 
 def test_states_are_compared_within_a_stage() -> None:
-    drifts = Drifts([[A, B, C], [D, E]])
+    drifts = Drifts()
+    drifts.begin([[A, B, C], [D, E]])
     assert drifts.tell(A, 5, b"one") == drifts.tell(B, 5, b"one") == drifts.tell(D, 5, b"two") == []
     assert drifts.tell(E, 5, b"two") == []
     assert drifts.tell(C, 5, b"other") == [C]

@@ -37,7 +37,7 @@ def cut_anew_without_b() -> StagedRun:
     run = StagedRun(3, A, B, C, model=MODEL, kept=kept)
     run.lose(B)
     run.report(A, C)
-    run.now_s += run.core._deadlines.recut_s
+    run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     return run
 
@@ -52,7 +52,7 @@ def joined_by_d() -> StagedRun:
     run = cut_anew_without_b()
     run.ready()
     joins(run, D)
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and view.cuts == (0, 2, 4, 6)
     return run
 
@@ -61,7 +61,7 @@ def joins(run: StagedRun, peer: m.PeerId) -> None:
     run.join(peer)
     run.now_s += 2.0
     run.core.tick(run.now_s)
-    if run.told(A, m.Freeze) or not run.core._reports:
+    if run.told(A, m.Freeze) or not run.core._making.reports:
         tells_of_memory(run, A, A_HAS)
         tells_of_memory(run, C, C_HAS)
 
@@ -75,7 +75,7 @@ def a_cannot_write(run: StagedRun) -> None:
     (freeze,) = run.told(C, m.Freeze)
     assert isinstance(freeze, m.Freeze)
     assert freeze.reason == "a has no checkpoint of blocks 0 to 2 that it was to give"
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None
     tells_of_memory(run, A, A_HAS)
     # c has begun to load its new stage: what it had is on its disk.
@@ -88,13 +88,13 @@ def a_cannot_write(run: StagedRun) -> None:
 def test_the_group_stays_in_the_cut_in_which_it_is() -> None:
     run = joined_by_d()
     a_cannot_write(run)
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and view.cuts == (0, 3, 6) and view.applied == 11, "no step is lost"
     assert run.roster == "a c" and run.spares == "d"
-    assert {x.name: x.pieces for x in run.core._roster} == {"a": (), "c": ()}
+    assert {x.name: x.pieces for x in run.core.run.roster} == {"a": (), "c": ()}
     run.ready()
     assert run.core.phase is RunPhase.TRAINING and not run.notes("rollback")
-    assert {worker.name for worker in run.core._workers.values()} == {"a", "c", "d"}, "nobody is dismissed"
+    assert {worker.name for worker in run.core.run.workers.values()} == {"a", "c", "d"}, "nobody is dismissed"
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -105,7 +105,7 @@ def test_it_is_cut_anew_once_the_disk_takes_something(full: bool) -> None:
     if not full:
         run.say(A, m.Kept((m.Held(11, b"k" * 32, AT, A_HAS, b"\2" * 32),)))
     joins(run, E)
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and view.generation > 4 and view.applied == 11
     assert view.cuts == ((0, 3, 6) if full else (0, 2, 4, 6))
 

@@ -48,7 +48,7 @@ def test_a_lone_newcomer_cannot_make_the_run_go_back_to_a_state_of_its_own() -> 
     lost_at(run, 23, A)
     run.kept[D] = kept(19, 0, 1, history=b"made up")
     run.join(D)
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and (view.applied, view.history) == (9, b"h9")
 
 
@@ -59,7 +59,7 @@ def test_nor_can_one_that_is_a_member() -> None:
     run.lose(C)
     lost_at(run, 23, A, B)
     run.join(D)
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and (view.applied, view.history) == (9, b"h9")
 
 
@@ -73,7 +73,7 @@ def test_without_anything_borne_out_the_run_waits_rather_than_believe_one() -> N
     assert run.core.phase is RunPhase.PAUSED
     assert "step 6 is told of, but neither the journal nor most of the workers" in run.core.reason
     run.join(E)
-    view = run.core._view
+    view = run.core.run.view
     assert view is not None and view.applied == 5, "two of three say so"
 
 
@@ -96,12 +96,12 @@ def test_a_rollback_takes_back_what_came_after_also_in_the_journal() -> None:
     for step in (9, 19):
         run.say(A, m.Kept((*kept(9, 0, 1), *(kept(19, 0) if step == 19 else ()))))
         run.say(B, m.Kept((*kept(9, 1, 0), *(kept(19, 1) if step == 19 else ()))))
-    assert {state[0] for state in run.core._witnesses._known} == {9, 19}
+    assert {state[0] for state in run.core._disks.witnesses._known} == {9, 19}
     run.lose(B)
     lost_at(run, 23, A)
     run.join(D)
-    assert run.core._view is not None and run.core._view.applied == 9
-    assert {state[0] for state in run.core._witnesses._known} == {9}
+    assert run.core.run.view is not None and run.core.run.view.applied == 9
+    assert {state[0] for state in run.core._disks.witnesses._known} == {9}
     entries = [(e.kind, e.body) for e in run.seen if isinstance(e, Journal)]
     assert {state[0] for state in recover(entries).checkpoints} == {9}
 
@@ -152,9 +152,9 @@ def test_a_checkpoint_with_other_bits_than_were_trained_is_nobodys() -> None:
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED and "stage 2" in run.core.reason
     run.say(B, m.Kept(kept(9, 1, 0, 2, digest="t")))
-    assert run.core._view is not None and run.core._view.applied == 9
-    (line,) = [member for member in run.core._roster if member.peer == D]
-    assert run.core._roster[line.donor].peer == B and line.digest == b"t2", "it can compare what comes"
+    assert run.core.run.view is not None and run.core.run.view.applied == 9
+    (line,) = [member for member in run.core.run.roster if member.peer == D]
+    assert run.core.run.roster[line.donor].peer == B and line.digest == b"t2", "it can compare what comes"
     entries = [(e.kind, e.body) for e in run.seen if isinstance(e, Journal)]
     again = Witnesses(recover(entries).checkpoints)
     assert not again.trust(kept(9, 2, digest="false")[0]) and again.trust(kept(9, 2, digest="t")[0])

@@ -220,7 +220,7 @@ def may_go_on(world: StagedWorld, stages: int) -> str:
     blocks = cuts_of(world.setup)[-1]
     of: dict[tuple[int, bytes], list[m.Span]] = defaultdict(list)
     voices: Counter[tuple[int, bytes]] = Counter()
-    believed = {state[:2] for state in world.coordinator._witnesses._known}
+    believed = {state[:2] for state in world.coordinator._disks.witnesses._known}
     for worker in world.alive:
         assert isinstance(worker, StagedWorker)
         for held in worker.shelf:
@@ -387,7 +387,7 @@ def test_any_stage_dies_and_a_spare_takes_its_seat(stage: int, when_s: float) ->
     world.run(60.0)
     check(world, 4)
     assert world.finished and not world.lost_steps
-    assert len(world.coordinator._roster) == 8, "the spare is in it"
+    assert len(world.coordinator.run.roster) == 8, "the spare is in it"
     assert max(notice.took_s for notice in world.notices) < 2.0
 
 
@@ -397,7 +397,7 @@ def test_without_a_spare_the_other_replica_goes_on_alone() -> None:
     world.run(60.0)
     check(world, 2)
     assert world.finished and not world.lost_steps
-    assert len(world.coordinator._roster) == 2
+    assert len(world.coordinator.run.roster) == 2
 
 
 def test_the_only_holder_dies_and_a_newcomer_goes_on_from_the_copy_on_the_next_stages_disk() -> None:

@@ -163,7 +163,7 @@ class Office:
 
     def hints(self) -> drawing.Hints:
         core, source = self.core, self.source
-        view = core._view
+        view = core.run.view
         applied = view.applied if view is not None else -1
         step = max(0, applied + 1)
         here = m.RoundId(self.term, core.generation, step, 0)
@@ -261,7 +261,7 @@ class Office:
         must(after.generation >= before.generation, "the generation goes back in the journal")
         if any(kind == "generation" for kind, _ in entries):
             must(after.generation > before.generation, "a generation is journalled twice")
-            must(after.view == replace(self.core._view, term=self.term), "the journal holds another VIEW")  # type: ignore[type-var]
+            must(after.view == replace(self.core.run.view, term=self.term), "the journal holds another VIEW")  # type: ignore[type-var]
 
 
 def run(data: bytes) -> bool:
@@ -298,6 +298,9 @@ TARGETS = (
         valid,
         (
             *("gridtrain.protocol.membership", "gridtrain.protocol.roll", "gridtrain.protocol.routes"),
+            *("gridtrain.protocol.admission", "gridtrain.protocol.complaints", "gridtrain.protocol.partings"),
+            *("gridtrain.protocol.freezing", "gridtrain.protocol.generations", "gridtrain.protocol.readying"),
+            *("gridtrain.protocol.recalling", "gridtrain.protocol.plans", "gridtrain.protocol.making"),
             *("gridtrain.protocol.verdict", "gridtrain.protocol.ledger", "gridtrain.protocol.recovery"),
         ),
         max_bytes=600,

@@ -1,0 +1,110 @@
+"""How workers go: off the roll, for a while or for good, and what that means for the others.
+
+Decides what is forgotten of whom, what the one who goes is told, and that the others want another generation.
+Never decides that somebody has to go: silence, stalls, bad lines and the operator do.
+
+                            off the roll   its address   not waited for   is told
+    silent, or cut off           x                                        Rejoin, if it says something
+    another process came         x                             x          (that one is let in)
+    left                         x              x              x
+    dismissed                    x              x              x          Refused, with a reason
+    refused                      x                             x          Refused, with a reason
+"""
+
+from __future__ import annotations
+
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.drift import Drifted
+from gridtrain.protocol.making import Making
+from gridtrain.protocol.membership_io import Dismiss, Effect, Note, RunPhase, Send
+from gridtrain.protocol.plans import Plans
+from gridtrain.protocol.roll import Worker, workers
+from gridtrain.protocol.run import Run
+from gridtrain.protocol.whereabouts import Whereabouts
+
+RESTART = "restart this worker to join again; `gridtrain worker --restarts N` does so by itself"
+
+
+class Partings:
+    """See the module's text."""
+
+    def __init__(
+        self, run: Run, making: Making, plans: Plans, whereabouts: Whereabouts, drifted: Drifted
+    ) -> None:
+        self._run, self._making, self._plans = run, making, plans
+        self._whereabouts, self._drifted = whereabouts, drifted
+
+    def lose(self, peer: m.PeerId, reason: str) -> list[Effect]:
+        """It may come back: its next message is answered by Rejoin."""
+        worker = self._run.workers.get(peer)
+        if worker is None:
+            return []
+        return [self._off(worker, reason, f"{worker.name} {reason}", for_good=False)]
+
+    def dismiss(self, peer: m.PeerId, reason: str, *, told: bool = False) -> list[Effect]:
+        """For good.  `told`: why it has to go."""
+        worker = self._run.workers.get(peer)
+        if worker is None:
+            return [Dismiss(peer)]
+        effects: list[Effect] = [self._off(worker, reason, f"{worker.name} {reason}", for_good=True)]
+        self._whereabouts.forget(peer)
+        self._drifted.forget(peer)
+        if not (self._is_leave(reason) or told):
+            effects.append(Send(peer, m.Refused("dismissed", reason, RESTART)))
+        return [*effects, Dismiss(peer)]
+
+    def replace(self, peer: m.PeerId, name: str) -> list[Effect]:
+        """Another process has come with its key: the one that was known is lost, with all that it held."""
+        self._drifted.forget(peer)
+        reason = "its process has ended, and another one came with its key"
+        worker = self._run.workers.get(peer)
+        if worker is not None:
+            return [self._off(worker, reason, f"{worker.name} is lost: {reason}", for_good=True)]
+        self._miss(peer, f"{name} is lost: {reason}", for_good=True)
+        return []
+
+    def refuse(self, peer: m.PeerId, code: str, reason: str, remedy: str) -> list[Effect]:
+        """It would do harm, or nothing for the run."""
+        worker = self._run.workers.pop(peer, None)
+        name = worker.name if worker is not None else "a worker"
+        self._miss(peer, f"{name} was refused: {reason}", for_good=True)
+        note = Note("warning", "refused", {"peer": peer.hex()[:12], "code": code, "reason": reason})
+        return [note, Send(peer, m.Refused(code, reason, remedy))]
+
+    def too_late(self, peer: m.PeerId) -> list[Effect]:
+        reason = f'the run "{self._run.name}" is finished'
+        return self.refuse(peer, "finished", reason, "ask the run's owner for the result")
+
+    def finish(self) -> list[Effect]:
+        """The run is over, for all."""
+        run = self._run
+        reason = f"{workers(len(run.roster))} reached the end of the run"
+        effects: list[Effect] = [
+            run.enter(RunPhase.FINISHED, reason),
+            Note("info", "finished", {"reason": reason}),
+        ]
+        for peer in list(run.workers):
+            effects += [run.told(peer)] if peer in run.members else self.too_late(peer)
+        return effects
+
+    def _off(self, worker: Worker, reason: str, why: str, *, for_good: bool) -> Note:
+        """`why`: there is another generation, where it was a member."""
+        run, peer = self._run, worker.peer
+        del run.workers[peer]
+        if peer in run.members:
+            run.reached = max(run.reached, worker.step)  # what a rollback is counted from
+        self._miss(peer, why, for_good=for_good)
+        level, event = ("info", "left") if self._is_leave(reason) else ("warning", "lost")
+        return Note(level, event, {"name": worker.name, "reason": reason})
+
+    def _miss(self, peer: m.PeerId, why: str, *, for_good: bool) -> None:
+        """A member is gone: the others need another generation."""
+        self._plans.forget(peer)
+        self._making.reports.pop(peer, None)
+        if peer in self._run.members:
+            self._making.change = why
+            if for_good:
+                self._run.departed.add(peer)
+
+    def _is_leave(self, reason: str) -> bool:
+        return reason.startswith("left") or self._run.over

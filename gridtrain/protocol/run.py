@@ -1,0 +1,211 @@
+"""The run as the coordinator knows it: who is on the roll, who is a member, and where the run stands.
+
+Decides nothing: it holds what all parts of the coordinator's core share, and says what follows from that
+alone.  Each of them alters what it is answerable for, never sends, never makes a generation.
+
+    roll       who has joined                       anna  bert  clara  dora             `workers`
+    roster     the generation's members, by rank      0     1     2      -              `roster`, `view`
+    stages     who of them sits in which              0     0     1      -              `cuts`
+
+See `protocol.membership` for the parts and who calls whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from gridtrain.config import Deadlines
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.membership_io import Journal, RunPhase, Send
+from gridtrain.protocol.recovery import Recovered
+from gridtrain.protocol.recutting import cuts_of
+from gridtrain.protocol.roll import Worker
+from gridtrain.protocol.roll import workers as said
+from gridtrain.protocol.seats import Seats
+
+MOST_STEPS = 2**62
+"""What a worker may say of a step has to stay a number of the protocol when something is added to it."""
+
+
+class Run:
+    """See the module's text.
+
+    Args:
+        name: joins for another run are refused.
+        term: how often the coordinator has started, already journalled.
+        min_workers: the run starts only with so many.
+        software: this program's version, shown to workers.
+
+    Attributes:
+        limits: see `gridtrain.config.Deadlines`.
+        phase, reason: what people see.
+        generation: the latest; 0: none was made.
+        reference: what all workers must agree with; None: nobody has defined the run yet.
+        workers: the roll, in the order of joining.
+        view: of the latest generation, as its members are told; None: nobody holds the model, or it is known
+            from them alone.
+        cuts: of the generation, where the model has stages; (): as the run is defined.
+        reached: the step that generations and finished workers have told of.
+        started: somebody holds, or held, a model worth waiting for.
+        departed: members that left, or were dismissed: not waited for.
+        accepted: who takes part in the run as this coordinator defines it, or did.
+        finished: members that have reached the end of the run.
+    """
+
+    def __init__(
+        self, name: str, term: int, limits: Deadlines, *, min_workers: int = 1, software: str = ""
+    ) -> None:
+        self.name = name
+        self.term = term
+        self.limits = limits
+        self.phase = RunPhase.WAITING
+        self.reason = f"waiting for {said(min_workers)}"
+        self.generation = 0
+        self.reference: m.Setup | None = None
+        self.workers: dict[m.PeerId, Worker] = {}
+        self.view: m.View | None = None
+        self.cuts: tuple[int, ...] = ()
+        self.reached = 0
+        self.started = False
+        self.accepted: set[m.PeerId] = set()
+        self.departed: set[m.PeerId] = set()
+        self.finished: set[m.PeerId] = set()
+        self._min_workers, self._software = min_workers, software
+        self.roster = ()
+
+    def take_up(self, recovered: Recovered) -> None:
+        """As an earlier term left it."""
+        self.generation, self.reference = recovered.generation, recovered.reference
+        view = recovered.view
+        self.reached = view.applied + 1 if view is not None else recovered.reached
+        if recovered.finished:
+            self.phase = RunPhase.FINISHED
+            self.reason = "the run was finished before the coordinator restarted"
+        elif view is not None:
+            self.roster, self.started = recovered.roster, recovered.started
+            self.view, self.cuts = replace(view, term=self.term), view.cuts
+            self.phase = RunPhase.PAUSED
+            self.reason = f"the coordinator restarted; waiting for {len(self.roster)} members to come back"
+
+    # -- members -----------------------------------------------------------------------------------
+
+    @property
+    def roster(self) -> tuple[m.Member, ...]:
+        """The generation's members in rank order; (): nobody holds the model."""
+        return self._roster
+
+    @roster.setter
+    def roster(self, members: tuple[m.Member, ...]) -> None:
+        self._roster = members
+        self.order = tuple(member.peer for member in members)  # their keys
+        self.members = frozenset(self.order)
+
+    @property
+    def present(self) -> list[m.PeerId]:
+        """Members that are on the roll, in rank order."""
+        return [peer for peer in self.order if peer in self.workers]
+
+    @property
+    def over(self) -> bool:
+        return self.phase is RunPhase.FINISHED
+
+    def is_now(self, term: int, generation: int) -> bool:
+        """Of a message: it is about the generation that is."""
+        return (term, generation) == (self.term, self.generation)
+
+    def seniority(self, peer: m.PeerId) -> tuple[float, m.PeerId]:
+        """Sorts the longest-serving first."""
+        return (self.workers[peer].joined_s, peer)
+
+    def eldest_first(self, peers: Collection[m.PeerId]) -> list[m.PeerId]:
+        return sorted(peers, key=self.seniority)
+
+    def taking_part(self) -> list[m.PeerId]:
+        """Who may be in the next generation, the longest-serving first."""
+        # A member's process that was started anew has no set-up yet: it joins when it has.
+        workers = self.workers.values()
+        ready = (w for w in workers if w.enters or (w.peer in self.members and w.setup is not None))
+        return self.eldest_first([w.peer for w in ready])
+
+    def newcomers(self) -> list[Worker]:
+        """Who may enter the next generation, and is in none."""
+        return [w for w in self.workers.values() if w.enters and w.peer not in self.members]
+
+    def named(self, peer: m.PeerId) -> str:
+        """For people; who is not on the roll has a key only."""
+        return self.workers[peer].name if peer in self.workers else peer.hex()[:8]
+
+    # -- stages ------------------------------------------------------------------------------------
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.reference is not None and self.reference.stages > 1
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Of the generation: where its stages begin, and the number of blocks."""
+        if self.cuts or self.reference is None:
+            return self.cuts or (0, 1)
+        return cuts_of(self.reference)
+
+    @property
+    def stages(self) -> int:
+        """Of the generation; before there is one, and in one piece, as the run is defined."""
+        return len(self.cut) - 1
+
+    def may_be_cut(self, cuts: tuple[int, ...]) -> bool:
+        """As a member tells; before the run is defined here nobody can know."""
+        if self.reference is None or not cuts:
+            return True
+        return self.is_pipeline and cuts[-1] == cuts_of(self.reference)[-1]
+
+    def may_hold(self, blocks: m.Span) -> bool:
+        """Of its seat's stage or, where the model was cut anew and that is not done, of another cut's."""
+        return blocks.start < blocks.stop <= self.cut[-1] if self.is_pipeline else blocks == m.Span(0, 1)
+
+    def stage_of(self, peer: m.PeerId) -> int:
+        """That a member holds by its rank; 0 where that says nothing."""
+        if len(self.order) % self.stages or peer not in self.order:
+            return 0
+        return Seats.of(self.stages, len(self.order)).stage_of(self.order.index(peer))
+
+    @property
+    def least_workers(self) -> int:
+        """To begin with; a run that has begun may be cut anew."""
+        defined = self.reference.stages if self.reference is not None else 1
+        begun = self.is_pipeline and self.reached > 0
+        return max(self._min_workers, 1 if begun else defined)
+
+    def define(self, setup: m.Setup) -> None:
+        """The first worker has told what is trained."""
+        self.reference = setup
+        if not self.may_be_cut(self.cuts):  # as somebody told before the run was defined here
+            self.cuts = ()
+
+    def name_stages(self, stages: int) -> None:
+        """While workers are waited for: why of so many."""
+        if stages > self._min_workers and self.phase is RunPhase.WAITING:
+            self.reason = f"waiting for {said(stages)}: the model has so many stages"
+
+    # -- what is said ------------------------------------------------------------------------------
+
+    def entry(self, phase: RunPhase, reason: str, **more: Any) -> Journal:
+        return Journal("state", {"state": str(phase), "reason": reason, **more})
+
+    def enter(self, phase: RunPhase, reason: str, **more: Any) -> Journal:
+        """Another phase, for another reason: its entry in the journal."""
+        self.phase, self.reason = phase, reason
+        return self.entry(phase, reason, **more)
+
+    def term_entry(self) -> Journal:
+        """Before anybody is told the term."""
+        return Journal("term", {"term": self.term, "run": self.name, "software": self._software})
+
+    def welcome(self, peer: m.PeerId) -> Send:
+        return Send(peer, m.Welcome(self.term, self.name, self._software))
+
+    def told(self, peer: m.PeerId) -> Send:
+        """What a worker is told of the phase."""
+        return Send(peer, m.RunState(str(self.phase), self.reason))
