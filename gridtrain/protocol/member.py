@@ -26,6 +26,7 @@ from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolErro
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Offended, Seat
+from gridtrain.protocol.edges import Edges
 from gridtrain.protocol.handover import Handover
 from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import (
@@ -35,7 +36,6 @@ from gridtrain.protocol.member_io import (
     CaughtUp,
     Compare,
     Depart,
-    Dial,
     Discard,
     Donating,
     DonorDown,
@@ -81,13 +81,13 @@ from gridtrain.protocol.member_io import (
     Withdraw,
 )
 from gridtrain.protocol.names import spoken
+from gridtrain.protocol.neighbours import donor_of, needed
 from gridtrain.protocol.passing_on import PassingOn
 from gridtrain.protocol.recutting import cuts_of
 from gridtrain.protocol.round import HISTORY_START, ROOT, Failed, Moved, Prepared, extend_history
 from gridtrain.protocol.routes import relay_of
 from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 
-MAX_EXPECTED = 512
 MAX_REASON = 200
 _SAYS_ITS_TERM = (m.Welcome, m.Freeze, m.Roster, m.View, m.Start)
 """Of an old coordinator these are seen to be old by themselves; all else counts by its last Welcome."""
@@ -141,21 +141,15 @@ class MemberCore:
         self._join = join
         self._deadlines = deadlines
         self._wakefulness = Wakefulness()
-        self._setup: m.Setup | None = None
-        self._about: m.About | None = None
-        self._edges: Callable[..., frozenset[int]] = lambda rank, world_size: frozenset()
-        self._choices: Mapping[str, Callable[[int, int], frozenset[int]]] = {}
-        self._needed_in: tuple[Seat | None, set[int]] = None, set()
+        self._entered: Enter | None = None
+        self._edges = Edges(me, coordinator)
+        self._needed_in: tuple[Seat | None, frozenset[int]] = None, frozenset()
         self._attempts: Attempts | None = None  # of the generation that this worker is in
         self._means: Means | None = None
         self.first_step = 0  # of this generation
         self._handover = Handover()
         self._pages: dict[int, m.Roster] = {}
         self._early_requests: dict[m.PeerId, m.StateRequest | m.PieceAsk] = {}
-        self._up: set[m.PeerId] = set()
-        self._dialled: dict[m.PeerId, str] = {}  # connected or not: the loop keeps trying until HangUp
-        self._expected: dict[m.PeerId, int] = {}  # who may measure its link to us, since which generation
-        self._offenders: set[m.PeerId] = set()  # of this generation
         self._donors: tuple[m.PeerId, ...] = ()  # this worker follows them
         self._followers: frozenset[m.PeerId] = frozenset()
         self._caught: m.Caught | None = None
@@ -194,9 +188,7 @@ class MemberCore:
     @property
     def acquaintances(self) -> frozenset[m.PeerId]:
         """Whom this worker deals with: the coordinator, the members, and who was announced; nobody else."""
-        members = {member.peer for member in self.seat.roster} if self.seat is not None else set()
-        near = {self.coordinator, *self._donors} | self._followers
-        return frozenset((near | members | set(self._expected)) - self._offenders)
+        return self._edges.acquaintances(self.seat, {*self._donors, *self._followers})
 
     @property
     def next_round(self) -> m.RoundId | None:
@@ -225,7 +217,7 @@ class MemberCore:
     @property
     def paused(self) -> str:
         """Why nothing can go on until the coordinator is back (rule 10); empty: training can."""
-        if self.coordinator in self._up or not self.term:
+        if self.coordinator in self._edges.up or not self.term:
             return ""
         if self.stage is not Stage.RUNNING:
             return "the next generation needs the coordinator"
@@ -314,10 +306,9 @@ class MemberCore:
                 return self._edge_up(peer, now_s)
             case EdgeDown(peer, reason):
                 return self._edge_down(peer, reason, now_s)
-            case Enter(setup, edges, about, choices):
-                self._setup, self._edges, self._about, self._choices = setup, edges, about, choices
-                self._kept = setup.kept
-                self._needed_in = None, set()
+            case Enter(setup):
+                self._entered, self._kept = event, setup.kept
+                self._needed_in = None, frozenset()
                 if setup.held is not None and self.seat is None:
                     held = setup.held
                     self.applied, self.history, self.ledger = held.applied, held.history, held.ledger
@@ -384,7 +375,7 @@ class MemberCore:
                 mine = self._attempts
                 free = mine is not None and (mine.round is None or mine.round.voted is False)
                 seat = self.seat if free and self.stage is Stage.RUNNING else None
-                return self._handover.begin(pieces, seat, self._up, self.applied, self.history)
+                return self._handover.begin(pieces, seat, self._edges.up, self.applied, self.history)
             case Inherited(peer):
                 return self._handover.complete(self.seat, peer)
             case Probed(rtt_s):
@@ -435,7 +426,7 @@ class MemberCore:
     def _heard(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[Effect]:
         if peer == self.coordinator:
             return self._from_coordinator(message, now_s)
-        if peer in self._offenders:
+        if peer in self._edges.offenders:
             return []  # read before it was hung up on
         if isinstance(message, _OF_FOLLOWING):
             asked = peer in (self._followers if isinstance(message, _OF_FOLLOWERS) else self._donors)
@@ -463,7 +454,7 @@ class MemberCore:
                 return self._handover.piece(mine.seat, peer, message, self.applied, self.synced)
             case m.TakenOver():
                 at = self.applied, self.history
-                return self._handover.answered(peer, message, mine.seat, self._up, at)
+                return self._handover.answered(peer, message, mine.seat, self._edges.up, at)
             case m.StateRequest(term, generation):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
                 return self._give_state(mine.seat, peer, message) if current else []
@@ -516,7 +507,7 @@ class MemberCore:
                 self.reach = address
                 return [Note("reach", {"address": address})]
             case m.Expect(peers):
-                return self._expect(peers)
+                return self._edges.expect(peers, self.generation)
             case m.Drifted():
                 return self._drifted(message)
             case m.Fetch(term, donors):
@@ -525,9 +516,9 @@ class MemberCore:
                 if term < self.term or self.seat is None:
                     return []
                 self._followers = frozenset(to) - {self.me}
-                return [*self._let_go(), Donating(step, to)]
+                return [*self._edges.let_go(self.acquaintances), Donating(step, to)]
             case m.Admitted(probe):
-                return [*self._expect(probe), Probe(probe)]
+                return [*self._edges.expect(probe, self.generation), Probe(probe)]
             case m.Freeze():
                 return self._freeze(message)
             case m.Roster(term, generation):
@@ -553,11 +544,12 @@ class MemberCore:
         return Post(self.coordinator, join)
 
     def _introduction(self) -> list[Effect]:
-        if self._setup is None:
+        if self._entered is None:
             return []
-        about: list[Effect] = [Post(self.coordinator, self._about)] if self._about is not None else []
-        begins = b"" if self._touched else self._setup.begins
-        return [*about, Post(self.coordinator, replace(self._setup, kept=self._kept, begins=begins))]
+        setup, about = self._entered.setup, self._entered.about
+        begins = b"" if self._touched else setup.begins
+        told: list[Effect] = [Post(self.coordinator, about)] if about is not None else []
+        return [*told, Post(self.coordinator, replace(setup, kept=self._kept, begins=begins))]
 
     def _repeat(self) -> list[Effect]:
         """What the coordinator may have missed while the connection was broken."""
@@ -584,8 +576,8 @@ class MemberCore:
         term, generation, reason = freeze.term, freeze.generation, freeze.reason
         if term < self.term or generation < self.generation:
             return []
-        self._offenders |= set(freeze.without) - {self.me}
-        gone = self._let_go()
+        self._edges.offenders |= set(freeze.without) - {self.me}
+        gone = self._edges.let_go(self.acquaintances)
         if self.stage in (Stage.RUNNING, Stage.FORMING):
             self.stage = Stage.FROZEN
         given_up = self._means.give_up() if self._means is not None else []
@@ -620,9 +612,9 @@ class MemberCore:
             return [Post(self.coordinator, m.Caught(self.applied, self.history))]
         before, self._donors = self._donors, tuple(peer for peer, _ in donors)
         effects: list[Effect] = [] if before else [Follow()]
-        effects += self._dial(donors)
+        effects += self._edges.dial(donors)
         effects += [DonorDown(peer) for peer in before if peer not in self._donors]
-        return effects + [DonorUp(p) for p in self._donors if p in self._up and p not in before]
+        return effects + [DonorUp(p) for p in self._donors if p in self._edges.up and p not in before]
 
     def _view(self, view: m.View, now_s: float) -> list[Effect]:
         if view.term < self.term or view.generation <= self.generation:
@@ -679,14 +671,7 @@ class MemberCore:
         effects.append(Note("view", fields))
         if left_behind:
             effects.append(Note("left_behind", {"step": view.applied}))
-        known = {member.peer for member in roster}
-        # Who was announced shortly before may still be measuring.
-        self._expected = {
-            peer: since
-            for peer, since in self._expected.items()
-            if peer not in known and since >= view.generation - 1
-        }
-        self._offenders.clear()
+        self._edges.viewed(seat)
         self._formed_s = now_s
         follows = self._setup is not None and self._setup.follows and view.applied >= 0
         chained = not (self._is_pipeline or follows or self.synced)
@@ -695,54 +680,17 @@ class MemberCore:
             self._donors = ()
         elif self._donors:
             effects.append(Arrive(view.applied, view.history))
-        effects += self._let_go() + self._dials(seat)
+        effects += self._edges.let_go(self.acquaintances) + self._dials(seat)
         early, self._early_requests = self._early_requests, {}
         for peer, request in early.items():
             effects += self._heard(peer, request, 0, now_s)
         return effects + self._ask_state() + self._maybe_ready()
 
     def _dials(self, seat: Seat) -> list[Effect]:
-        """What is told to dial whom: the members needed, and the relays on the way to them."""
+        """What is told to dial whom."""
         needed = {seat.roster[rank].peer for rank in self._needed()}
         needed |= self._passing.near if self.stage is Stage.FORMING else frozenset()
-        ways = {member.peer: member.address for member in seat.roster}
-        relays = {relay for peer in needed if (relay := relay_of(ways[peer])) is not None}
-        return self._dial([(peer, ways.get(peer, "")) for peer in sorted(needed | relays)])
-
-    def _dial(self, peers: Sequence[tuple[m.PeerId, str]]) -> list[Effect]:
-        """Whoever has no address will come, or is reached through the coordinator.
-
-        Who is connected stays so, but for a relay: there is a better one now, or none is needed.
-        """
-        effects: list[Effect] = []
-        for peer, address in peers:
-            known = self._dialled.get(peer, "")
-            stays = peer in self._up and (known == address or relay_of(known) is None)
-            if address and peer not in (self.coordinator, self.me) and not stays:
-                self._dialled[peer] = address
-                effects.append(Dial(peer, address))
-        return effects
-
-    def _let_go(self) -> list[Effect]:
-        """Of whom we do not deal with any more.
-
-        A connection that was accepted stays until the other side lets go of it, or says something, which
-        the transport's gate then cuts: closed from here alone, the other would believe in it and, back in
-        the group, not dial again.
-        """
-        strangers = set(self._dialled) - self.acquaintances
-        self._dialled = {peer: way for peer, way in self._dialled.items() if peer not in strangers}
-        self._up -= strangers
-        return [HangUp(peer) for peer in sorted(strangers)]
-
-    def _expect(self, peers: Sequence[tuple[m.PeerId, str]]) -> list[Effect]:
-        """Workers outside of the generation that measure their links, or whose links we measure."""
-        for peer, _ in peers:
-            self._expected.pop(peer, None)
-            self._expected[peer] = self.generation
-        for peer in list(self._expected)[:-MAX_EXPECTED]:
-            del self._expected[peer]
-        return self._dial(peers)
+        return self._edges.dial_members(seat, needed)
 
     def _way(self, seat: Seat, peer: m.PeerId) -> str:
         return next((member.address for member in seat.roster if member.peer == peer), "")
@@ -765,11 +713,8 @@ class MemberCore:
         if peer == self.coordinator:
             return [Note("offence", {"peer": "the coordinator", "reason": reason})]
         text = f"peer {peer.hex()[:8]} broke the protocol: {reason}"
-        self._up.discard(peer)
-        self._dialled.pop(peer, None)
-        if peer in self._offenders:
+        if not self._edges.cut_off(peer):
             return [HangUp(peer)]
-        self._offenders.add(peer)
         if self._attempts is not None:
             self._attempts.forget(peer)
         effects: list[Effect] = [Note("offence", {"peer": peer.hex()[:8], "reason": reason}), HangUp(peer)]
@@ -800,8 +745,8 @@ class MemberCore:
                 self.stage, self._attempts = Stage.FROZEN, Attempts(self.seat, view.applied + 1)
                 return [*effects, *self._maybe_finished()]
             self.stage, self.synced, self._attempts, self._means = Stage.APART, False, None, None
-            self._offenders.clear()
-        return [*effects, *self._let_go()]
+            self._edges.offenders.clear()
+        return [*effects, *self._edges.let_go(self.acquaintances)]
 
     def _execute_verdict(self, view: m.View | m.Spared) -> list[Effect]:
         """Bring this member to `view.applied` and `view.history`, or mark it as lacking the state."""
@@ -863,8 +808,16 @@ class MemberCore:
     # -- the way into a generation: state and edges ------------------------------------------------
 
     @property
+    def _setup(self) -> m.Setup | None:
+        return self._entered.setup if self._entered is not None else None
+
+    @property
+    def _choices(self) -> Mapping[str, Callable[[int, int], frozenset[int]]]:
+        return self._entered.choices if self._entered is not None else {}
+
+    @property
     def _is_pipeline(self) -> bool:
-        return self._setup is not None and self._setup.stages > 1
+        return self._entered is not None and self._entered.in_stages
 
     def _cuts(self, view: m.View) -> tuple[int, ...]:
         """Where this generation's stages begin; (): it is in one piece.  Raises `RemoteProtocolError`."""
@@ -909,7 +862,7 @@ class MemberCore:
             return []
         keeper = seat.roster[seat.seats.keeper(seat.rank)].peer
         latest = max(own, key=lambda held: held.applied)
-        return [SendCopy(keeper, seat.term, seat.generation, latest)] if keeper in self._up else []
+        return [SendCopy(keeper, seat.term, seat.generation, latest)] if keeper in self._edges.up else []
 
     def _take_copy(self, seat: Seat, peer: m.PeerId, block: m.Copy) -> list[Effect]:
         """Raises `RemoteProtocolError` for a stage that is not ours to keep."""
@@ -984,7 +937,7 @@ class MemberCore:
             peer = seat.roster[rank].peer if rank < seat.world_size else self.me
             if self._on_disk(blocks) is None and peer != self.me:
                 asks = Post(peer, m.PieceAsk(seat.term, seat.generation, blocks))
-                return [asks] if peer in self._up else []
+                return [asks] if peer in self._edges.up else []
         return []
 
     def _give_piece(self, seat: Seat, peer: m.PeerId, asked: m.PieceAsk) -> list[Effect]:
@@ -1020,64 +973,27 @@ class MemberCore:
             return []
         return [told for peer, request in asked.items() for told in self._give_state(seat, peer, request)]
 
-    def _donor(self, seat: Seat) -> int | None:
-        """The rank that the coordinator chose, else the lowest that holds the state (of our stage)."""
-        if self._is_pipeline:
-            mine = seat.roster[seat.rank]
-            if mine.pieces:
-                return None
-            group = seat.seats.group(seat.stage)
-            lowest = next((rank for rank in group if not seat.roster[rank].joining), None)
-            return mine.donor if 0 <= mine.donor < seat.world_size else lowest
-        named = (member.donor for member in seat.roster if member.joining)
-        holders = (rank for rank, member in enumerate(seat.roster) if not member.joining)
-        return next((rank for rank in named if 0 <= rank < seat.world_size), next(holders, None))
-
     @property
     def donor(self) -> m.PeerId | None:
         """Who gives this member the state that it lacks."""
-        rank = self._donor(self.seat) if self.seat is not None and not self.synced else None
+        rank = donor_of(self.seat, self._is_pipeline) if self.seat is not None and not self.synced else None
         return self.seat.roster[rank].peer if self.seat is not None and rank is not None else None
 
-    def _needed(self) -> set[int]:
-        """Ranks this member must be connected to: its exchange's, the root, and who gives the state."""
+    def _needed(self) -> frozenset[int]:
+        """Ranks this member must be connected to."""
         seat = self.seat
         if seat is None:
-            return set()
-        if self._needed_in[0] is seat:  # asked for several times with each message
-            return self._needed_in[1]
-        if self._is_pipeline:
-            self._needed_in = seat, self._needed_in_stages(seat)
-            return self._needed_in[1]
-        centres = {ROOT, self._donor(seat)} - {None}
-        edges: Callable[..., frozenset[int]] = self._choices.get(seat.exchange, self._edges)
-        needed = set(edges(seat.rank, seat.world_size)) | {rank for rank in centres if rank is not None}
-        if seat.rank in centres:
-            needed = set(range(seat.world_size))
-        self._needed_in = seat, needed - {seat.rank}
+            return frozenset()
+        if self._needed_in[0] is not seat:  # asked for several times with each message
+            self._needed_in = seat, needed(seat, self._entered)
         return self._needed_in[1]
-
-    def _needed_in_stages(self, seat: Seat) -> set[int]:
-        """The exchange's ranks, our neighbours in the pipeline (as a ring: the ends keep each other's
-        checkpoints), the root, our donor, and whose we are."""
-        if seat.rank == ROOT:
-            return set(range(seat.world_size)) - {ROOT}
-        near: set[int | None] = {ROOT, seat.seats.keeper(seat.rank), seat.seats.kept_for(seat.rank)}
-        if seat.roster[seat.rank].joining:
-            near.add(self._donor(seat))
-        near |= {rank for rank, member in enumerate(seat.roster) if member.donor == seat.rank}
-        near |= {rank for _, rank in seat.pieces if rank < seat.world_size}
-        mine = seat.rank
-        near |= {r for r, member in enumerate(seat.roster) if any(rank == mine for _, rank in member.pieces)}
-        edges = self._edges(seat.rank, seat.world_size, seat.cuts)
-        return (set(edges) | {rank for rank in near if rank is not None}) - {seat.rank}
 
     def _missing_edges(self) -> tuple[m.PeerId, ...]:
         seat = self.seat
         if seat is None:
             return ()
         peers = (seat.roster[rank].peer for rank in sorted(self._needed()))
-        return tuple(peer for peer in peers if peer not in self._up)
+        return tuple(peer for peer in peers if peer not in self._edges.up)
 
     def _ask_state(self, of: m.PeerId | None = None) -> list[Effect]:
         """`of`: this one alone has just been connected.  The loop says how much is here already."""
@@ -1089,7 +1005,9 @@ class MemberCore:
             (donor, m.StateRequest(seat.term, seat.generation, whole, digest=whole and giver is not None))
         ]
         asks += [(giver, m.StateRequest(seat.term, seat.generation))] if whole else []
-        return [Post(peer, ask) for peer, ask in asks if peer in self._up and of in (None, peer) and peer]
+        return [
+            Post(peer, ask) for peer, ask in asks if peer in self._edges.up and of in (None, peer) and peer
+        ]
 
     def _go_round(self, reason: str) -> list[Effect]:
         """Whoever was to pass the state on to this member does not: the donor gives it."""
@@ -1118,7 +1036,7 @@ class MemberCore:
         return effects + self._edge_is_up(peer, now_s)
 
     def _edge_is_up(self, peer: m.PeerId, now_s: float) -> list[Effect]:
-        self._up.add(peer)
+        self._edges.up.add(peer)
         seat = self.seat
         if peer == self.coordinator:
             self._fenced = False  # until it says its term
@@ -1136,7 +1054,7 @@ class MemberCore:
         return effects + self._edge_is_down(peer, reason, now_s)
 
     def _edge_is_down(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:
-        self._up.discard(peer)
+        self._edges.up.discard(peer)
         if peer == self.coordinator:
             self.welcomed = False
             return [Note("coordinator_away", {"reason": reason})]
@@ -1205,7 +1123,7 @@ class MemberCore:
     def _pulse(self, pulse: Pulse, now_s: float) -> list[Effect]:
         """Members tell the root that they live, the root tells all: that extends deadlines."""
         effects: list[Effect] = []
-        if self.coordinator in self._up:
+        if self.coordinator in self._edges.up:
             self._beats += 1
             effects.append(
                 Post(self.coordinator, m.Beat(self._beats, self.step, pulse.progress, pulse.figures))
@@ -1219,7 +1137,7 @@ class MemberCore:
         audience = mine.seat.roster if mine.rank == ROOT else mine.seat.roster[ROOT : ROOT + 1]
         progress = m.Progress(mine.next_round, pulse.progress)
         return effects + [
-            Post(x.peer, progress) for x in audience if x.peer != self.me and x.peer in self._up
+            Post(x.peer, progress) for x in audience if x.peer != self.me and x.peer in self._edges.up
         ]
 
 

@@ -383,7 +383,7 @@ def test_a_spare_lets_go_of_the_group_and_comes_back_as_a_joiner() -> None:
     member.view(1, (A, B), {})
     member.hear(io.EdgeUp(A))
     spared = m.Spared(1, 2, -1, member.core.history, m.LedgerState(), "no seat")
-    member.core._dialled[A] = "tcp://a"
+    member.core._edges._dialled[A] = "tcp://a"
     assert io.HangUp(A) in member.say(spared)
     assert member.core.stage is io.Stage.APART and not member.core.synced
     member.view(3, (A, B), {B: 0}, 5, b"x")

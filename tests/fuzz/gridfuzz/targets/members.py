@@ -27,7 +27,7 @@ from gridtrain.protocol import allgather, gtopk, ring
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import MAX_HELD_BYTES, MAX_HELD_MESSAGES
-from gridtrain.protocol.member import MAX_EXPECTED
+from gridtrain.protocol.edges import MAX_EXPECTED
 from gridtrain.protocol.round import HISTORY_START, ROOT, extend_history
 from gridtrain.runtime import driver as loop
 from gridtrain.runtime.acquaintances import Acquaintances
@@ -344,7 +344,7 @@ class Rig:
         must(core.generation >= before.generation, "the generation goes back")
         must(core.applied >= before.applied or by_view, "the applied step goes back without a VIEW")
         must(core.deadline_s == core.deadline_s, "the deadline is no number")
-        must(len(core._expected) <= MAX_EXPECTED, "too many are expected")
+        must(len(core._edges._expected) <= MAX_EXPECTED, "too many are expected")
         for peer in self._members():
             must(core.held_bytes(peer) <= MAX_HELD_BYTES, "too many bytes are held")
             held = core._attempts._held.get(peer) if core._attempts is not None else None
