@@ -26,8 +26,10 @@ from gridtrain.errors import JoinRefused, LocalProtocolError, RemoteProtocolErro
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import AttemptEffect, Attempts, Committed, Offended, Seat
+from gridtrain.protocol.checkpoints import Checkpoints
 from gridtrain.protocol.edges import Edges
 from gridtrain.protocol.handover import Handover
+from gridtrain.protocol.holding import Holding
 from gridtrain.protocol.means import Means
 from gridtrain.protocol.member_io import (
     Arrive,
@@ -36,7 +38,6 @@ from gridtrain.protocol.member_io import (
     CaughtUp,
     Compare,
     Depart,
-    Discard,
     Donating,
     DonorDown,
     DonorUp,
@@ -64,19 +65,15 @@ from gridtrain.protocol.member_io import (
     Probe,
     Probed,
     Pulse,
-    PutAside,
     Refuted,
-    Reload,
     Resolve,
     Restored,
     Sealed,
-    SendCopy,
     Stage,
     Stop,
     Strayed,
     Submit,
     TakeBlock,
-    TakeCopy,
     TakeDigest,
     Withdraw,
 )
@@ -84,7 +81,7 @@ from gridtrain.protocol.names import spoken
 from gridtrain.protocol.neighbours import donor_of, needed
 from gridtrain.protocol.passing_on import PassingOn
 from gridtrain.protocol.recutting import cuts_of
-from gridtrain.protocol.round import HISTORY_START, ROOT, Failed, Moved, Prepared, extend_history
+from gridtrain.protocol.round import ROOT, Failed, Moved, Prepared
 from gridtrain.protocol.routes import relay_of
 from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 
@@ -108,9 +105,6 @@ class MemberCore:
         deadlines: see `gridtrain.config.Deadlines`.
 
     Attributes:
-        applied: the last step applied here; -1: none.
-        history: chained digest of all updates applied.
-        synced: this worker holds the state that `applied` and `history` name, of its seat's stage.
         run_state: what the coordinator last said of the run, and why.
         reach: an address at which the coordinator got through to us; empty: nobody from outside can;
             None: it has not said yet.
@@ -121,19 +115,9 @@ class MemberCore:
         self.coordinator = coordinator
         self.stage = Stage.APART
         self.term = 0
-        self.applied = -1
-        self.history = HISTORY_START
-        self.ledger = m.LedgerState()
-        self.synced = False
-        self._state_blocks = m.Span(0, 1)  # that this worker's state is of, where it is synced
-        self._memory: m.Span | None = None  # of which blocks it has the state, where its seat is of others
-        self._aside: m.Held | None = None  # what of that is being written to the disk
-        self._unwritten = False  # and cannot be: it stays in memory until the coordinator has planned anew
-        self._kept: tuple[m.Held, ...] = ()  # checkpoints of stages on its disk
-        self._reloading: tuple[m.Held, ...] = ()
+        self._holding = Holding()
+        self._checkpoints = Checkpoints(self._holding, self._tell_kept)
         self._state_asked: dict[m.PeerId, m.StateRequest] = {}  # to be answered once it is synced
-        self._pieces_asked: dict[m.PeerId, m.PieceAsk] = {}  # to be answered once it is on the disk
-        self._touched = False  # the model is not the one any more that the script made
         self.welcomed = False
         self._fenced = False  # whoever answers for the coordinator does so in a term that is over
         self.run_state = ("", "")
@@ -169,6 +153,26 @@ class MemberCore:
     def seat(self) -> Seat | None:
         """This worker's place in the latest generation that named it."""
         return self._attempts.seat if self._attempts is not None else None
+
+    @property
+    def applied(self) -> int:
+        """The last step applied here; -1: none."""
+        return self._holding.applied
+
+    @property
+    def history(self) -> bytes:
+        """Chained digest of all updates applied."""
+        return self._holding.history
+
+    @property
+    def ledger(self) -> m.LedgerState:
+        """The data's, after the last step applied here."""
+        return self._holding.ledger
+
+    @property
+    def synced(self) -> bool:
+        """This worker holds the state that `applied` and `history` name, of its seat's stage."""
+        return self._holding.synced
 
     @property
     def generation(self) -> int:
@@ -207,12 +211,12 @@ class MemberCore:
     @property
     def touched(self) -> bool:
         """The model is not the one any more that the script made, or a checkpoint had."""
-        return self._touched
+        return self._holding.touched
 
     @property
     def finished(self) -> bool:
         """The ledger has ended the run, as far as this worker has applied it."""
-        return self.synced and self._setup is not None and ledger.finished(self._setup.ledger, self.ledger)
+        return self._setup is not None and self._holding.finished(self._setup.ledger)
 
     @property
     def paused(self) -> str:
@@ -307,12 +311,10 @@ class MemberCore:
             case EdgeDown(peer, reason):
                 return self._edge_down(peer, reason, now_s)
             case Enter(setup):
-                self._entered, self._kept = event, setup.kept
+                self._entered, self._checkpoints.kept = event, setup.kept
                 self._needed_in = None, frozenset()
                 if setup.held is not None and self.seat is None:
-                    held = setup.held
-                    self.applied, self.history, self.ledger = held.applied, held.history, held.ledger
-                    self.synced = True
+                    self._holding.loaded(setup.held)
                 return self._introduction() if self.welcomed else []
             case Submit():
                 return self._submit(event, now_s)
@@ -325,18 +327,17 @@ class MemberCore:
             case Offence(peer, reason):
                 return self._offence(peer, reason, now_s)
             case Restored(term, generation):
-                self._touched = True
+                self._holding.touched = True
                 if self.seat is None or (term, generation) != (self.seat.term, self.seat.generation):
                     return []  # a state of an earlier generation: the one that counts is on its way
-                self.synced, self._donors, self._caught = True, (), None
-                self._state_blocks, self._reloading, self._memory = self.seat.blocks, (), None
+                self._donors, self._caught, self._checkpoints.reloading = (), None, ()
+                self._holding.restored(self.seat.blocks)
                 return [*self._give_late(), *self._maybe_ready()]
             case Refuted(generation):
                 due = self.stage is Stage.FORMING and generation == self.generation and not self.synced
                 return self._go_round("the state that came is another one") if due else []
-            case Keeping(states, unwritten):
-                self._unwritten = self._unwritten or (unwritten is not None and unwritten == self._aside)
-                return self._keep(states)
+            case Keeping():
+                return self._keep(event)
             case Pulse():
                 return self._pulse(event, now_s)
             case AskMean(step, index, value):
@@ -349,10 +350,10 @@ class MemberCore:
                 here = self.seat
                 return [Post(self.coordinator, m.Fingerprint(here.term, here.generation, step, digest))]
             case Loading():
-                self._overwritten()
+                self._holding.overwritten(self.seat is not None)
                 return []
             case CaughtUp(applied, history):
-                self._overwritten()
+                self._holding.overwritten(self.seat is not None)
                 self._caught = m.Caught(applied, history)
                 return [Post(self.coordinator, self._caught)] if self.welcomed and self.seat is None else []
             case Strayed(reason):
@@ -460,7 +461,7 @@ class MemberCore:
                 return self._give_state(mine.seat, peer, message) if current else []
             case m.PieceAsk(term, generation):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
-                return self._give_piece(mine.seat, peer, message) if current else []
+                return self._checkpoints.give_piece(mine.seat, peer, message) if current else []
             case m.StateBlock(term, generation):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
                 if not current or self.synced or peer not in (self.donor, self._passing.giver):
@@ -468,7 +469,7 @@ class MemberCore:
                 if not self._passing.takes(peer, message.index, now_s):
                     return []
                 if message.index == message.total - 1:
-                    self._memory, self._touched = None, True  # the trainer may have begun to load
+                    self._holding.loading()
                 return [TakeBlock(peer, message)]
             case m.StateDigest(term, generation, digest):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
@@ -478,7 +479,9 @@ class MemberCore:
                 return [TakeDigest(generation, digest)]
             case m.Copy(term, generation):
                 current = (term, generation) == (mine.seat.term, mine.seat.generation)
-                return self._take_copy(mine.seat, peer, message) if current else []
+                if not current:
+                    return []
+                return self._checkpoints.take_copy(mine.seat, self._is_pipeline, peer, message)
             case _:
                 name = type(message).__name__
                 raise RemoteProtocolError(f"{name} from a member; only the coordinator may send it")
@@ -547,9 +550,9 @@ class MemberCore:
         if self._entered is None:
             return []
         setup, about = self._entered.setup, self._entered.about
-        begins = b"" if self._touched else setup.begins
+        begins = b"" if self._holding.touched else setup.begins
         told: list[Effect] = [Post(self.coordinator, about)] if about is not None else []
-        return [*told, Post(self.coordinator, replace(setup, kept=self._kept, begins=begins))]
+        return [*told, Post(self.coordinator, replace(setup, kept=self._checkpoints.kept, begins=begins))]
 
     def _repeat(self) -> list[Effect]:
         """What the coordinator may have missed while the connection was broken."""
@@ -583,26 +586,11 @@ class MemberCore:
         given_up = self._means.give_up() if self._means is not None else []
         mine = self._attempts
         prepared = mine.prepared if mine is not None else None
-        report = m.Report(
-            term=term,
-            generation=generation,
-            synced=self.synced or self._memory is not None,
-            applied=self.applied,
-            history=self.history,
-            ledger=self.ledger,
-            prepared=prepared.id if prepared is not None else None,
-            digest=prepared.digest if prepared is not None else b"",
-            skip=mine.skip if mine is not None and prepared is not None else False,
-            blocks=self._memory or self._state_blocks,
-        )
+        voted = None
+        if mine is not None and prepared is not None:
+            voted = prepared.id, prepared.digest, mine.skip
+        report = self._holding.report(freeze, voted)
         return [Note("frozen", {"reason": reason}), Post(self.coordinator, report), *gone, *given_up]
-
-    def _overwritten(self) -> None:
-        """By a state that this worker follows: it is not what the script made, nor what a checkpoint had."""
-        self._touched = True
-        if self.seat is None:
-            self.synced, self.applied, self.history = False, -1, HISTORY_START
-            self.ledger = m.LedgerState()
 
     def _follow(self, term: int, donors: Sequence[tuple[m.PeerId, str]]) -> list[Effect]:
         """Take over the donors' state while they train on.  A member has no use for it."""
@@ -636,36 +624,28 @@ class MemberCore:
             self._join, name=roster[seat.rank].name
         )  # as the run calls it, should it join anew
         left_behind = self.seat is not None and self.seat.generation + 1 < view.generation and self.synced
-        before = self.applied, self.history
+        before = self._holding.at
         effects = [*calls, *self._execute_verdict(view)]
-        if self._memory is not None and before == (view.applied, view.history):
-            self.synced, self._state_blocks = True, self._memory  # it was not put together from that
-        self._memory = self._state_blocks if self.synced and self._state_blocks != seat.blocks else None
-        self.synced = self.synced and self._memory is None
+        self._holding.seated(seat.blocks, may_recall=before == (view.applied, view.history))
         left_behind = left_behind and not self.synced
         named = view.applied >= 0 and not (roster[seat.rank].joining or self._is_pipeline)
-        if named and self.seat is None and self._touched:
+        if named and self.seat is None and self._holding.touched:
             return [*effects, Stop(_stale_model())]  # for its checkpoint, but the model has followed since
         effects += self._means.give_up() if self._means is not None else []
         self._attempts, self._means = Attempts(seat, view.applied + 1), Means(seat)
         self.first_step = view.applied + 1
-        self.term, self.ledger, self.stage = view.term, view.ledger, Stage.FORMING
+        self.term, self._holding.ledger, self.stage = view.term, view.ledger, Stage.FORMING
         self._stall_told = self._ready_sent = False
         self._edges_down_since_s, self._step_began_s = now_s, None
         if not self.synced:
-            self.applied, self.history = view.applied, view.history  # what we shall hold once restored
             # The first generation starts from the state of the member that is not `joining`.
             begins = view.applied < 0 and not roster[seat.rank].joining
-            if begins and self._touched and not self._is_pipeline:  # a stage is built anew
+            if begins and self._holding.touched and not self._is_pipeline:  # a stage is built anew
                 return [*effects, Stop(_stale_model())]
-            self.synced = begins and self._setup is not None and self._setup.held is None
-            self._state_blocks = seat.blocks
-            if self.synced:
-                self._memory = None  # it is built anew: what it was is gone
+            as_built = begins and self._setup is not None and self._setup.held is None
+            self._holding.lacks(view, seat.blocks, as_built)
         self._state_asked.clear()
-        self._pieces_asked.clear()
-        self._reloading = ()
-        effects += self._put_aside(seat) + self._lacking(seat) + self._reload(seat)
+        effects += self._checkpoints.viewed(seat, self._is_pipeline, self._edges.up)
         effects += self._handover.viewed(seat, view.applied, view.history, self.synced)
         fields = {"generation": view.generation, "rank": seat.rank, "of": len(roster), "reason": view.reason}
         effects.append(Note("view", fields))
@@ -736,15 +716,16 @@ class MemberCore:
         effects: list[Effect] = [Note("spare", {"generation": view.generation, "reason": view.reason})]
         if self.seat is not None:
             # Told later, to one that comes with checkpoints of a life before, it may be behind these.
-            effects += [*self._discard(view.applied), *self._execute_verdict(view)]
+            effects += [*self._checkpoints.discard(view.applied), *self._execute_verdict(view)]
             effects += self._means.give_up() if self._means is not None else []
             self._stall_told = self._ready_sent = False
-            self._reloading, self._memory, self._aside = (), None, None
-            self.ledger = view.ledger
+            self._checkpoints.spared()
+            self._holding.memory, self._holding.ledger = None, view.ledger
             if self.finished:  # nothing comes after it
                 self.stage, self._attempts = Stage.FROZEN, Attempts(self.seat, view.applied + 1)
                 return [*effects, *self._maybe_finished()]
-            self.stage, self.synced, self._attempts, self._means = Stage.APART, False, None, None
+            self.stage, self._attempts, self._means = Stage.APART, None, None
+            self._holding.synced = False
             self._edges.offenders.clear()
         return [*effects, *self._edges.let_go(self.acquaintances)]
 
@@ -752,12 +733,10 @@ class MemberCore:
         """Bring this member to `view.applied` and `view.history`, or mark it as lacking the state."""
         mine = self._attempts
         pending = mine.round if mine is not None else None
-        if mine is not None and mine.prepared is not None and view.applied == self.step:
-            history = extend_history(self.history, mine.prepared.digest)
-            if history == view.history:
-                self.applied, self.history, self._touched = view.applied, history, True
-                return [Resolve(mine.prepared.id, True, mine.skip, view.reason)]
-        self.synced = self.synced and (view.applied, view.history) == (self.applied, self.history)
+        prepared = mine.prepared if mine is not None else None
+        if self._holding.execute(view, prepared.digest if prepared is not None else None):
+            assert mine is not None and prepared is not None
+            return [Resolve(prepared.id, True, mine.skip, view.reason)]
         return [] if pending is None else [Resolve(pending.id, False, False, view.reason)]
 
     def _start(self, term: int, generation: int, now_s: float) -> list[Effect]:
@@ -772,7 +751,7 @@ class MemberCore:
         fields = {"generation": generation, "rank": seat.rank, "of": seat.world_size}
         # Not with the VIEW: after a restart of the coordinator it may say where a generation began that is
         # long further on, and what this worker's disk holds may be of just these steps.
-        return [Note("start", fields), *self._discard(self.applied), *self._maybe_finished()]
+        return [Note("start", fields), *self._checkpoints.discard(self.applied), *self._maybe_finished()]
 
     def _maybe_finished(self) -> list[Effect]:
         if not self.finished:
@@ -792,7 +771,7 @@ class MemberCore:
         here = self.seat
         if here is None or (drifted.term, drifted.generation) != (here.term, here.generation):
             return []
-        self.synced = False
+        self._holding.synced = False
         return [Note("drifted", {"step": drifted.step})]
 
     @property
@@ -830,135 +809,38 @@ class MemberCore:
             raise RemoteProtocolError(f"VIEW of a model of {defined[-1]} blocks, cut at {list(cuts)[:8]}")
         return cuts
 
-    def _keep(self, states: tuple[m.Held, ...]) -> list[Effect]:
-        """The disk holds something else now; if what was to be loaded is gone, a donor may give it."""
-        before, self._kept = self._kept, states
-        lost = not set(self._reloading) <= set(states)
-        if self._aside is not None and self._on_disk(self._aside.blocks) is not None:
-            self._aside = None
-        effects = self._tell_kept()
+    def _keep(self, keeping: Keeping) -> list[Effect]:
+        """The disk holds something else now."""
+        new, lost = self._checkpoints.keep(keeping.states, keeping.unwritten)
+        effects = self._checkpoints.tell()
         begun = self._ready_sent or self.stage is Stage.FORMING  # else the VIEW may be an old one, see _start
-        if self.seat is not None and self.synced and begun:  # what was being written as the group went back
-            effects += self._discard(self.applied)
-        effects += self._send_copy([held for held in self._kept if held not in before])
-        if lost:
-            self._reloading = ()
-            effects += self._ask_state()
         seat = self.seat
+        if seat is not None and self.synced and begun:  # what was being written as the group went back
+            effects += self._checkpoints.discard(self.applied)
+        if seat is not None and self._is_pipeline and self.stage is Stage.RUNNING:
+            effects += self._checkpoints.send_copy(seat, new, self._edges.up)
+        if lost:
+            effects += self._ask_state()
         if seat is not None and self.stage is Stage.FORMING:
-            asked, self._pieces_asked = self._pieces_asked, {}
-            effects += [told for p, request in asked.items() for told in self._give_piece(seat, p, request)]
-            if not (self._reloading or seat.roster[seat.rank].joining):
+            effects += self._checkpoints.give_late(seat)
+            if not (self._checkpoints.reloading or seat.roster[seat.rank].joining):
                 effects += self._reload(seat)
         return effects
 
-    def _send_copy(self, new: Sequence[m.Held]) -> list[Effect]:
-        """A dead disk alone must not lose a stage: our latest checkpoint goes to the next stage's too."""
-        seat = self.seat
-        if not self._is_pipeline or seat is None or self.stage is not Stage.RUNNING:
-            return []
-        own = [held for held in new if held.blocks == seat.blocks and held.applied <= self.applied]
-        if not own:
-            return []
-        keeper = seat.roster[seat.seats.keeper(seat.rank)].peer
-        latest = max(own, key=lambda held: held.applied)
-        return [SendCopy(keeper, seat.term, seat.generation, latest)] if keeper in self._edges.up else []
-
-    def _take_copy(self, seat: Seat, peer: m.PeerId, block: m.Copy) -> list[Effect]:
-        """Raises `RemoteProtocolError` for a stage that is not ours to keep."""
-        owner, rank, held = seat.seats.kept_for(seat.rank), seat.rank_of(peer), block.held
-        at = self.applied, self.history
-        if rank is not None and (held.blocks, rank) in seat.pieces and (held.applied, held.history) == at:
-            known = seat.piece_digest(held.blocks, rank)
-            if known and held.digest != known:
-                raise RemoteProtocolError(
-                    f"rank {rank} sent a checkpoint of blocks {held.blocks.start} to {held.blocks.stop - 1} "
-                    f"with the digest {held.digest.hex()[:12]}, known is {known.hex()[:12]}"
-                )
-            return [TakeCopy(peer, block)]
-        blocks = seat.blocks_of(seat.seats.stage_of(owner))
-        if not self._is_pipeline or rank != owner or held.blocks != blocks:
-            raise RemoteProtocolError(
-                f"rank {rank} sent a checkpoint of blocks {held.blocks.start} to {held.blocks.stop - 1}; "
-                f"rank {seat.rank} keeps those of rank {owner} alone"
-            )
-        if block.held.applied > self.applied + 1:
-            raise RemoteProtocolError(
-                f"rank {owner} sent a checkpoint of step {block.held.applied + 1}; {self.step} is open here"
-            )
-        return [TakeCopy(peer, block)]
-
-    def _discard(self, applied: int) -> list[Effect]:
-        """Nothing after the last committed step is of this history: the group went back beyond it."""
-        kept = tuple(held for held in self._kept if held.applied <= applied)
-        if len(kept) == len(self._kept):
-            return []
-        self._kept = kept
-        return [Discard(applied), *self._tell_kept()]
-
-    def _on_disk(self, blocks: m.Span) -> m.Held | None:
-        """Our checkpoint of these blocks of the state with which this generation begins."""
-        at = blocks, self.applied, self.history
-        return next((held for held in self._kept if held.is_of(*at)), None)
-
-    def _put_aside(self, seat: Seat) -> list[Effect]:
-        """What is in memory alone, and others or we ourselves put a stage of another cut together from."""
-        blocks, self._aside, self._unwritten = self._memory, None, False
-        wanted = {piece for member in seat.roster for piece in member.pieces}
-        if blocks is None or (blocks, seat.rank) not in wanted or self._on_disk(blocks) is not None:
-            return []
-        self._aside = m.Held(self.applied, self.history, self.ledger, blocks)
-        return [PutAside(self._aside)]
-
-    def _lacking(self, seat: Seat) -> list[Effect]:
-        """A piece that is to come from here is not here: the coordinator has to plan without it."""
-        wanted = {blocks for x in seat.roster for blocks, rank in x.pieces if rank == seat.rank}
-        coming = self._aside.blocks if self._aside is not None else None
-        if all(blocks == coming or self._on_disk(blocks) is not None for blocks in wanted):
-            return []
-        return self._tell_kept()
-
-    def _tell_kept(self) -> list[Effect]:
-        """Not before it is known whether what is put aside is there: else it would be planned without."""
-        if not self.welcomed or (self._aside is not None and not self._unwritten):
-            return []
-        return [Post(self.coordinator, m.Kept(self._kept, self.generation))]
+    def _tell_kept(self, kept: tuple[m.Held, ...]) -> list[Effect]:
+        return [Post(self.coordinator, m.Kept(kept, self.generation))] if self.welcomed else []
 
     def _reload(self, seat: Seat) -> list[Effect]:
-        """Sent by nobody: it is on our disk, or comes there from those who have it, one after the other."""
-        if not self._is_pipeline or self.synced or self._aside is not None:
-            return []
-        wanted = seat.pieces or ((seat.blocks, seat.rank),)
-        found = [held for blocks, _ in wanted if (held := self._on_disk(blocks)) is not None]
-        if len(found) == len(wanted):
-            self._reloading, self._memory = tuple(found), None  # the trainer may have begun to load
-            return [Reload(seat.term, seat.generation, self._reloading, seat.blocks)]
-        for blocks, rank in seat.pieces:
-            peer = seat.roster[rank].peer if rank < seat.world_size else self.me
-            if self._on_disk(blocks) is None and peer != self.me:
-                asks = Post(peer, m.PieceAsk(seat.term, seat.generation, blocks))
-                return [asks] if peer in self._edges.up else []
-        return []
-
-    def _give_piece(self, seat: Seat, peer: m.PeerId, asked: m.PieceAsk) -> list[Effect]:
-        """A checkpoint that another member needs for its stage.  Raises `RemoteProtocolError`."""
-        rank = seat.rank_of(peer)
-        if rank is None or (asked.blocks, seat.rank) not in seat.roster[rank].pieces:
-            blocks = f"{asked.blocks.start} to {asked.blocks.stop - 1}"
-            raise RemoteProtocolError(f"rank {rank} asked for blocks {blocks}, which it is to get elsewhere")
-        held = self._on_disk(asked.blocks)
-        if held is None:
-            self._pieces_asked[peer] = asked
-            return []
-        return [SendCopy(peer, seat.term, seat.generation, held, awaited=True)]
+        return self._checkpoints.reload(seat, self._edges.up) if self._is_pipeline else []
 
     def _give_state(self, seat: Seat, peer: m.PeerId, asked: m.StateRequest) -> list[Effect]:
         """What a joining member needs: our state, later if we have none yet, or a checkpoint of its stage."""
         rank = seat.rank_of(peer)
         stage = seat.seats.stage_of(rank) if rank is not None else 0
-        kept = self._on_disk(seat.blocks_of(stage)) if stage != seat.stage else None
+        kept = self._checkpoints.on_disk(seat.blocks_of(stage)) if stage != seat.stage else None
         if stage != seat.stage and kept is None:
-            return [Note("no_such_stage", {"stage": stage, "peer": peer.hex()[:8]}), *self._tell_kept()]
+            note = Note("no_such_stage", {"stage": stage, "peer": peer.hex()[:8]})
+            return [note, *self._checkpoints.tell()]
         if peer == self._passing.next and not asked.digest and seat.roster[seat.rank].joining:
             return [PassOn(peer, seat.term, seat.generation, asked.have)]
         if kept is None and not self.synced:
@@ -998,7 +880,7 @@ class MemberCore:
     def _ask_state(self, of: m.PeerId | None = None) -> list[Effect]:
         """`of`: this one alone has just been connected.  The loop says how much is here already."""
         seat, donor, giver = self.seat, self.donor, self._passing.giver
-        if self.synced or seat is None or self._reloading:
+        if self.synced or seat is None or self._checkpoints.reloading:
             return []
         whole = not self._donors  # a follower has the rest, or will have it
         asks: list[tuple[m.PeerId | None, m.StateRequest]] = [
@@ -1043,7 +925,8 @@ class MemberCore:
             return [self._joins()]
         if seat is not None and self.stage is Stage.FORMING:
             asked = self._ask_state(peer)
-            if not self._reloading and any(seat.roster[rank].peer == peer for _, rank in seat.pieces):
+            gives_a_piece = any(seat.roster[rank].peer == peer for _, rank in seat.pieces)
+            if gives_a_piece and not self._checkpoints.reloading:
                 asked = self._reload(seat)
             return asked + self._maybe_ready()
         asked = self._means.edge_up(peer) if self._means is not None and self.stage is Stage.RUNNING else []
@@ -1107,9 +990,8 @@ class MemberCore:
     def _commit(self, committed: Committed, now_s: float) -> list[Effect]:
         assert self._setup is not None
         spec, assignment = self._setup.ledger, self.assignment()
-        self.ledger = ledger.commit(spec, self.ledger, assignment, skipped=committed.skip)
-        self.applied, self._touched = committed.round.step, True
-        self.history = extend_history(self.history, committed.digest)
+        state = ledger.commit(spec, self.ledger, assignment, skipped=committed.skip)
+        self._holding.committed(committed.round.step, committed.digest, state)
         self._stall_told = False
         if self._step_began_s is not None:
             took_s = now_s - self._step_began_s

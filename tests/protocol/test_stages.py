@@ -398,7 +398,7 @@ def test_a_new_checkpoint_goes_to_the_next_stages_disk_and_the_last_ones_to_the_
             member.hear(io.EdgeUp(peer))
         member.view(1, (A, B, C, D), {})
         member.say(m.Start(1, 1))
-        member.core.applied, member.core.synced = 9, True  # ten steps later
+        member.core._holding.applied, member.core._holding.synced = 9, True  # ten steps later
         held = m.Held(9, b"h", m.LedgerState(step=10), m.Span(stage, stage + 1))
         effects = member.hear(io.Keeping((held,)))
         assert io.SendCopy(other, 1, 1, held) in effects
@@ -462,7 +462,7 @@ def test_a_newcomer_that_is_spare_keeps_what_it_has_on_its_disk() -> None:
     member = Member(C, 2, (held,))
     effects = member.say(m.Spared(1, 3, 5, b"g", m.LedgerState(step=6), "no seat"))
     assert not [effect for effect in effects if isinstance(effect, io.Discard)]
-    assert member.core._kept == (held,)
+    assert member.core._checkpoints.kept == (held,)
 
 
 def test_a_tale_of_a_generation_that_cannot_be_ends_no_coordinator() -> None:
