@@ -14,10 +14,11 @@ the loop says is on the disk (`Keeping`), and never decides who needs what, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.allegiance import Allegiance
 from gridtrain.protocol.attempts import Seat
 from gridtrain.protocol.holding import Holding
 from gridtrain.protocol.member_io import Discard, Effect, Post, PutAside, Reload, SendCopy, TakeCopy
@@ -28,18 +29,20 @@ class Checkpoints:
 
     Args:
         holding: what is in memory.
-        tell: a message to the coordinator, if it listens.
+        allegiance: the coordinator is told what is here.
 
     Attributes:
+        generation: in which that is said; 0: in none.
         kept: on the disk.
         reloading: of these, what the trainer is to load.
     """
 
-    def __init__(self, holding: Holding, tell: Callable[[tuple[m.Held, ...]], list[Effect]]) -> None:
+    def __init__(self, holding: Holding, allegiance: Allegiance) -> None:
         self.kept: tuple[m.Held, ...] = ()
         self.reloading: tuple[m.Held, ...] = ()
         self._holding = holding
-        self._tell = tell
+        self._allegiance = allegiance
+        self.generation = 0
         self._aside: m.Held | None = None  # what of our memory is being written to the disk
         self._unwritten = False  # and cannot be: it stays in memory until the coordinator has planned anew
         self._asked: dict[m.PeerId, m.PieceAsk] = {}  # to be answered once it is on the disk
@@ -53,7 +56,7 @@ class Checkpoints:
         """Not before it is known whether what is put aside is there: else it would be planned without."""
         if self._aside is not None and not self._unwritten:
             return []
-        return self._tell(self.kept)
+        return self._allegiance.tell(m.Kept(self.kept, self.generation))
 
     def discard(self, applied: int) -> list[Effect]:
         """Nothing after the last committed step is of this history: the group went back beyond it."""
@@ -68,7 +71,7 @@ class Checkpoints:
     def viewed(self, seat: Seat, in_stages: bool, up: Collection[m.PeerId]) -> list[Effect]:
         """What others or we ourselves put stages together from; and our own."""
         self._asked.clear()
-        self.reloading = ()
+        self.reloading, self.generation = (), seat.generation
         return self._put_aside(seat) + self._lacking(seat) + (self.reload(seat, up) if in_stages else [])
 
     def spared(self) -> None:
