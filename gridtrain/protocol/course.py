@@ -189,8 +189,7 @@ class Course:
         effects: list[Effect] = [Note("spare", {"generation": view.generation, "reason": view.reason})]
         if before is not None:
             # Told later, to one that comes with checkpoints of a life before, it may be behind these.
-            effects += lasting.checkpoints.discard(view.applied)
-            effects += [*before.execute(view), *before.give_up()]
+            effects += [*lasting.checkpoints.discard(view.applied), *before.end(view)]
             lasting.checkpoints.spared()
             lasting.holding.memory, lasting.holding.ledger = None, view.ledger
             if lasting.finished:  # nothing comes after it

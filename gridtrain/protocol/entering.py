@@ -66,7 +66,10 @@ def enter(
     known = old.roster if old is not None else ()
     effects: list[Effect] = [*spoken(lasting.allegiance.name, known, seat.roster, seat.rank)]
     lasting.allegiance.called(mine.name)
-    effects += [*before.execute(view), *before.give_up()] if before is not None else lasting.lose(view)
+    if before is not None:
+        effects += before.end(view)
+    else:
+        holding.execute(view, None)
     holding.seated(seat.blocks, may_recall=at == (view.applied, view.history))
     if _is_stale(view, mine, lasting, was_in_none=before is None):
         return None, [*effects, Stop(_stale_model())]

@@ -338,10 +338,6 @@ class Generation:
         self.stage = Stage.FROZEN
         return self._means.give_up()
 
-    def give_up(self) -> list[Effect]:
-        """Another one has begun: who waits for an average goes on without it."""
-        return self._means.give_up()
-
     def close(self, first_step: int) -> None:
         """The run has ended, and nothing comes after this."""
         self.stage, self.ready, self.stalled = Stage.FROZEN, False, False
@@ -353,14 +349,17 @@ class Generation:
         mine = self.attempts
         return (mine.prepared.id, mine.prepared.digest, mine.skip) if mine.prepared is not None else None
 
-    def execute(self, view: m.View | m.Spared) -> list[Effect]:
-        """Bring this member to `view.applied` and `view.history`, or mark it as lacking the state."""
+    def end(self, view: m.View | m.Spared) -> list[Effect]:
+        """Bring this member to `view.applied` and `view.history`, or mark it as lacking the state; who waits
+        for an average goes on without it."""
         mine = self.attempts
         pending, prepared = mine.round, mine.prepared
+        given_up = self._means.give_up()
         took = self._lasting.holding.execute(view, prepared.digest if prepared is not None else None)
         if took and prepared is not None:
-            return [Resolve(prepared.id, True, mine.skip, view.reason)]
-        return [] if pending is None else [Resolve(pending.id, False, False, view.reason)]
+            return [Resolve(prepared.id, True, mine.skip, view.reason), *given_up]
+        ended = [Resolve(pending.id, False, False, view.reason)] if pending is not None else []
+        return [*ended, *given_up]
 
     # -- what members say ----------------------------------------------------------------------
 

@@ -81,8 +81,3 @@ class Lasting:
             return [HangUp(peer)]
         note = Note("offence", {"peer": peer.hex()[:8], "reason": reason})
         return [note, HangUp(peer), *self.following.edge_down(peer)]
-
-    def lose(self, view: m.View | m.Spared) -> list[Effect]:
-        """A verdict, for a worker that took no part in it: what it holds is of the run, or is not."""
-        self.holding.execute(view, None)
-        return []
