@@ -60,6 +60,11 @@ class Enter:
     about: m.About | None = None
     choices: Mapping[str, Callable[[int, int], frozenset[int]]] = field(default_factory=dict)
 
+    @property
+    def in_stages(self) -> bool:
+        """The model is cut into stages."""
+        return self.setup.stages > 1
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:

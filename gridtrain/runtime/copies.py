@@ -1,8 +1,8 @@
 """Checkpoints of a stage on their way to the disk of the next stage, from file to file.
 
-Decides nothing about which goes where (`protocol.member` does), and never opens what is in them: the disk's
-owner looks at it when all of it is there.  Neither side holds more than one block in memory.  What the group
-waits for, as the model was cut anew, goes first and as fast as the line takes it.
+Decides nothing about which goes where (`protocol.checkpoints` does), and never opens what is in them: the
+disk's owner looks at it when all of it is there.  Neither side holds more than one block in memory.  What the
+group waits for, as the model was cut anew, goes first and as fast as the line takes it.
 
     disk.copy_files --> [lengths] [1 MiB] [1 MiB] ..     one block at a time, where nothing else waits for the
          Outlet           Copy      Copy    Copy         line, and at most `rate_Bps`: rounds go first

@@ -1,6 +1,6 @@
 """A joiner's state on its way: cut into blocks on one side, put together on the other.
 
-Decides nothing about who gives to whom (`protocol.member` does) and opens no blob.
+Decides nothing about who gives to whom (`protocol.state_transfer` does) and opens no blob.
 
     blobs  [a][bb][c]   ->   lengths | a | b | b | c    blocks of at most 1 MiB, in order
 """

@@ -239,7 +239,8 @@ def test_edges_are_the_pipeline_the_root_the_donor_and_who_gets_the_state_here()
     for peer in order:
         member = Member(peer, 3)
         member.view(1, order, donors)
-        needed[called(peer)] = "".join(called(order[rank]) for rank in sorted(member.core._needed()))
+        ranks = member.core._in_generation().needed
+        needed[called(peer)] = "".join(called(order[rank]) for rank in sorted(ranks))
     assert needed == {"a": "bcdef", "b": "adf", "c": "adef", "d": "abcf", "e": "ac", "f": "abcd"}
 
 
@@ -383,7 +384,7 @@ def test_a_spare_lets_go_of_the_group_and_comes_back_as_a_joiner() -> None:
     member.view(1, (A, B), {})
     member.hear(io.EdgeUp(A))
     spared = m.Spared(1, 2, -1, member.core.history, m.LedgerState(), "no seat")
-    member.core._dialled[A] = "tcp://a"
+    member.core._edges._dialled[A] = "tcp://a"
     assert io.HangUp(A) in member.say(spared)
     assert member.core.stage is io.Stage.APART and not member.core.synced
     member.view(3, (A, B), {B: 0}, 5, b"x")
@@ -398,7 +399,7 @@ def test_a_new_checkpoint_goes_to_the_next_stages_disk_and_the_last_ones_to_the_
             member.hear(io.EdgeUp(peer))
         member.view(1, (A, B, C, D), {})
         member.say(m.Start(1, 1))
-        member.core.applied, member.core.synced = 9, True  # ten steps later
+        member.core._holding.applied, member.core._holding.synced = 9, True  # ten steps later
         held = m.Held(9, b"h", m.LedgerState(step=10), m.Span(stage, stage + 1))
         effects = member.hear(io.Keeping((held,)))
         assert io.SendCopy(other, 1, 1, held) in effects
@@ -462,7 +463,7 @@ def test_a_newcomer_that_is_spare_keeps_what_it_has_on_its_disk() -> None:
     member = Member(C, 2, (held,))
     effects = member.say(m.Spared(1, 3, 5, b"g", m.LedgerState(step=6), "no seat"))
     assert not [effect for effect in effects if isinstance(effect, io.Discard)]
-    assert member.core._kept == (held,)
+    assert member.core._checkpoints.kept == (held,)
 
 
 def test_a_tale_of_a_generation_that_cannot_be_ends_no_coordinator() -> None:

@@ -163,7 +163,8 @@ class Staged:
 def put_aside() -> tuple[Staged, m.Held]:
     member = Staged()
     member.cut(1, (A, B), (0, 3, 6), {})
-    member.core.applied, member.core.history, member.core.ledger = 0, b"k" * 32, m.LedgerState(step=1)
+    holding = member.core._holding
+    holding.applied, holding.history, holding.ledger = 0, b"k" * 32, m.LedgerState(step=1)
     pieces = {A: ((A_HAS, 0),), D: ((A_HAS, 0), (C_HAS, 2))}
     effects = member.cut(2, (A, D, B), (0, 2, 4, 6), pieces)
     (aside,) = [effect.held for effect in effects if isinstance(effect, io.PutAside)]

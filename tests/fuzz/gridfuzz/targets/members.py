@@ -27,7 +27,7 @@ from gridtrain.protocol import allgather, gtopk, ring
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.attempts import MAX_HELD_BYTES, MAX_HELD_MESSAGES
-from gridtrain.protocol.member import MAX_EXPECTED
+from gridtrain.protocol.edges import MAX_EXPECTED
 from gridtrain.protocol.round import HISTORY_START, ROOT, extend_history
 from gridtrain.runtime import driver as loop
 from gridtrain.runtime.acquaintances import Acquaintances
@@ -260,7 +260,7 @@ class Rig:
     def _generation_after_freeze(self) -> None:
         core, source = self.core, self.source
         applied, history, state = core.applied, core.history, core.ledger
-        prepared = core._attempts.prepared if core._attempts is not None else None
+        prepared = core._course.here.attempts.prepared if core._course.here is not None else None
         if prepared is not None and core.synced and source.byte() & 1:
             applied, history = prepared.id.step, extend_history(history, prepared.digest)
             state = replace(state, step=applied + 1)
@@ -309,7 +309,7 @@ class Rig:
 
     def standing(self) -> Before:
         core = self.core
-        prepared = core._attempts.prepared if core._attempts is not None else None
+        prepared = core._course.here.attempts.prepared if core._course.here is not None else None
         return Before(
             core.term,
             core.generation,
@@ -344,14 +344,14 @@ class Rig:
         must(core.generation >= before.generation, "the generation goes back")
         must(core.applied >= before.applied or by_view, "the applied step goes back without a VIEW")
         must(core.deadline_s == core.deadline_s, "the deadline is no number")
-        must(len(core._expected) <= MAX_EXPECTED, "too many are expected")
+        must(len(core._edges._expected) <= MAX_EXPECTED, "too many are expected")
         for peer in self._members():
             must(core.held_bytes(peer) <= MAX_HELD_BYTES, "too many bytes are held")
-            held = core._attempts._held.get(peer) if core._attempts is not None else None
+            held = core._course.here.attempts._held.get(peer) if core._course.here is not None else None
             must(held is None or len(held.messages) <= MAX_HELD_MESSAGES, "too many messages are held")
 
     def _check_resolved(self, round_id: m.RoundId, committed: bool, cause: Any, before: Before) -> None:
-        if isinstance(cause, io.Submit) and not committed and self.core._attempts is not None:
+        if isinstance(cause, io.Submit) and not committed and self.core._course.here is not None:
             self.resolved.add(round_id)
             return  # it came too late
         must(round_id not in self.resolved, f"a round is resolved twice: {round_id}")
@@ -403,7 +403,13 @@ TARGETS = (
         "a worker's core in a running generation",
         run,
         valid,
-        ("gridtrain.protocol.member", "gridtrain.protocol.attempts", "gridtrain.protocol.means"),
+        tuple(
+            f"gridtrain.protocol.{name}"
+            for name in (
+                *("member", "course", "generation", "entering", "allegiance", "holding", "edges"),
+                *("attempts", "means"),
+            )
+        ),
         max_bytes=800,
         cpu_s=0.5,
     ),
