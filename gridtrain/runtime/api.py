@@ -31,10 +31,11 @@ from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.contribution import Tally
 from gridtrain.runtime.copies import CopyDisk
 from gridtrain.runtime.donating import Parts
-from gridtrain.runtime.driver import Driver, Part, Picture
+from gridtrain.runtime.driver import Driver, Part
 from gridtrain.runtime.following import ImageWork
 from gridtrain.runtime.opened import OpenedRound
 from gridtrain.runtime.pace import Pace
+from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES
 from gridtrain.runtime.updates import StepUpdate

@@ -44,7 +44,9 @@ from gridtrain.runtime.copies import Copies, CopyDisk
 from gridtrain.runtime.donating import Donating, Parts
 from gridtrain.runtime.following import Bar, Following, ImageWork, Work
 from gridtrain.runtime.handover import Inheritance
+from gridtrain.runtime.meeting import Meeting
 from gridtrain.runtime.passing_on import PassingOutlet
+from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake, StateOutlet, state_digest
@@ -94,73 +96,6 @@ SAID = {
 }
 """Events in words; `named` and `namesake` where two workers want one name, to both of them."""
 
-_NO_LEDGER = m.LedgerState()
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """What the trainer may know, replaced as a whole whenever something changed.
-
-    Attributes:
-        open_round: the round that the trainer may submit to now; None: wait.
-        spans: this worker's positions in the open step; `total_samples`: everybody's.
-        wanted_state: generation for which a joiner waits for our state (0: none), and whether for the whole.
-        wanted_image: followers wait for a copy of our state after this step, or a later one.
-        compares_next: after the open step all members compare their states.
-        offered_work: this follower has an image to load, or updates to replay.
-        shares: of the generation's members, in rank order.
-        offered_state: the donor's state is complete and waits to be restored.
-        inherited: residuals of members that have left wait to be added to this worker's.
-        synced: this worker holds the state that `applied` and `history` name.
-        touched: the model is not the one any more that the script made, or a checkpoint had.
-        heir: this worker takes residuals over, or has acknowledged some that do not count yet.
-        doomed: the round that the trainer has submitted to cannot be committed.
-        reload: of a model in stages, this worker's checkpoint that is to be loaded.
-        donor, due_digest: who gives this worker its state, and what it is known to be; empty: not known.
-        wanted_kept: generation, and this worker's checkpoint that another member waits for.
-        discard_after: checkpoints after this step are of no use any more.
-        name: what the run calls this worker; "": it is in no generation yet.
-        exchange: what the coordinator has chosen for this generation, if that is its to do.
-        aside: the state in memory, which is to be written to the disk.
-        cuts: of a model in stages, where the generation's stages begin, and the number of blocks.
-        first_step: of this generation.
-    """
-
-    welcomed: bool = False
-    stage: io.Stage = io.Stage.APART
-    generation: int = 0
-    rank: int = 0
-    world_size: int = 0
-    open_round: m.RoundId | None = None
-    spans: tuple[m.Span, ...] = ()
-    total_samples: int = 0
-    shares: tuple[tuple[m.PeerId, int], ...] = ()
-    applied: int = -1
-    history: bytes = b""
-    ledger: m.LedgerState = _NO_LEDGER
-    finished: bool = False
-    run_state: tuple[str, str] = ("", "")
-    wanted_state: tuple[int, bool] = (0, False)
-    offered_state: bool = False
-    wanted_image: int | None = None
-    offered_work: bool = False
-    compares_next: bool = False
-    inherited: bool = False
-    synced: bool = False
-    touched: bool = False
-    heir: bool = True
-    doomed: m.RoundId | None = None
-    reload: io.Reload | None = None
-    donor: m.PeerId | None = None
-    due_digest: bytes = b""
-    wanted_kept: tuple[int, m.Held] | None = None
-    discard_after: int | None = None
-    name: str = ""
-    exchange: str = ""
-    aside: m.Held | None = None
-    cuts: tuple[int, ...] = ()
-    first_step: int = 0
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -189,7 +124,6 @@ class OpenRound:
 class _Inbox:
     """Commands of the trainer's thread, guarded by the driver's condition."""
 
-    events: deque[io.Event] = field(default_factory=deque)
     captured: tuple[int, Sequence[bytes | memoryview], bytes] | None = None
     kept: list[tuple[m.Held, int, Sequence[bytes | memoryview] | None]] = field(default_factory=list)
 
@@ -210,15 +144,10 @@ class Driver:
         self._coordinator = bytes.fromhex(config.coordinator_key)
         self._owed: dict[m.PeerId, int] = {}  # bytes read from a peer and not yet given back as credit
         self._core: MemberCore | None = None
-        self._changed = threading.Condition()
+        self.meeting = Meeting(transport.wake)
         self._inbox = _Inbox()
-        self._picture = Picture()
-        self._error: BaseException | None = None
-        self._stopping = False
         self._open: OpenRound | None = None
         self._may_hash = False  # a dense sum has slices to be hashed before the end
-        self._awaited: Callable[[Picture], bool] | None = None  # the trainer sleeps until that is so
-        self._stale = True  # the picture may have to change
         self._only_payloads = False  # all that came in this turn went into numbers and on to others, or left
         self._chores_s = -math.inf  # when they were done last
         self._ended: list[tuple[OpenRound, RoundOutcome]] = []
@@ -231,7 +160,7 @@ class Driver:
         self._outlet = StateOutlet()
         self._passing = PassingOutlet(self._intake)
         rate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
-        self._donating = Donating(rate_Bps, self._wake)
+        self._donating = Donating(rate_Bps, self.meeting.stir)
         self._following: Following | None = None
         self._bounds = (MAX_STATE_BYTES, 0)  # of the largest state, and elements of the flat gradient
         self._caught_again_s = -math.inf
@@ -247,8 +176,6 @@ class Driver:
         self._discard_after: int | None = None
         self._latest: OpenRound | None = None  # that this worker has submitted to
         self._submitted = False  # since `begin_attempt`
-        self._progress = 0
-        self._inside = False  # the trainer waits in one of our calls
         self._busy = False  # it is in a long computation that it has announced
         self._moved_bytes = 0
         self._paused_since_s: float | None = None
@@ -283,54 +210,21 @@ class Driver:
             )
 
     def wait(self, ready: Callable[[Picture], bool], timeout_s: float = math.inf) -> Picture | None:
-        """Block until `ready(picture)`; None on time-out.  Raises what stopped the loop."""
-        until_s = time.monotonic() + timeout_s
-        with self._changed:
-            self._inside = True
-            self._progress += 1
-            try:
-                while not ready(self._picture):
-                    if self._error is not None:
-                        raise self._error
-                    if self._stopping:
-                        raise GridtrainError("this worker has left the run: its grid was closed")
-                    left_s = until_s - time.monotonic()
-                    if left_s <= 0:
-                        return None
-                    self._awaited = ready
-                    self._changed.wait(min(left_s, 1.0))  # bounded, so that Ctrl-C is noticed
-                return self._picture
-            finally:
-                self._inside, self._awaited = False, None
-                self._progress += 1
+        """See `Meeting.wait`."""
+        return self.meeting.wait(ready, timeout_s)
 
     def look(self) -> Picture:
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            return self._picture
+        """See `Meeting.look`."""
+        return self.meeting.look()
 
     @property
     def last(self) -> Picture:
         """As `look`, also when the loop has ended."""
-        with self._changed:
-            return self._picture
+        return self.meeting.picture
 
     def command(self, event: io.Event) -> None:
-        with self._changed:
-            self._inbox.events.append(event)
-        self._wake()
-
-    def _wake(self) -> None:
-        """The picture has to change, or this thread has something to do; from any thread."""
-        self._stale = True
-        self._transport.wake()
-
-    def _bring(self, event: io.Extend | io.Submit) -> None:
-        """As `command`, with what changes no picture as long as the round goes its way."""
-        with self._changed:
-            self._inbox.events.append(event)
-        self._transport.wake()
+        """See `Meeting.command`."""
+        self.meeting.command(event)
 
     def begin_round(self, round_id: m.RoundId, channel: m.Channel, workspace: Workspace, skip: bool) -> None:
         """Submit one bucket of this worker's part of a round; `run_round` brings the rest."""
@@ -338,11 +232,11 @@ class Driver:
         if picture.open_round != round_id:
             return  # `run_round` will say that the round is over
         collective = workspace.collective(picture.rank, picture.world_size, skip)
-        with self._changed:
+        with self.meeting.changed:
             if self._open is None or self._open.id != round_id:
                 self._open = OpenRound(round_id, {})
             self._open.workspaces[channel] = workspace
-        self._bring(io.Submit(round_id, {channel: collective}, whole=False))
+        self.meeting.bring(io.Submit(round_id, {channel: collective}, whole=False))
 
     def run_round(
         self,
@@ -355,7 +249,7 @@ class Driver:
         picture = self.look()
         if picture.generation != round_id.generation:
             return RoundOutcome(committed=False, skip=False)
-        with self._changed:
+        with self.meeting.changed:
             begun = self._open if self._open is not None and self._open.id == round_id else None
             channels = by_channel(workspaces)
             mine = begun or OpenRound(round_id, {}, spoilt=self._spoilt_before(channels.values()))
@@ -364,7 +258,7 @@ class Driver:
             channel: workspace.collective(picture.rank, picture.world_size, skip)
             for channel, workspace in rest.items()
         }
-        with self._changed:
+        with self.meeting.changed:
             mine.workspaces |= rest
             mine.whole, mine.settings = workspaces, settings
             self._open = self._latest = mine
@@ -381,7 +275,7 @@ class Driver:
         """Open a round whose collectives are not all known yet; `extend` brings the others."""
         mine = OpenRound(round_id, {channel: part.workspace for channel, part in parts.items()})
         mine.settings = settings
-        with self._changed:
+        with self.meeting.changed:
             self._open = self._latest = mine
             self._submitted = True
         self.command(io.Submit(round_id, {channel: p.collective for channel, p in parts.items()}, more=True))
@@ -389,16 +283,16 @@ class Driver:
 
     def extend(self, mine: OpenRound, parts: Mapping[m.Channel, Part]) -> None:
         """Further collectives of the round, not the last ones."""
-        with self._changed:
+        with self.meeting.changed:
             mine.workspaces |= {channel: part.workspace for channel, part in parts.items()}
-        self._bring(io.Extend(mine.id, {channel: part.collective for channel, part in parts.items()}))
+        self.meeting.bring(io.Extend(mine.id, {channel: part.collective for channel, part in parts.items()}))
 
     def complete_round(self, mine: OpenRound, channel: m.Channel, part: Part) -> RoundOutcome:
         """The last collective: its workspace is sealed and voted on.  Waits for the outcome."""
-        with self._changed:
+        with self.meeting.changed:
             mine.workspaces[channel] = part.workspace
             mine.whole = (part.workspace,)
-        self._bring(io.Extend(mine.id, {channel: part.collective}, more=False))
+        self.meeting.bring(io.Extend(mine.id, {channel: part.collective}, more=False))
         return self.end_round(mine)
 
     def end_round(self, mine: OpenRound) -> RoundOutcome:
@@ -475,14 +369,14 @@ class Driver:
 
     def allow_residual(self, n: int) -> None:
         """The length of this worker's residual, which another one's may be added to."""
-        with self._changed:
+        with self.meeting.changed:
             self._inheritance.allow(n)
 
     def take_inheritance(self) -> list[tuple[m.PeerId, Sparse]]:
         """What members that have left have handed over: to be added to this worker's residual now."""
-        with self._changed:
+        with self.meeting.changed:
             counting, self._inheritance.counting = self._inheritance.counting, []
-        self._wake()  # the picture has to change
+        self.meeting.stir()
         return counting
 
     def last_call(self, timeout_s: float) -> None:
@@ -493,12 +387,12 @@ class Driver:
     @property
     def open_mass(self) -> float:
         """Sum of magnitudes of the residuals that were acknowledged and are not this worker's yet."""
-        with self._changed:
+        with self.meeting.changed:
             return self._inheritance.open_mass
 
     def mean(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
         """The group's average of `value`; None if the generation ended, or nobody answered in time."""
-        with self._changed:
+        with self.meeting.changed:
             self._mean = []
         self.command(io.AskMean(step, index, value))
         self.wait(lambda _: bool(self._mean), timeout_s)
@@ -507,16 +401,16 @@ class Driver:
     def give_state(self, generation: int, blobs: Sequence[bytes | memoryview]) -> None:
         """The trainer captured its state for the joiners of `generation`."""
         digest = state_digest(blobs) if len(blobs) > 1 else b""
-        with self._changed:
+        with self.meeting.changed:
             self._inbox.captured = (generation, blobs, digest)
-        self._wake()
+        self.meeting.stir()
 
     def give_kept(self, held: m.Held, generation: int, blobs: Sequence[bytes | memoryview] | None) -> None:
         """A checkpoint on this worker's disk, read for a member that begins from it; None: it cannot be, and
         nobody is given it."""
-        with self._changed:
+        with self.meeting.changed:
             self._inbox.kept.append((held, generation, blobs))
-        self._wake()
+        self.meeting.stir()
 
     def attach_copies(self, disk: CopyDisk, max_bytes: int) -> None:
         """Where copies of other stages' checkpoints go, and ours are; before this worker enters the group."""
@@ -527,32 +421,32 @@ class Driver:
 
     def cannot_reload(self, states: tuple[m.Held, ...]) -> None:
         """What was to be loaded cannot be; these are on the disk."""
-        with self._changed:
+        with self.meeting.changed:
             self._reload = None
         self.command(io.Keeping(states))
 
     def put_aside(self, held: m.Held) -> None:
         """It is on the disk, or cannot be."""
-        with self._changed:
+        with self.meeting.changed:
             if self._aside == held:
                 self._aside = None
-        self._wake()
+        self.meeting.stir()
 
     def discarded(self, after: int) -> None:
         """No checkpoint after this step is on the disk any more."""
-        with self._changed:
+        with self.meeting.changed:
             if self._discard_after == after:
                 self._discard_after = None
-        self._wake()
+        self.meeting.stir()
 
     def allow_state(self, max_bytes: int) -> None:
         """The largest state that a donor may send."""
-        with self._changed:
+        with self.meeting.changed:
             self._intake.allow(max_bytes)
 
     def allow_following(self, max_bytes: int, n: int) -> None:
         """The largest image that a donor may send, and the elements of the flat gradient."""
-        with self._changed:
+        with self.meeting.changed:
             self._bounds = (max_bytes, n)
 
     def give_image(self, applied: int, history: bytes, parts: Callable[[], Parts]) -> None:
@@ -569,7 +463,7 @@ class Driver:
 
     def take_work(self) -> Work | None:
         """What a follower's trainer has to do next; `did_work` is to follow."""
-        with self._changed:
+        with self.meeting.changed:
             following = self._following
             work = following.work() if following is not None and following.has_work else None
         if isinstance(work, ImageWork):
@@ -578,40 +472,40 @@ class Driver:
 
     def fail_work(self, reason: str) -> None:
         """What a donor gave cannot be loaded or replayed: this worker takes the whole state instead."""
-        with self._changed:
+        with self.meeting.changed:
             if self._following is not None:
                 self._following.failed = self._following.failed or reason
-        self._wake()
+        self.meeting.stir()
 
     def did_work(self, work: Work) -> None:
-        with self._changed:
-            self._progress += 1
+        with self.meeting.changed:
+            self.meeting.progress += 1
             if self._following is not None:
                 self._following.done(work)
-        self._wake()
+        self.meeting.stir()
 
     def take_state(self) -> tuple[int, int, list[bytes]] | None:
         """Term, generation and blobs of the donor's state, complete; `Restored` is to follow.
 
         None: the one that was offered is gone, as that of the next generation has begun to come.
         """
-        with self._changed:
+        with self.meeting.changed:
             return self._intake.blobs() if self._intake.complete else None
 
     def note(self, figures: Mapping[str, float]) -> None:
-        with self._changed:
+        with self.meeting.changed:
             self._figures.update(figures)
-            self._progress += 1
+            self.meeting.progress += 1
 
     @property
     def figures(self) -> dict[str, float]:
         """What was noted so far."""
-        with self._changed:
+        with self.meeting.changed:
             return dict(self._figures)
 
     def busy(self, inside: bool) -> None:
         """The trainer is legitimately busy (an evaluation) and counts as making progress."""
-        with self._changed:
+        with self.meeting.changed:
             self._busy = inside
 
     @property
@@ -631,11 +525,9 @@ class Driver:
 
         `pausing`: this worker means to come back, over another driver.
         """
-        if reason and self._error is None and self._thread.is_alive():
+        if reason and self.meeting.error is None and self._thread.is_alive():
             self.command(io.Depart(reason, pausing))
-        with self._changed:
-            self._stopping = True
-        self._wake()
+        self.meeting.stop()
         if self._thread.ident is not None:
             self._thread.join(timeout=10.0)
 
@@ -645,8 +537,8 @@ class Driver:
         buffering.keep_pages()
         try:
             while True:
-                with self._changed:
-                    stopping = self._stopping
+                with self.meeting.changed:
+                    stopping = self.meeting.stopping
                     captured, self._inbox.captured = self._inbox.captured, None
                     kept, self._inbox.kept = self._inbox.kept, []
                 self._obey()
@@ -654,8 +546,8 @@ class Driver:
                     self._outlet.fill(*captured)
                 for held, generation, blobs in kept:
                     self._fill_kept(held, generation, blobs)
-                if self._stale or self._ended:
-                    self._stale = False  # before: what another thread changes meanwhile is published next
+                if self.meeting.stale or self._ended:
+                    self.meeting.stale = False  # first: what others change meanwhile is published next
                     self._publish()  # before the next wait: a lone worker's round is over already
                 if stopping:
                     return
@@ -663,9 +555,7 @@ class Driver:
         except BaseException as error:  # the trainer must hear of it, whatever it is
             if not isinstance(error, GridtrainError):
                 log.exception("gridtrain's loop crashed")
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self.meeting.fail(error)
         finally:
             self._transport.close()
 
@@ -677,8 +567,7 @@ class Driver:
 
     def _obey(self) -> bool:
         """Do what the trainer's thread has brought; True: it was something."""
-        with self._changed:
-            events, self._inbox.events = self._inbox.events, deque()
+        events = self.meeting.commands()
         for command in events:
             if not _is_payload(command):
                 self._only_payloads = False
@@ -712,7 +601,7 @@ class Driver:
             self._give_credit()
             return
         self._chores_s = now_s
-        self._stale = True
+        self.meeting.stale = True
         if self._core is not None:
             self._give_credit()
             if now_s >= self._pulse_s:
@@ -732,8 +621,8 @@ class Driver:
             sent += self._passing.pump(self._transport)
             if self._copies is not None:
                 sent += self._copies.turn(self._transport, now_s, self._core.generation)
-            with self._changed:
-                self._progress += sent
+            with self.meeting.changed:
+                self.meeting.progress += sent
             if self._core.stage is io.Stage.RUNNING:
                 self._outlet.forget()
                 self._passing.forget()
@@ -746,7 +635,7 @@ class Driver:
 
     def _hash_ahead(self) -> None:
         """While the wire is busy: one slice each time, so that what comes meanwhile waits for no more."""
-        with self._changed:  # the trainer may be adding a bucket
+        with self.meeting.changed:  # the trainer may be adding a bucket
             open_ = self._open if self._open is not None and not self._open.spoilt else None
             workspaces = open_.workspaces.values() if open_ is not None else ()
             dense = [workspace for workspace in workspaces if isinstance(workspace, DenseWorkspace)]
@@ -791,11 +680,11 @@ class Driver:
         moved = sum(
             sum(traffic.get(kind, (0, 0))) for kind in ("Data", "Relay", "Relayed", "ImageBlock", "Update")
         )
-        with self._changed:
+        with self.meeting.changed:
             if moved != self._moved_bytes or self._busy:
                 self._moved_bytes = moved
-                self._progress += 1
-            progress, waiting = self._progress, self._inside
+                self.meeting.progress += 1
+            progress, waiting = self.meeting.progress, self.meeting.inside
             figures = tuple(sorted(self._figures.items()))
         sent = float(sum(out for out, _ in traffic.values()))
         received = float(sum(back for _, back in traffic.values()))
@@ -933,19 +822,19 @@ class Driver:
                 if self._open is not None and not self._open.spoilt:
                     self._open.workspaces[channel].apply(fill)
             case io.Reached(channel, skip):
-                with self._changed:
+                with self.meeting.changed:
                     if self._open is not None and not self._open.spoilt:
                         self._open.reached[channel] = skip
-                        self._progress += 1
-                        self._wake_trainer()
+                        self.meeting.progress += 1
+                        self.meeting.wake()
             case io.Seal(skip):
                 return self._seal(skip)
             case io.Resolve(round_id, committed, skip, reason):
                 self._resolve(round_id, committed, skip, reason)
             case io.MeanKnown(value):
-                with self._changed:
+                with self.meeting.changed:
                     self._mean.append(value)
-                    self._changed.notify_all()
+                    self.meeting.changed.notify_all()
             case io.Dial(peer, address):
                 self._transport.dial(peer, address)
             case io.HangUp(peer):
@@ -962,14 +851,14 @@ class Driver:
             case io.PassOn(peer, term, generation, have):
                 self._passing.ask(peer, term, generation, have)
             case io.TakeDigest(generation, due):
-                with self._changed:
+                with self.meeting.changed:
                     self._intake.expect(generation, due)
                 return self._refuted()
             case io.SendCopy() if self._copies is not None:
                 self._copies.send(effect)
             case io.TakeCopy(_, copied) if self._copies is not None:
-                with self._changed:
-                    self._progress += 1
+                with self.meeting.changed:
+                    self.meeting.progress += 1
                 self._copies.take(copied)
             case io.PutAside(held):
                 self._aside = held
@@ -980,35 +869,35 @@ class Driver:
             case io.Follow() | io.DonorUp() | io.DonorDown() | io.Arrive():
                 self._follow(effect)
             case io.Feed(peer, message) if self._core.seat is None or not self._core.synced:
-                with self._changed:
+                with self.meeting.changed:
                     asks = self._following.heard(peer, message, time.monotonic()) if self._following else []
-                    self._progress += 1
+                    self.meeting.progress += 1
                 self._post(asks)
             case io.Feed(peer, message):
                 self._post([(peer, answer) for answer in self._donating.heard(peer, message)])
             case io.Donating():
                 self._donating.told(effect)
             case io.TakeBlock(peer, block):
-                with self._changed:
-                    self._progress += 1
+                with self.meeting.changed:
+                    self.meeting.progress += 1
                     self._intake.keeps = self._core.passes_on
                     self._intake.take(block, vouched=peer == self._core.donor)
                 return self._refuted()
             case io.TakePiece(peer, piece, world_size):
-                with self._changed:
-                    self._progress += 1
+                with self.meeting.changed:
+                    self.meeting.progress += 1
                     whole = self._inheritance.take(peer, piece, world_size)
                 return self._core.handle(io.Inherited(peer), time.monotonic()) if whole else []
             case io.Inherit(peer):
-                with self._changed:
+                with self.meeting.changed:
                     self._inheritance.count(peer)
             case io.Forget(peer):
-                with self._changed:
+                with self.meeting.changed:
                     self._inheritance.forget(peer)
             case io.Handed():
-                with self._changed:
+                with self.meeting.changed:
                     self._handed = effect
-                    self._changed.notify_all()
+                    self.meeting.changed.notify_all()
             case io.Stop(error):
                 raise error
             case io.Note(event, fields):
@@ -1027,7 +916,7 @@ class Driver:
         """All of a state has come, and the donor's has another digest: begin anew, with the donor itself."""
         assert self._core is not None
         generation = self._core.generation
-        with self._changed:
+        with self.meeting.changed:
             if not self._intake.is_refuted(generation):
                 return []
             self._intake.forget()
@@ -1036,7 +925,7 @@ class Driver:
 
     def _follow(self, effect: io.Follow | io.DonorUp | io.DonorDown | io.Arrive) -> None:
         asks: Sequence[tuple[m.PeerId, m.Message]] = ()
-        with self._changed:
+        with self.meeting.changed:
             following = self._following
             match effect:
                 case io.Follow():
@@ -1052,7 +941,7 @@ class Driver:
     def _mind_following(self, now_s: float) -> None:
         """Say when it has caught up, or that it cannot; forget it when it is a member with the state."""
         assert self._core is not None
-        with self._changed:
+        with self.meeting.changed:
             following = self._following
             if following is None:
                 return
@@ -1105,7 +994,7 @@ class Driver:
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool, reason: str) -> None:
         if not committed:
             log.info("step %d attempt %d did not commit: %s", round_id.step, round_id.attempt, reason)
-        with self._changed:  # the trainer may be adding a bucket
+        with self.meeting.changed:  # the trainer may be adding a bucket
             ended = self._open if self._open is not None and self._open.id == round_id else None
             self._open = None if ended is not None else self._open
         if ended is not None:
@@ -1205,15 +1094,12 @@ class Driver:
             cuts=seat.cuts if seat is not None else (),
             first_step=here.first_step,
         )
-        with self._changed:
-            if not self._ended and picture == self._picture:
-                return
+        with self.meeting.changed:
             # Together, so that the trainer never sees an outcome beside the picture from before it.
-            self._picture = picture
             for ended, outcome in self._ended:
                 ended.outcome = outcome
+            self.meeting.show(picture, anyway=bool(self._ended))
             self._ended.clear()
-            self._wake_trainer()
 
     def _forget_asked(self, generation: int) -> None:
         """What was asked for in an earlier generation is of another seat, perhaps, and nobody's any more."""
@@ -1225,11 +1111,6 @@ class Driver:
             outlet.forget_others(generation)
             if not outlet.wanted[0]:
                 del self._kept_outlets[held]
-
-    def _wake_trainer(self) -> None:
-        """Locked.  Not for what it does not wait for, such as what it sent itself."""
-        if self._awaited is None or self._awaited(self._picture):
-            self._changed.notify_all()
 
 
 def _is_payload(event: io.Event) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.exchanging import FIRST_FIGURE
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.driver import Picture
+from gridtrain.runtime.picture import Picture
 
 OPEN = Picture(world_size=1, open_round=m.RoundId(1, 1, 7, 0), exchange="Dense()", synced=True)
 

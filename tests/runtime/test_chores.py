@@ -124,7 +124,7 @@ def test_most_turns_do_no_chores(busy: Any) -> None:
 def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> None:
     busy.play(0.02)
     driver, held = busy.driver, m.Held(1, b"h", m.LedgerState())
-    driver._stale, woken = False, busy.line.woken
+    driver.meeting.stale, woken = False, busy.line.woken
     match what:
         case "command":
             driver.command(io.Withdraw())
@@ -137,7 +137,7 @@ def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> 
             driver.discarded(3)
         case "inherited":
             driver.take_inheritance()
-    assert driver._stale, "the picture is looked at again, whatever comes over the line meanwhile"
+    assert driver.meeting.stale, "the picture is looked at again, whatever comes over the line meanwhile"
     assert busy.line.woken == woken + 1
 
 
@@ -152,8 +152,8 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
         for channel in (sent, awaited):
             driver._do(io.Reached(channel, False))
 
-    monkeypatch.setattr(driver._changed, "wait", arrives)
-    monkeypatch.setattr(driver._changed, "notify_all", lambda: woken.append(frozenset(mine.reached)))
+    monkeypatch.setattr(driver.meeting.changed, "wait", arrives)
+    monkeypatch.setattr(driver.meeting.changed, "notify_all", lambda: woken.append(frozenset(mine.reached)))
     assert driver.await_channels(mine, (awaited,))
     assert woken == [{sent, awaited}]
     assert driver.await_channels(mine, (sent, awaited)), "they are there: nobody waits"
@@ -164,7 +164,7 @@ def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) 
     """Nor does the backward that goes on beside it; the rest of the round changes the picture."""
     busy.play(0.02)
     driver = busy.driver
-    driver._chores_s, driver._stale = driver._chores_s + 1.0, False  # they are not due
-    (driver._bring if not whole else driver.command)(io.Submit(m.RoundId(1, 1, 0, 0), {}, whole=whole))
+    driver._chores_s, driver.meeting.stale = driver._chores_s + 1.0, False  # they are not due
+    (driver.meeting.bring if not whole else driver.command)(io.Submit(m.RoundId(1, 1, 0, 0), {}, whole=whole))
     driver._turn()
-    assert driver._stale == whole
+    assert driver.meeting.stale == whole

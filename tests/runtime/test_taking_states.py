@@ -11,7 +11,7 @@ import pytest
 
 from gridtrain.protocol import member_io as io
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.driver import Picture
+from gridtrain.runtime.picture import Picture
 
 
 class Loop:

@@ -15,7 +15,8 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import GroupSession, Interrupted
-from gridtrain.runtime.driver import Driver, Picture
+from gridtrain.runtime.driver import Driver
+from gridtrain.runtime.picture import Picture
 from gridtrain.transport.base import Traffic
 
 COORDINATOR, A, B, C = (letter * 32 for letter in (b"0", b"a", b"b", b"c"))
@@ -75,7 +76,7 @@ class Scene:
         for held, generation, blobs in brought:
             self.driver._fill_kept(held, generation, blobs)
         self.driver._publish()
-        return self.driver._picture
+        return self.driver.last
 
 
 def test_what_was_asked_for_in_an_earlier_generation_is_not_owed() -> None:
