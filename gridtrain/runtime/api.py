@@ -31,12 +31,13 @@ from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.contribution import Tally
 from gridtrain.runtime.copies import CopyDisk
 from gridtrain.runtime.donating import Parts
-from gridtrain.runtime.driver import Driver, Part
+from gridtrain.runtime.driver import Driver
 from gridtrain.runtime.following import ImageWork
 from gridtrain.runtime.opened import OpenedRound
 from gridtrain.runtime.pace import Pace
 from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
+from gridtrain.runtime.rounds import Part
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES
 from gridtrain.runtime.updates import StepUpdate
 from gridtrain.transport.credits import CreditTransport
@@ -499,7 +500,7 @@ class GroupSession:
     def send_early(self, plan: StepPlan, bucket: int, workspace: Workspace, skip: bool) -> None:
         """See `optim.session.Session.send_early`."""
         if self._early is not None and self._early[1] is plan:
-            self._driver.begin_round(self._early[0], m.Channel(group=bucket), workspace, skip)
+            self._driver.rounds.begin(self._early[0], m.Channel(group=bucket), workspace, skip)
 
     def _has_begun(self, picture: Picture) -> bool:
         """Buckets of the open round are under way: what they were made of may not change."""
@@ -549,7 +550,7 @@ class GroupSession:
             return None
         assert picture.open_round is not None
         self._turn = picture
-        self._driver.begin_attempt()
+        self._driver.rounds.begin_attempt()
         if self._early is not None and self._has_begun(picture):
             return self._early[1]
         return _plan(picture, picture.open_round)
@@ -568,7 +569,8 @@ class GroupSession:
         """Instead of `run`, for a pipeline: the round's collectives are added as they are ready."""
         assert self._turn is not None and self._turn.open_round is not None
         self._pace.begin(time.monotonic(), plan.samples)
-        return OpenedRound(self._driver, self._driver.open_round(self._turn.open_round, parts, settings))
+        rounds = self._driver.rounds
+        return OpenedRound(rounds, rounds.open(self._turn.open_round, parts, settings))
 
     def computed(self) -> None:
         """The pipeline has drained here."""
@@ -591,7 +593,7 @@ class GroupSession:
         """See `optim.session.Session.run`."""
         assert self._turn is not None and self._turn.open_round is not None
         self._early = None
-        outcome = self._driver.run_round(self._turn.open_round, workspaces, skip, settings)
+        outcome = self._driver.rounds.run(self._turn.open_round, workspaces, skip, settings)
         self._turn_taken = outcome.committed
         if outcome.committed:
             self._count_step()
@@ -668,8 +670,8 @@ class GroupSession:
         self._driver.busy(inside)
 
     def settle(self, timeout_s: float) -> RoundOutcome | None:
-        """See `Driver.settle`."""
-        return self._driver.settle(timeout_s)
+        """See `Rounds.settle`."""
+        return self._driver.rounds.settle(timeout_s)
 
     def last_inheritance(self, timeout_s: float) -> tuple[list[tuple[m.PeerId, Sparse]], float]:
         """Before this worker leaves: what others have handed over to it and it has not added yet; and the

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import SystemRandom
 from typing import Any
@@ -32,13 +32,10 @@ from gridtrain.errors import (
 )
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.collective import Collective
 from gridtrain.protocol.forming import STATE_LEFT
 from gridtrain.protocol.member import MemberCore
 from gridtrain.protocol.routes import relay_of
 from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.buckets import BucketedWorkspace, by_channel
-from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace, Workspace
 from gridtrain.runtime.bursts import Bursts
 from gridtrain.runtime.copies import Copies, CopyDisk
 from gridtrain.runtime.donating import Donating, Parts
@@ -47,10 +44,9 @@ from gridtrain.runtime.handover import Inheritance
 from gridtrain.runtime.meeting import Meeting
 from gridtrain.runtime.passing_on import PassingOutlet
 from gridtrain.runtime.picture import Picture
-from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.probe import Prober
+from gridtrain.runtime.rounds import Rounds
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake, StateOutlet, state_digest
-from gridtrain.runtime.updates import StepUpdate, vote_digest
 from gridtrain.transport import buffering
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
 from gridtrain.transport.credits import CreditTransport, needs_credit
@@ -97,29 +93,6 @@ SAID = {
 """Events in words; `named` and `namesake` where two workers want one name, to both of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One collective of a round, and its numbers."""
-
-    collective: Collective
-    workspace: Workspace
-
-
-@dataclass(slots=True)
-class OpenRound:
-    """`workspaces`: those that were submitted, by channel; `whole`: those that are voted on, in order."""
-
-    id: m.RoundId
-    workspaces: dict[m.Channel, Workspace]
-    whole: Sequence[Workspace | BucketedWorkspace] = ()
-    settings: bytes = b""
-    outcome: RoundOutcome | None = None
-    seals: tuple[bytes, ...] = ()
-    spoilt: bool = False  # a payload was refused: nothing more is computed, sent on or sealed
-    why: str = ""  # it did not commit
-    reached: dict[m.Channel, bool] = field(default_factory=dict)  # complete collectives, and who skips
-
-
 @dataclass(slots=True)
 class _Inbox:
     """Commands of the trainer's thread, guarded by the driver's condition."""
@@ -146,11 +119,8 @@ class Driver:
         self._core: MemberCore | None = None
         self.meeting = Meeting(transport.wake)
         self._inbox = _Inbox()
-        self._open: OpenRound | None = None
-        self._may_hash = False  # a dense sum has slices to be hashed before the end
         self._only_payloads = False  # all that came in this turn went into numbers and on to others, or left
         self._chores_s = -math.inf  # when they were done last
-        self._ended: list[tuple[OpenRound, RoundOutcome]] = []
         self._mean: list[float | None] = []  # the answer that the trainer waits for
         self._prober = Prober()
         self._bursts = Bursts(SystemRandom())
@@ -161,6 +131,7 @@ class Driver:
         self._passing = PassingOutlet(self._intake)
         rate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
         self._donating = Donating(rate_Bps, self.meeting.stir)
+        self.rounds = Rounds(self.meeting, self._donating.committed)
         self._following: Following | None = None
         self._bounds = (MAX_STATE_BYTES, 0)  # of the largest state, and elements of the flat gradient
         self._caught_again_s = -math.inf
@@ -174,8 +145,6 @@ class Driver:
         self._kept_outlets: dict[m.Held, StateOutlet] = {}  # of checkpoints, for members of other stages
         self._asked_in = 0  # the generation of which all that is asked for in the outlets is
         self._discard_after: int | None = None
-        self._latest: OpenRound | None = None  # that this worker has submitted to
-        self._submitted = False  # since `begin_attempt`
         self._busy = False  # it is in a long computation that it has announced
         self._moved_bytes = 0
         self._paused_since_s: float | None = None
@@ -226,140 +195,11 @@ class Driver:
         """See `Meeting.command`."""
         self.meeting.command(event)
 
-    def begin_round(self, round_id: m.RoundId, channel: m.Channel, workspace: Workspace, skip: bool) -> None:
-        """Submit one bucket of this worker's part of a round; `run_round` brings the rest."""
-        picture = self.look()
-        if picture.open_round != round_id:
-            return  # `run_round` will say that the round is over
-        collective = workspace.collective(picture.rank, picture.world_size, skip)
-        with self.meeting.changed:
-            if self._open is None or self._open.id != round_id:
-                self._open = OpenRound(round_id, {})
-            self._open.workspaces[channel] = workspace
-        self.meeting.bring(io.Submit(round_id, {channel: collective}, whole=False))
-
-    def run_round(
-        self,
-        round_id: m.RoundId,
-        workspaces: Sequence[Workspace | BucketedWorkspace],
-        skip: bool,
-        settings: bytes,
-    ) -> RoundOutcome:
-        """Submit this worker's part of a round, or what `begin_round` left, and wait for its outcome."""
-        picture = self.look()
-        if picture.generation != round_id.generation:
-            return RoundOutcome(committed=False, skip=False)
-        with self.meeting.changed:
-            begun = self._open if self._open is not None and self._open.id == round_id else None
-            channels = by_channel(workspaces)
-            mine = begun or OpenRound(round_id, {}, spoilt=self._spoilt_before(channels.values()))
-            rest = {c: w for c, w in channels.items() if c not in mine.workspaces}
-        collectives = {
-            channel: workspace.collective(picture.rank, picture.world_size, skip)
-            for channel, workspace in rest.items()
-        }
-        with self.meeting.changed:
-            mine.workspaces |= rest
-            mine.whole, mine.settings = workspaces, settings
-            self._open = self._latest = mine
-            self._submitted = True
-        self.command(io.Submit(round_id, collectives))
-        if mine.spoilt:
-            # The others go on from what they have, and cannot send what is missing here: all begin anew.
-            self.command(io.Broke("what came in an earlier attempt was refused here"))
-        self.wait(lambda _: mine.outcome is not None)
-        assert mine.outcome is not None
-        return mine.outcome
-
-    def open_round(self, round_id: m.RoundId, parts: Mapping[m.Channel, Part], settings: bytes) -> OpenRound:
-        """Open a round whose collectives are not all known yet; `extend` brings the others."""
-        mine = OpenRound(round_id, {channel: part.workspace for channel, part in parts.items()})
-        mine.settings = settings
-        with self.meeting.changed:
-            self._open = self._latest = mine
-            self._submitted = True
-        self.command(io.Submit(round_id, {channel: p.collective for channel, p in parts.items()}, more=True))
-        return mine
-
-    def extend(self, mine: OpenRound, parts: Mapping[m.Channel, Part]) -> None:
-        """Further collectives of the round, not the last ones."""
-        with self.meeting.changed:
-            mine.workspaces |= {channel: part.workspace for channel, part in parts.items()}
-        self.meeting.bring(io.Extend(mine.id, {channel: part.collective for channel, part in parts.items()}))
-
-    def complete_round(self, mine: OpenRound, channel: m.Channel, part: Part) -> RoundOutcome:
-        """The last collective: its workspace is sealed and voted on.  Waits for the outcome."""
-        with self.meeting.changed:
-            mine.workspaces[channel] = part.workspace
-            mine.whole = (part.workspace,)
-        self.meeting.bring(io.Extend(mine.id, {channel: part.collective}, more=False))
-        return self.end_round(mine)
-
-    def end_round(self, mine: OpenRound) -> RoundOutcome:
-        """Wait for the outcome, whatever this worker's part in it was."""
-        self.wait(lambda _: mine.outcome is not None)
-        assert mine.outcome is not None
-        return mine.outcome
-
-    def fail_round(self, mine: OpenRound, reason: str) -> None:
-        """Vote NO in this round, unless it is over already or voted on."""
-        if mine.outcome is None:
-            self.command(io.Extend(mine.id, {}, reason=reason))
-
-    def blame(self, mine: OpenRound, rank: int, reason: str) -> None:
-        """What this rank sent in the round is no honest member's, which only the trainer could see."""
-        picture = self.look()
-        if picture.generation == mine.id.generation and rank < len(picture.shares):
-            self.command(io.Offence(picture.shares[rank][0], reason))
-
     def blame_donor(self, generation: int, reason: str) -> None:
         """What was given as this worker's state is not that."""
         picture = self.look()
         if picture.generation == generation and picture.donor is not None:
             self.command(io.Offence(picture.donor, reason))
-
-    def await_channels(self, mine: OpenRound, channels: Collection[m.Channel]) -> bool:
-        """Wait until these collectives are complete; False: they never will be, as the round is lost."""
-
-        def there() -> bool:
-            return all(channel in mine.reached for channel in channels)
-
-        def settled(picture: Picture) -> bool:
-            return there() or mine.outcome is not None or picture.doomed == mine.id
-
-        if not there():
-            self.wait(settled)
-        return there()
-
-    def is_lost(self, mine: OpenRound) -> bool:
-        """This round cannot be committed."""
-        picture = self.look()
-        return mine.outcome is not None or picture.doomed == mine.id
-
-    def _spoilt_before(self, workspaces: Iterable[Workspace]) -> bool:
-        """A retry is about to go on from numbers of an attempt in which something was refused."""
-        latest = self._latest
-        if latest is None or not latest.spoilt:
-            return False
-        return any(mine is theirs for mine in workspaces for theirs in latest.workspaces.values())
-
-    def begin_attempt(self) -> None:
-        """What `settle` says is of the round that is submitted next."""
-        self._submitted = False
-
-    def settle(self, timeout_s: float) -> RoundOutcome | None:
-        """How the latest round ended that this worker submitted to; None: it has not, in that time.
-
-        Of an attempt that was never submitted: not committed.  For whoever was interrupted in `run_round`, or
-        on the way to it, and leaves.  Unless it has voted YES it votes NO now: others may be in the middle of
-        a long computation.
-        """
-        latest = self._latest
-        if latest is None or not self._submitted:
-            return RoundOutcome(committed=False, skip=False)
-        self.command(io.Withdraw())
-        self.wait(lambda _: latest.outcome is not None, timeout_s)
-        return latest.outcome
 
     def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> io.Handed | None:
         """Give this worker's residual to another one; None: nobody answered.  No step can follow."""
@@ -546,7 +386,7 @@ class Driver:
                     self._outlet.fill(*captured)
                 for held, generation, blobs in kept:
                     self._fill_kept(held, generation, blobs)
-                if self.meeting.stale or self._ended:
+                if self.meeting.stale or self.rounds.has_ended:
                     self.meeting.stale = False  # first: what others change meanwhile is published next
                     self._publish()  # before the next wait: a lone worker's round is over already
                 if stopping:
@@ -582,7 +422,7 @@ class Driver:
         deadline_s = min(deadline_s, self._donating.due_s(self._transport))
         if self._copies is not None:
             deadline_s = min(deadline_s, self._copies.due_s)
-        at_once = any(outlet.ready(self._transport) for outlet in self._outlets) or self._may_hash
+        at_once = any(outlet.ready(self._transport) for outlet in self._outlets) or self.rounds.may_hash
         at_once = at_once or self._passing.ready(self._transport)
         timeout_s = 0.0 if at_once else max(0.0, deadline_s - now_s)
         events = self._transport.poll(min(timeout_s, self._config.deadlines.beat_s))
@@ -593,9 +433,9 @@ class Driver:
             self._transport_event(event)
         brought = self._obey()  # a payload that is to leave waits for no chore
         self._only_payloads = self._only_payloads and (brought or bool(events))
-        if self._ended:
+        if self.rounds.has_ended:
             self._publish()  # nor does the trainer, which waits for the outcome
-        self._hash_ahead()
+        self.rounds.hash_ahead()
         now_s = time.monotonic()
         if self._only_payloads and now_s < self._chores_s + CHORES_S:
             self._give_credit()
@@ -632,14 +472,6 @@ class Driver:
     @property
     def _outlets(self) -> list[StateOutlet]:
         return [self._outlet, *self._kept_outlets.values()]
-
-    def _hash_ahead(self) -> None:
-        """While the wire is busy: one slice each time, so that what comes meanwhile waits for no more."""
-        with self.meeting.changed:  # the trainer may be adding a bucket
-            open_ = self._open if self._open is not None and not self._open.spoilt else None
-            workspaces = open_.workspaces.values() if open_ is not None else ()
-            dense = [workspace for workspace in workspaces if isinstance(workspace, DenseWorkspace)]
-        self._may_hash = any(workspace.hash_ahead() for workspace in dense)
 
     def _mind_bursts(self, now_s: float) -> None:
         """Rates go to the coordinator before the round trips do, with which it admits this worker."""
@@ -796,8 +628,7 @@ class Driver:
                 queue.extend(self._do(effect))
             except RemoteProtocolError as error:
                 self._only_payloads = False
-                if self._open is not None:
-                    self._open.spoilt = True  # else what was refused would be sent on, or missed in the sum
+                self.rounds.spoil()
                 culprit = effect.peer if isinstance(effect, FROM_PEERS) else None
                 event = io.Broke(str(error)) if culprit is None else io.Offence(culprit, error.reason)
                 queue.extend(self._core.handle(event, time.monotonic()))
@@ -813,24 +644,18 @@ class Driver:
                 self._ask_state(peer, ask)
             case io.Post(peer, message):
                 self._send(peer, message)
-            case io.Ship(peer, round_id, channel, place, skip):
-                workspace = self._workspace(round_id, channel)
-                if workspace is not None:
-                    data = m.Data(round_id, channel, place, skip, workspace.payload(place))
+            case io.Ship(peer):
+                if (data := self.rounds.data(effect)) is not None:
                     self._transport.send(peer, data)
             case io.Fill(channel, fill):
-                if self._open is not None and not self._open.spoilt:
-                    self._open.workspaces[channel].apply(fill)
+                self.rounds.fill(channel, fill)
             case io.Reached(channel, skip):
-                with self.meeting.changed:
-                    if self._open is not None and not self._open.spoilt:
-                        self._open.reached[channel] = skip
-                        self.meeting.progress += 1
-                        self.meeting.wake()
+                self.rounds.reached(channel, skip)
             case io.Seal(skip):
-                return self._seal(skip)
+                digest = self.rounds.seal(skip)
+                return [] if digest is None else self._core.handle(io.Sealed(digest), time.monotonic())
             case io.Resolve(round_id, committed, skip, reason):
-                self._resolve(round_id, committed, skip, reason)
+                self.rounds.resolve(round_id, committed, skip, reason)
             case io.MeanKnown(value):
                 with self.meeting.changed:
                     self._mean.append(value)
@@ -978,42 +803,6 @@ class Driver:
         except TransportError as error:
             log.debug("not sent: %s to %s: %s", type(message).__name__, peer.hex()[:8], error)
 
-    def _workspace(self, round_id: m.RoundId, channel: m.Channel) -> Workspace | None:
-        if self._open is None or self._open.id != round_id or self._open.spoilt:
-            return None
-        return self._open.workspaces[channel]
-
-    def _seal(self, skip: bool) -> list[io.Effect]:
-        if self._open is None or self._core is None or self._open.spoilt:
-            return []
-        seals = [b"" if skip else workspace.seal() for workspace in self._open.whole]
-        self._open.seals = tuple(seals)
-        digest = vote_digest(self._open.settings, skip, seals)
-        return self._core.handle(io.Sealed(digest), time.monotonic())
-
-    def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool, reason: str) -> None:
-        if not committed:
-            log.info("step %d attempt %d did not commit: %s", round_id.step, round_id.attempt, reason)
-        with self.meeting.changed:  # the trainer may be adding a bucket
-            ended = self._open if self._open is not None and self._open.id == round_id else None
-            self._open = None if ended is not None else self._open
-        if ended is not None:
-            if committed:
-                self._remember(ended, skip)
-            else:
-                ended.why = reason
-            self._ended.append((ended, RoundOutcome(committed, skip)))
-
-    def _remember(self, mine: OpenRound, skip: bool) -> None:
-        """For followers: only sparse updates are small enough to be kept and sent."""
-        workspace = mine.whole[0]
-        if isinstance(workspace, BucketedWorkspace) and not workspace.is_sparse:
-            return
-        if isinstance(workspace, GatherWorkspace | ButterflyWorkspace | BucketedWorkspace):
-            update = None if skip else workspace.update
-            kept = StepUpdate(mine.id.step, mine.settings, skip, update, () if skip else mine.seals[1:])
-            self._donating.committed(kept, workspace.n)
-
     def _log(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "run_state":
             quiet = fields["state"] in ("training", "finished")
@@ -1096,10 +885,8 @@ class Driver:
         )
         with self.meeting.changed:
             # Together, so that the trainer never sees an outcome beside the picture from before it.
-            for ended, outcome in self._ended:
-                ended.outcome = outcome
-            self.meeting.show(picture, anyway=bool(self._ended))
-            self._ended.clear()
+            told = self.rounds.tell()
+            self.meeting.show(picture, anyway=told)
 
     def _forget_asked(self, generation: int) -> None:
         """What was asked for in an earlier generation is of another seat, perhaps, and nobody's any more."""

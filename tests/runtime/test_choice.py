@@ -35,6 +35,8 @@ class Pictures:
 
     def begin_attempt(self) -> None: ...
 
+    rounds = property(lambda self: self)
+
 
 def test_a_choice_that_is_open_again_is_waited_for() -> None:
     """It was alone and had Dense(); another one joins while its round is given up, and it is open for two."""

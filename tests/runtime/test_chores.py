@@ -12,6 +12,7 @@ from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.runtime import driver as loop
 from gridtrain.runtime.acquaintances import Acquaintances
+from gridtrain.runtime.rounds import OpenRound
 from gridtrain.transport.base import Received, Traffic
 
 COORDINATOR, PEER = b"c" * 32, b"p" * 32
@@ -143,7 +144,7 @@ def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> 
 
 def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, woken = busy.driver, []
-    mine = driver._open = loop.OpenRound(m.RoundId(1, 1, 0, 0), {})
+    mine = driver.rounds.current = OpenRound(m.RoundId(1, 1, 0, 0), {})
     sent, awaited = m.Channel(index=1), m.Channel(index=2)
 
     def arrives(timeout_s: float) -> None:
@@ -154,9 +155,9 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
 
     monkeypatch.setattr(driver.meeting.changed, "wait", arrives)
     monkeypatch.setattr(driver.meeting.changed, "notify_all", lambda: woken.append(frozenset(mine.reached)))
-    assert driver.await_channels(mine, (awaited,))
+    assert driver.rounds.await_channels(mine, (awaited,))
     assert woken == [{sent, awaited}]
-    assert driver.await_channels(mine, (sent, awaited)), "they are there: nobody waits"
+    assert driver.rounds.await_channels(mine, (sent, awaited)), "they are there: nobody waits"
 
 
 @pytest.mark.parametrize("whole", [False, True])

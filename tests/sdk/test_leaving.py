@@ -125,18 +125,18 @@ def in_the_middle_of_a_round(
 ) -> bool:
     """Ctrl-C comes when the round has been committed, and the training thread has not heard of it."""
     driver = grid._session._driver
-    wait = driver.wait
+    wait = driver.meeting.wait
 
     def interrupted(*args: Any) -> Any:
-        latest = driver._latest
+        latest = driver.rounds.latest
         if latest is not None and latest.id.step == LEAVES:
-            driver.wait = wait
+            driver.meeting.wait = wait
             if committed:
                 wait(lambda _: latest.outcome is not None, WITHIN_S)
             raise KeyboardInterrupt
         return wait(*args)
 
-    driver.wait = interrupted
+    driver.meeting.wait = interrupted
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     return True

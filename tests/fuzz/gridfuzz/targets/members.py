@@ -32,6 +32,7 @@ from gridtrain.protocol.round import HISTORY_START, ROOT, extend_history
 from gridtrain.runtime import driver as loop
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
+from gridtrain.runtime.rounds import OpenRound
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Standing, Violation
 from gridtrain.wire.sparse import ValueKind, encode
 
@@ -79,7 +80,8 @@ class Rig:
 
     @property
     def open(self) -> m.RoundId | None:
-        return self.loop._open.id if self.loop._open is not None else None
+        current = self.loop.rounds.current
+        return current.id if current is not None else None
 
     def go(self, most: int) -> None:
         self._enter()
@@ -292,7 +294,7 @@ class Rig:
         else:
             workspace = ButterflyWorkspace(self._payload(), n=N, k=K, kind=KIND)
         collective = workspace.collective(rank, self.world, self.source.one_in(16))
-        self.loop._open = loop.OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
+        self.loop.rounds.current = OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
         self.loop._handle(io.Submit(round_id, {CHANNEL: collective}))
 
     def _restore(self) -> None:
