@@ -34,17 +34,16 @@ from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.forming import STATE_LEFT
 from gridtrain.protocol.member import MemberCore
-from gridtrain.protocol.routes import relay_of
 from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.bursts import Bursts
 from gridtrain.runtime.copies import Copies, CopyDisk
 from gridtrain.runtime.donating import Donating, Parts
 from gridtrain.runtime.following import Bar, Following, ImageWork, Work
 from gridtrain.runtime.handover import Inheritance
+from gridtrain.runtime.measuring import Measuring
 from gridtrain.runtime.meeting import Meeting
+from gridtrain.runtime.owed import Owed
 from gridtrain.runtime.passing_on import PassingOutlet
 from gridtrain.runtime.picture import Picture
-from gridtrain.runtime.probe import Prober
 from gridtrain.runtime.rounds import Rounds
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake, StateOutlet, state_digest
 from gridtrain.transport import buffering
@@ -115,17 +114,14 @@ class Driver:
         self._config = config
         self._acquaintances = acquaintances
         self._coordinator = bytes.fromhex(config.coordinator_key)
-        self._owed: dict[m.PeerId, int] = {}  # bytes read from a peer and not yet given back as credit
+        self._owed = Owed(transport)
         self._core: MemberCore | None = None
         self.meeting = Meeting(transport.wake)
         self._inbox = _Inbox()
         self._only_payloads = False  # all that came in this turn went into numbers and on to others, or left
         self._chores_s = -math.inf  # when they were done last
         self._mean: list[float | None] = []  # the answer that the trainer waits for
-        self._prober = Prober()
-        self._bursts = Bursts(SystemRandom())
-        self._relayed: set[m.PeerId] = set()  # whom a burst would reach over a third one's line
-        self._measured: io.Probed | None = None  # round trips, while bursts are under way
+        self._measuring = Measuring(transport, config.deadlines.probe_s, SystemRandom())
         self._intake = StateIntake()
         self._outlet = StateOutlet()
         self._passing = PassingOutlet(self._intake)
@@ -449,12 +445,7 @@ class Driver:
                 self._beat()
             if now_s >= self._core.deadline_s:
                 self._carry_out(self._core.tick(now_s))
-            rtt_s = self._prober.done(now_s)
-            if rtt_s is not None:
-                self._measured = io.Probed(rtt_s)
-                direct = {peer: seconds for peer, seconds in rtt_s if peer not in self._relayed}
-                self._bursts.begin(direct, self._prober.until_s, now_s)
-            self._mind_bursts(now_s)
+            self._tell_measured(now_s)
             self._post(self._donating.turn(self._transport, now_s))
             self._mind_following(now_s)
             sent = sum(outlet.pump(self._transport) for outlet in self._outlets)
@@ -473,22 +464,12 @@ class Driver:
     def _outlets(self) -> list[StateOutlet]:
         return [self._outlet, *self._kept_outlets.values()]
 
-    def _mind_bursts(self, now_s: float) -> None:
-        """Rates go to the coordinator before the round trips do, with which it admits this worker."""
-        waiting = self._bursts.turn(self._transport, now_s)
-        if (news := self._bursts.news()) is not None:
-            self._send(self._coordinator, m.Rates(news))
-        if self._measured is not None and not waiting:
-            measured, self._measured = self._measured, None
-            self._handle(measured)
-
-    def _burst(self, peer: m.PeerId, burst: m.Burst, nbytes: int) -> None:
-        self._owed[peer] = self._owed.get(peer, 0) + nbytes
-        match self._bursts.came(peer, burst, time.monotonic()):
-            case m.Landed() as answer:
-                self._send(peer, answer)
-            case str(reason):
-                self._handle(io.Offence(peer, reason))
+    def _tell_measured(self, now_s: float) -> None:
+        rates, probed = self._measuring.turn(now_s)
+        if rates is not None:
+            self._send(self._coordinator, rates)
+        if probed is not None:
+            self._handle(probed)
 
     def _mind_pause(self, why: str, now_s: float) -> None:
         """Say once that the run is paused, and give up after a long time (rule 10)."""
@@ -532,11 +513,11 @@ class Driver:
             case PeerUp(peer):
                 if peer == self._coordinator:
                     self._denied_since_s = None
-                self._prober.peer_up(peer, self._transport, time.monotonic())
+                self._measuring.peer_up(peer, time.monotonic())
                 self._handle(io.EdgeUp(peer))
             case PeerDown(peer, reason):
-                self._owed.pop(peer, None)
-                self._bursts.forget(peer)
+                self._owed.forget(peer)
+                self._measuring.peer_down(peer)
                 self._handle(io.EdgeDown(peer, reason))
             case Denied(self._coordinator) if not self._is_denied_for_good(time.monotonic()):
                 log.info("the coordinator's address does not let this worker in; it is asked again")
@@ -554,19 +535,22 @@ class Driver:
                 self._handle(io.Offence(peer, reason))
             case Received(peer, m.Ping(nonce)):
                 self._send(peer, m.Pong(nonce))
-            case Received(_, m.Pong(nonce)):
-                self._prober.pong(nonce, self._transport, time.monotonic())
-            case Received(peer, m.Burst() as burst, nbytes):
-                self._burst(peer, burst, nbytes)
-            case Received(peer, m.BurstAsk(nonce)):
-                for burst in self._bursts.asked(peer, nonce, time.monotonic()):
-                    self._send(peer, burst)
-            case Received(peer, m.Landed() as answer):
-                self._bursts.landed(peer, answer, time.monotonic())
+            case Received(peer, m.Pong() | m.Burst() | m.BurstAsk() | m.Landed() as message, nbytes):
+                if needs_credit(message):
+                    self._owed.came(peer, nbytes)
+                self._measured(peer, message)
             case Received(peer, message, nbytes):
                 if needs_credit(message):
-                    self._owed[peer] = self._owed.get(peer, 0) + nbytes
+                    self._owed.came(peer, nbytes)
                 self._handle(io.Heard(peer, message, nbytes))
+
+    def _measured(self, peer: m.PeerId, message: m.Pong | m.Burst | m.BurstAsk | m.Landed) -> None:
+        answers = self._measuring.heard(peer, message, time.monotonic())
+        if isinstance(answers, str):
+            self._handle(io.Offence(peer, answers))
+            return
+        for answer in answers:
+            self._send(peer, answer)
 
     def _is_denied_for_good(self, now_s: float) -> bool:
         """A refused handshake proves nothing about who refused it.
@@ -581,13 +565,9 @@ class Driver:
         return not self._core.term or now_s - self._denied_since_s >= DENIED_S
 
     def _give_credit(self) -> None:
-        """Peers may send on as far as what they sent is dealt with; what is held for later is not."""
+        """Peers may send on as far as what they sent is dealt with."""
         assert self._core is not None
-        for peer, owed in list(self._owed.items()):
-            held = self._core.held_bytes(peer)
-            if owed > held:
-                self._transport.done(peer, owed - held)
-                self._owed[peer] = held
+        self._owed.give_back(self._core.held_bytes)
 
     def _handle(self, event: io.Event) -> None:
         """What a peer did wrong costs the round and the peer, never this worker."""
@@ -663,11 +643,10 @@ class Driver:
             case io.Dial(peer, address):
                 self._transport.dial(peer, address)
             case io.HangUp(peer):
-                self._owed.pop(peer, None)
+                self._owed.forget(peer)
                 self._transport.hang_up(peer)
-            case io.Probe(targets):
-                self._relayed = {peer for peer, address in targets if relay_of(address) is not None}
-                self._prober.begin(targets, self._transport, time.monotonic(), self._config.deadlines.probe_s)
+            case io.Probe():
+                self._measuring.begin(effect, time.monotonic())
             case io.GiveState(peer, _, generation, whole, kept, have, digest):
                 outlet = self._outlet
                 if kept is not None:

@@ -116,7 +116,7 @@ def test_who_sends_may_send_on_at_once(busy: Any) -> None:
 
 def test_most_turns_do_no_chores(busy: Any) -> None:
     chores = []
-    busy.driver._prober.done = chores.append
+    busy.driver._measuring._prober.done = chores.append
     busy.play(1.0)
     assert 1.0 / (loop.CHORES_S + 2 * BETWEEN_S) - 1 <= len(chores) <= 1.0 / loop.CHORES_S + 1
 
