@@ -180,7 +180,7 @@ class GroupSession:
     def _equip(self, driver: Driver) -> None:
         """Tell a driver all that this worker's script has said so far: the first one piece by piece, one
         after a pause all at once.  To be told again changes nothing."""
-        driver.allow_state(self._max_state_bytes)
+        driver.taking.allow(self._max_state_bytes)
         driver.allow_following(*self._following)
         driver.allow_residual(self._residual_n)
         driver.spent = self.spent
@@ -404,7 +404,7 @@ class GroupSession:
         self._given_for = generation, whole = picture.wanted_state
         blobs = self._capture(picture, whole)
         if blobs is not None:
-            self._driver.give_state(generation, blobs)
+            self._driver.giving.give(generation, blobs)
 
     def _owes_kept(self, picture: Picture) -> bool:
         return (
@@ -415,11 +415,11 @@ class GroupSession:
         assert picture.wanted_kept is not None and self._disk is not None
         self._gave = generation, held = picture.wanted_kept
         try:
-            self._driver.give_kept(held, generation, self._disk.give(held))
+            self._driver.giving.give_kept(held, generation, self._disk.give(held))
         except ConfigError as error:
             log.warning("%s", error)
             self.keeping(self._disk.held())  # first: behind it nobody is sent here for this one any more
-            self._driver.give_kept(held, generation, None)
+            self._driver.giving.give_kept(held, generation, None)
 
     def _put_aside(self, held: m.Held) -> None:
         assert self._disk is not None
@@ -460,7 +460,7 @@ class GroupSession:
                 "a state arrived before the optimizer was wrapped",
                 remedy="call grid.optimizer(optimizer, model, ...) before grid.batches(...)",
             )
-        taken = self._driver.take_state()
+        taken = self._driver.taking.take()
         if taken is None:
             self._driver.wait(lambda p: not p.offered_state, LOOK_AGAIN_S)
             return
@@ -475,7 +475,9 @@ class GroupSession:
             if not self._is_pipeline:
                 raise
             log.warning("the state of this worker's stage is not taken: %s", error)
-            self._driver.blame_donor(generation, f"gave a state that is not this stage's: {error.reason}")
+            self._driver.taking.blame_donor(
+                generation, f"gave a state that is not this stage's: {error.reason}"
+            )
             self._driver.wait(lambda p: p.generation != generation, LOOK_AGAIN_S)
             return
         finally:

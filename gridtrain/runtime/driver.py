@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from random import SystemRandom
 from typing import Any
 
@@ -38,14 +37,15 @@ from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.copies import Copies, CopyDisk
 from gridtrain.runtime.donating import Donating, Parts
 from gridtrain.runtime.following import Bar, Following, ImageWork, Work
+from gridtrain.runtime.giving import Giving
 from gridtrain.runtime.handover import Inheritance
 from gridtrain.runtime.measuring import Measuring
 from gridtrain.runtime.meeting import Meeting
 from gridtrain.runtime.owed import Owed
-from gridtrain.runtime.passing_on import PassingOutlet
 from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.rounds import Rounds
-from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake, StateOutlet, state_digest
+from gridtrain.runtime.statefeed import MAX_STATE_BYTES
+from gridtrain.runtime.taking import Taking
 from gridtrain.transport import buffering
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
 from gridtrain.transport.credits import CreditTransport, needs_credit
@@ -92,14 +92,6 @@ SAID = {
 """Events in words; `named` and `namesake` where two workers want one name, to both of them."""
 
 
-@dataclass(slots=True)
-class _Inbox:
-    """Commands of the trainer's thread, guarded by the driver's condition."""
-
-    captured: tuple[int, Sequence[bytes | memoryview], bytes] | None = None
-    kept: list[tuple[m.Held, int, Sequence[bytes | memoryview] | None]] = field(default_factory=list)
-
-
 class Driver:
     """Runs a `MemberCore` over a `Transport` in a thread of its own.
 
@@ -117,14 +109,11 @@ class Driver:
         self._owed = Owed(transport)
         self._core: MemberCore | None = None
         self.meeting = Meeting(transport.wake)
-        self._inbox = _Inbox()
         self._only_payloads = False  # all that came in this turn went into numbers and on to others, or left
         self._chores_s = -math.inf  # when they were done last
         self._mean: list[float | None] = []  # the answer that the trainer waits for
         self._measuring = Measuring(transport, config.deadlines.probe_s, SystemRandom())
-        self._intake = StateIntake()
-        self._outlet = StateOutlet()
-        self._passing = PassingOutlet(self._intake)
+        self.giving, self.taking = Giving(self.meeting), Taking(self.meeting)
         rate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
         self._donating = Donating(rate_Bps, self.meeting.stir)
         self.rounds = Rounds(self.meeting, self._donating.committed)
@@ -138,8 +127,6 @@ class Driver:
         self._reload: io.Reload | None = None
         self._aside: m.Held | None = None
         self._copies: Copies | None = None  # of checkpoints of stages
-        self._kept_outlets: dict[m.Held, StateOutlet] = {}  # of checkpoints, for members of other stages
-        self._asked_in = 0  # the generation of which all that is asked for in the outlets is
         self._discard_after: int | None = None
         self._busy = False  # it is in a long computation that it has announced
         self._moved_bytes = 0
@@ -191,12 +178,6 @@ class Driver:
         """See `Meeting.command`."""
         self.meeting.command(event)
 
-    def blame_donor(self, generation: int, reason: str) -> None:
-        """What was given as this worker's state is not that."""
-        picture = self.look()
-        if picture.generation == generation and picture.donor is not None:
-            self.command(io.Offence(picture.donor, reason))
-
     def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> io.Handed | None:
         """Give this worker's residual to another one; None: nobody answered.  No step can follow."""
         self.command(io.HandOn(pieces))
@@ -234,20 +215,6 @@ class Driver:
         self.wait(lambda _: bool(self._mean), timeout_s)
         return self._mean[0] if self._mean else None
 
-    def give_state(self, generation: int, blobs: Sequence[bytes | memoryview]) -> None:
-        """The trainer captured its state for the joiners of `generation`."""
-        digest = state_digest(blobs) if len(blobs) > 1 else b""
-        with self.meeting.changed:
-            self._inbox.captured = (generation, blobs, digest)
-        self.meeting.stir()
-
-    def give_kept(self, held: m.Held, generation: int, blobs: Sequence[bytes | memoryview] | None) -> None:
-        """A checkpoint on this worker's disk, read for a member that begins from it; None: it cannot be, and
-        nobody is given it."""
-        with self.meeting.changed:
-            self._inbox.kept.append((held, generation, blobs))
-        self.meeting.stir()
-
     def attach_copies(self, disk: CopyDisk, max_bytes: int) -> None:
         """Where copies of other stages' checkpoints go, and ours are; before this worker enters the group."""
         if self._copies is not None:
@@ -274,11 +241,6 @@ class Driver:
             if self._discard_after == after:
                 self._discard_after = None
         self.meeting.stir()
-
-    def allow_state(self, max_bytes: int) -> None:
-        """The largest state that a donor may send."""
-        with self.meeting.changed:
-            self._intake.allow(max_bytes)
 
     def allow_following(self, max_bytes: int, n: int) -> None:
         """The largest image that a donor may send, and the elements of the flat gradient."""
@@ -319,14 +281,6 @@ class Driver:
             if self._following is not None:
                 self._following.done(work)
         self.meeting.stir()
-
-    def take_state(self) -> tuple[int, int, list[bytes]] | None:
-        """Term, generation and blobs of the donor's state, complete; `Restored` is to follow.
-
-        None: the one that was offered is gone, as that of the next generation has begun to come.
-        """
-        with self.meeting.changed:
-            return self._intake.blobs() if self._intake.complete else None
 
     def note(self, figures: Mapping[str, float]) -> None:
         with self.meeting.changed:
@@ -373,15 +327,11 @@ class Driver:
         buffering.keep_pages()
         try:
             while True:
-                with self.meeting.changed:
-                    stopping = self.meeting.stopping
-                    captured, self._inbox.captured = self._inbox.captured, None
-                    kept, self._inbox.kept = self._inbox.kept, []
+                stopping = self.meeting.stopping
+                brought = self.giving.brought()
                 self._obey()
-                if captured is not None and self._core is not None and captured[0] == self._core.generation:
-                    self._outlet.fill(*captured)
-                for held, generation, blobs in kept:
-                    self._fill_kept(held, generation, blobs)
+                if self._core is not None:
+                    self.giving.fill(brought, self._core.generation)
                 if self.meeting.stale or self.rounds.has_ended:
                     self.meeting.stale = False  # first: what others change meanwhile is published next
                     self._publish()  # before the next wait: a lone worker's round is over already
@@ -394,12 +344,6 @@ class Driver:
             self.meeting.fail(error)
         finally:
             self._transport.close()
-
-    def _fill_kept(self, held: m.Held, generation: int, blobs: Sequence[bytes | memoryview] | None) -> None:
-        if blobs is None:
-            self._kept_outlets.pop(held, None)
-        elif held in self._kept_outlets:
-            self._kept_outlets[held].fill(generation, blobs)
 
     def _obey(self) -> bool:
         """Do what the trainer's thread has brought; True: it was something."""
@@ -418,8 +362,8 @@ class Driver:
         deadline_s = min(deadline_s, self._donating.due_s(self._transport))
         if self._copies is not None:
             deadline_s = min(deadline_s, self._copies.due_s)
-        at_once = any(outlet.ready(self._transport) for outlet in self._outlets) or self.rounds.may_hash
-        at_once = at_once or self._passing.ready(self._transport)
+        at_once = self.giving.ready(self._transport) or self.rounds.may_hash
+        at_once = at_once or self.taking.passing.ready(self._transport)
         timeout_s = 0.0 if at_once else max(0.0, deadline_s - now_s)
         events = self._transport.poll(min(timeout_s, self._config.deadlines.beat_s))
         self._only_payloads = self._core is not None
@@ -448,21 +392,16 @@ class Driver:
             self._tell_measured(now_s)
             self._post(self._donating.turn(self._transport, now_s))
             self._mind_following(now_s)
-            sent = sum(outlet.pump(self._transport) for outlet in self._outlets)
-            sent += self._passing.pump(self._transport)
+            sent = self.giving.pump(self._transport)
+            sent += self.taking.passing.pump(self._transport)
             if self._copies is not None:
                 sent += self._copies.turn(self._transport, now_s, self._core.generation)
             with self.meeting.changed:
                 self.meeting.progress += sent
             if self._core.stage is io.Stage.RUNNING:
-                self._outlet.forget()
-                self._passing.forget()
-                self._kept_outlets.clear()
+                self.giving.forget()
+                self.taking.passing.forget()
             self._mind_pause(self._core.paused, now_s)
-
-    @property
-    def _outlets(self) -> list[StateOutlet]:
-        return [self._outlet, *self._kept_outlets.values()]
 
     def _tell_measured(self, now_s: float) -> None:
         rates, probed = self._measuring.turn(now_s)
@@ -504,7 +443,7 @@ class Driver:
         exchanged = float(sum(traffic.get(kind, (0, 0))[0] for kind in ("Data", "Relay", "Relayed")))
         counts = [("exchanged_bytes", exchanged), ("received_bytes", received), ("sent_bytes", sent)]
         assert self._core is not None
-        if left_bytes := self._intake.left_bytes(self._core.generation):
+        if left_bytes := self.taking.intake.left_bytes(self._core.generation):
             counts.append((STATE_LEFT, float(left_bytes)))
         self._handle(io.Pulse(progress, waiting, (*figures, *counts)))
 
@@ -621,7 +560,8 @@ class Driver:
         assert self._core is not None
         match effect:
             case io.Post(peer, m.StateRequest() as ask):
-                self._ask_state(peer, ask)
+                if (lacked := self.taking.still_lacked(ask)) is not None:
+                    self._send(peer, lacked)
             case io.Post(peer, message):
                 self._send(peer, message)
             case io.Ship(peer):
@@ -647,16 +587,12 @@ class Driver:
                 self._transport.hang_up(peer)
             case io.Probe():
                 self._measuring.begin(effect, time.monotonic())
-            case io.GiveState(peer, _, generation, whole, kept, have, digest):
-                outlet = self._outlet
-                if kept is not None:
-                    outlet = self._kept_outlets.setdefault(kept, StateOutlet())
-                outlet.ask(peer, self._core.term, generation, whole=whole, have=have, digest=digest)
+            case io.GiveState():
+                self.giving.ask(effect, self._core.term)
             case io.PassOn(peer, term, generation, have):
-                self._passing.ask(peer, term, generation, have)
+                self.taking.passing.ask(peer, term, generation, have)
             case io.TakeDigest(generation, due):
-                with self.meeting.changed:
-                    self._intake.expect(generation, due)
+                self.taking.expect(generation, due)
                 return self._refuted()
             case io.SendCopy() if self._copies is not None:
                 self._copies.send(effect)
@@ -682,10 +618,8 @@ class Driver:
             case io.Donating():
                 self._donating.told(effect)
             case io.TakeBlock(peer, block):
-                with self.meeting.changed:
-                    self.meeting.progress += 1
-                    self._intake.keeps = self._core.passes_on
-                    self._intake.take(block, vouched=peer == self._core.donor)
+                vouched = peer == self._core.donor
+                self.taking.block(block, vouched=vouched, passes_on=self._core.passes_on)
                 return self._refuted()
             case io.TakePiece(peer, piece, world_size):
                 with self.meeting.changed:
@@ -708,24 +642,12 @@ class Driver:
                 self._log(event, fields)
         return []
 
-    def _ask_state(self, peer: m.PeerId, ask: m.StateRequest) -> None:
-        """For what is not here yet."""
-        have = self._intake.have(ask.generation) if ask.whole and not ask.digest else 0
-        if not have or self._intake.left_bytes(ask.generation):
-            self._send(peer, replace(ask, have=have))
-        elif self._intake.lacks_word(ask.generation):
-            self._send(peer, replace(ask, digest=True))
-
     def _refuted(self) -> list[io.Effect]:
-        """All of a state has come, and the donor's has another digest: begin anew, with the donor itself."""
+        """What has come is not the donor's state: begin anew, with the donor itself."""
         assert self._core is not None
-        generation = self._core.generation
-        with self.meeting.changed:
-            if not self._intake.is_refuted(generation):
-                return []
-            self._intake.forget()
-            self._passing.stop()
-        return self._core.handle(io.Refuted(generation), time.monotonic())
+        if not self.taking.refuted(self._core.generation):
+            return []
+        return self._core.handle(io.Refuted(self._core.generation), time.monotonic())
 
     def _follow(self, effect: io.Follow | io.DonorUp | io.DonorDown | io.Arrive) -> None:
         asks: Sequence[tuple[m.PeerId, m.Message]] = ()
@@ -761,7 +683,7 @@ class Driver:
             failed, arrived = following.failed, following.arrived
             if failed:
                 self._following = None
-                self._intake.forget()
+                self.taking.intake.forget()
             progress = following.progress
         self._post(asks)
         if failed:
@@ -809,7 +731,7 @@ class Driver:
         here = self._core
         if here is None:
             return
-        self._forget_asked(here.generation)
+        self.giving.forget_others(here.generation)
         seat, open_round = here.seat, here.next_round
         spans: tuple[m.Span, ...] = ()
         total = 0
@@ -837,8 +759,8 @@ class Driver:
             ledger=here.ledger,
             finished=here.finished and here.stage is io.Stage.RUNNING,
             run_state=here.run_state,
-            wanted_state=self._outlet.wanted,
-            offered_state=(self._intake.complete_for(here.generation) and not here.synced and may_load)
+            wanted_state=self.giving.wanted,
+            offered_state=(self.taking.intake.complete_for(here.generation) and not here.synced and may_load)
             or reload is not None,
             wanted_image=self._donating.wanted,
             offered_work=self._following is not None and self._following.has_work,
@@ -851,10 +773,7 @@ class Driver:
             reload=reload,
             donor=here.donor,
             due_digest=seat.roster[seat.rank].digest if seat is not None else b"",
-            wanted_kept=next(
-                ((outlet.wanted[0], held) for held, outlet in self._kept_outlets.items() if outlet.wanted[0]),
-                None,
-            ),
+            wanted_kept=self.giving.wanted_kept,
             discard_after=self._discard_after,
             name=seat.roster[seat.rank].name if seat is not None else "",
             exchange=here.seat.exchange if here.seat is not None else "",
@@ -866,17 +785,6 @@ class Driver:
             # Together, so that the trainer never sees an outcome beside the picture from before it.
             told = self.rounds.tell()
             self.meeting.show(picture, anyway=told)
-
-    def _forget_asked(self, generation: int) -> None:
-        """What was asked for in an earlier generation is of another seat, perhaps, and nobody's any more."""
-        if generation == self._asked_in:
-            return
-        self._asked_in = generation
-        self._outlet.forget_others(generation)
-        for held, outlet in list(self._kept_outlets.items()):
-            outlet.forget_others(generation)
-            if not outlet.wanted[0]:
-                del self._kept_outlets[held]
 
 
 def _is_payload(event: io.Event) -> bool:

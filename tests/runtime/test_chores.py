@@ -130,7 +130,7 @@ def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> 
         case "command":
             driver.command(io.Withdraw())
         case "state":
-            driver.give_state(1, [b""])
+            driver.giving.give(1, [b""])
         case "aside":
             driver._aside = held
             driver.put_aside(held)

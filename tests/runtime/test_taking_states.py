@@ -20,11 +20,12 @@ class Loop:
     def __init__(self, *states: tuple[int, int, list[bytes]] | None) -> None:
         self.states = list(states)
         self.told: list[io.Event] = []
+        self.taking = self
 
     def look(self) -> Picture:
         return Picture(offered_state=True, generation=2, inherited=True)
 
-    def take_state(self) -> tuple[int, int, list[bytes]] | None:
+    def take(self) -> tuple[int, int, list[bytes]] | None:
         return self.states.pop(0)
 
     def busy(self, on: bool) -> None:

@@ -16,6 +16,7 @@ from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import GroupSession, Interrupted
 from gridtrain.runtime.driver import Driver
+from gridtrain.runtime.giving import Giving
 from gridtrain.runtime.picture import Picture
 from gridtrain.transport.base import Traffic
 
@@ -71,10 +72,9 @@ class Scene:
     @property
     def picture(self) -> Any:
         """As the loop publishes it, once it has done what the trainer has brought."""
+        brought = self.driver.giving.brought()
         self.driver._obey()
-        brought, self.driver._inbox.kept = self.driver._inbox.kept, []
-        for held, generation, blobs in brought:
-            self.driver._fill_kept(held, generation, blobs)
+        self.driver.giving.fill(brought, self.core.generation)
         self.driver._publish()
         return self.driver.last
 
@@ -97,11 +97,11 @@ def test_a_spare_owes_nobody_a_state_and_holds_none() -> None:
     scene.view(5, A, B)
     scene.ask(B, 5)
     assert scene.picture.wanted_state == (5, True)
-    scene.driver._outlet.fill(5, [b"own", b"common"])
+    scene.driver.giving._own.fill(5, [b"own", b"common"])
     scene.ask(C, 5)
     scene.say(m.Spared(1, 6, 9, b"h", LEDGER, "spare"))
     assert scene.picture.wanted_state == (0, False)
-    assert scene.driver._outlet._captured[1] == [] and not scene.driver._outlet._queues
+    assert scene.driver.giving._own._captured[1] == [] and not scene.driver.giving._own._queues
 
 
 class Disk:
@@ -149,8 +149,9 @@ def test_a_checkpoint_that_cannot_be_read_blocks_no_other(monkeypatch: pytest.Mo
     scene.ask(B, 5, K1)
     scene.ask(C, 5, K2)
     given: list[tuple[m.Held, int, Any]] = []
+    giving = scene.driver.giving
     monkeypatch.setattr(
-        scene.driver, "give_kept", lambda *kept: (given.append(kept), Driver.give_kept(scene.driver, *kept))
+        giving, "give_kept", lambda *kept: (given.append(kept), Giving.give_kept(giving, *kept))
     )
     for _ in range(2):
         assert session._owes_kept(scene.picture)

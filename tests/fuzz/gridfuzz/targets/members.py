@@ -279,7 +279,11 @@ class Rig:
 
     def _train(self) -> None:
         core = self.core
-        if self.core.seat is not None and self.loop._intake.complete_for(core.generation) and not core.synced:
+        if (
+            self.core.seat is not None
+            and self.loop.taking.intake.complete_for(core.generation)
+            and not core.synced
+        ):
             self._restore()
         if core.next_round is None or core.seat is None or self.open is not None or self.source.one_in(6):
             return
@@ -299,7 +303,7 @@ class Rig:
 
     def _restore(self) -> None:
         try:
-            taken = self.loop.take_state()
+            taken = self.loop.taking.take()
         except RemoteProtocolError:  # the trainer's affair: a donor that lies costs the joiner its start
             return
         if taken is None:
