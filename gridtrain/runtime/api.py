@@ -181,13 +181,13 @@ class GroupSession:
         """Tell a driver all that this worker's script has said so far: the first one piece by piece, one
         after a pause all at once.  To be told again changes nothing."""
         driver.taking.allow(self._max_state_bytes)
-        driver.allow_following(*self._following)
+        driver.catching_up.allow(*self._following)
         driver.allow_residual(self._residual_n)
         driver.spent = self.spent
         if self._no_replay:
-            driver.cannot_replay(self._no_replay)
+            driver.donating.cannot(self._no_replay)
         if self._disk is not None:
-            driver.attach_copies(self._disk, self._max_state_bytes)
+            driver.disk.attach(self._disk, self._max_state_bytes)
 
     def enter(
         self,
@@ -337,7 +337,7 @@ class GroupSession:
             self._driver.wait(lambda p: not p.inherited, LOOK_AGAIN_S)  # or more has come meanwhile
         elif picture.discard_after is not None and self._disk is not None:
             self._disk.discard(picture.discard_after)
-            self._driver.discarded(picture.discard_after)
+            self._driver.disk.discarded(picture.discard_after)
             self._driver.wait(lambda p: p.discard_after != picture.discard_after, LOOK_AGAIN_S)
         elif picture.aside is not None and self._disk is not None:
             self._put_aside(picture.aside)
@@ -356,7 +356,7 @@ class GroupSession:
     def _follow(self) -> None:
         """Load an image, or replay updates: the members go on meanwhile."""
         assert self._restore is not None and self._replay is not None
-        while (work := self._driver.take_work()) is not None:
+        while (work := self._driver.catching_up.take_work()) is not None:
             try:
                 if isinstance(work, ImageWork):
                     self._restore([bytes(work.own), bytes(work.common)])
@@ -364,9 +364,9 @@ class GroupSession:
                     for step in work.steps:
                         self._replay(step)
             except RemoteProtocolError as error:
-                self._driver.fail_work(error.reason)
+                self._driver.catching_up.fail_work(error.reason)
                 break
-            self._driver.did_work(work)
+            self._driver.catching_up.did_work(work)
         self._driver.wait(lambda p: not p.offered_work, LOOK_AGAIN_S)
 
     def _owes_image(self, picture: Picture) -> bool:
@@ -376,7 +376,7 @@ class GroupSession:
     def _give_image(self, picture: Picture) -> None:
         assert self._copy is not None
         self._image_of = picture.applied
-        self._driver.give_image(picture.applied, picture.history, self._copy())
+        self._driver.donating.fill(picture.applied, picture.history, self._copy())
 
     def _has_something(self, picture: Picture) -> bool:
         return (
@@ -427,7 +427,7 @@ class GroupSession:
             self._disk.put_aside(held)
         except OSError as error:
             log.error("the state of step %d cannot be written: %s", held.applied + 1, error)
-        self._driver.put_aside(held)
+        self._driver.disk.put_aside(held)
         states = self._disk.held()
         written = any(each.is_of(held.blocks, held.applied, held.history) for each in states)
         self._driver.command(io.Keeping(states, None if written else held))
@@ -440,7 +440,7 @@ class GroupSession:
             self._disk.reload(asked.held, asked.blocks)
         except (ConfigError, RemoteProtocolError) as error:
             log.warning("%s", error)
-            self._driver.cannot_reload(tuple(x for x in self._disk.held() if x not in asked.held))
+            self._driver.disk.cannot_reload(tuple(x for x in self._disk.held() if x not in asked.held))
             self._driver.wait(lambda p: p.reload != asked, LOOK_AGAIN_S)
             return
         self._driver.command(io.Restored(asked.term, asked.generation))

@@ -34,9 +34,9 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.forming import STATE_LEFT
 from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.copies import Copies, CopyDisk
-from gridtrain.runtime.donating import Donating, Parts
-from gridtrain.runtime.following import Bar, Following, ImageWork, Work
+from gridtrain.runtime.catching_up import CatchingUp
+from gridtrain.runtime.disk_duties import DiskDuties
+from gridtrain.runtime.donating import Donating
 from gridtrain.runtime.giving import Giving
 from gridtrain.runtime.handover import Inheritance
 from gridtrain.runtime.measuring import Measuring
@@ -44,7 +44,6 @@ from gridtrain.runtime.meeting import Meeting
 from gridtrain.runtime.owed import Owed
 from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.rounds import Rounds
-from gridtrain.runtime.statefeed import MAX_STATE_BYTES
 from gridtrain.runtime.taking import Taking
 from gridtrain.transport import buffering
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
@@ -56,8 +55,6 @@ log = logging.getLogger("gridtrain")
 
 DENIED_S = 60.0
 """A member that is denied for that long on end gives up."""
-
-CAUGHT_AGAIN_S = 1.0
 
 CHORES_S = 0.005
 """While payloads come and go one after the other, everything that is not theirs waits for so long."""
@@ -115,19 +112,13 @@ class Driver:
         self._measuring = Measuring(transport, config.deadlines.probe_s, SystemRandom())
         self.giving, self.taking = Giving(self.meeting), Taking(self.meeting)
         rate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
-        self._donating = Donating(rate_Bps, self.meeting.stir)
-        self.rounds = Rounds(self.meeting, self._donating.committed)
-        self._following: Following | None = None
-        self._bounds = (MAX_STATE_BYTES, 0)  # of the largest state, and elements of the flat gradient
-        self._caught_again_s = -math.inf
-        self._follow_moved: tuple[object, float] = (None, 0.0)
-        self._bar = Bar()
+        self.donating = Donating(rate_Bps, self.meeting.stir)
+        self.rounds = Rounds(self.meeting, self.donating.committed)
+        idle_s = config.deadlines.ready_s / 4
+        self.catching_up = CatchingUp(self.meeting, self.taking.intake, idle_s)
+        self.disk = DiskDuties(self.meeting, rate_Bps)
         self._inheritance = Inheritance()
         self._handed: io.Handed | None = None
-        self._reload: io.Reload | None = None
-        self._aside: m.Held | None = None
-        self._copies: Copies | None = None  # of checkpoints of stages
-        self._discard_after: int | None = None
         self._busy = False  # it is in a long computation that it has announced
         self._moved_bytes = 0
         self._paused_since_s: float | None = None
@@ -215,72 +206,9 @@ class Driver:
         self.wait(lambda _: bool(self._mean), timeout_s)
         return self._mean[0] if self._mean else None
 
-    def attach_copies(self, disk: CopyDisk, max_bytes: int) -> None:
-        """Where copies of other stages' checkpoints go, and ours are; before this worker enters the group."""
-        if self._copies is not None:
-            return
-        rate_Bps = parse_rate(self._config.donate_limit) if self._config.donate_limit else None
-        self._copies = Copies(disk, rate_Bps, max_bytes)
-
-    def cannot_reload(self, states: tuple[m.Held, ...]) -> None:
-        """What was to be loaded cannot be; these are on the disk."""
-        with self.meeting.changed:
-            self._reload = None
-        self.command(io.Keeping(states))
-
-    def put_aside(self, held: m.Held) -> None:
-        """It is on the disk, or cannot be."""
-        with self.meeting.changed:
-            if self._aside == held:
-                self._aside = None
-        self.meeting.stir()
-
-    def discarded(self, after: int) -> None:
-        """No checkpoint after this step is on the disk any more."""
-        with self.meeting.changed:
-            if self._discard_after == after:
-                self._discard_after = None
-        self.meeting.stir()
-
-    def allow_following(self, max_bytes: int, n: int) -> None:
-        """The largest image that a donor may send, and the elements of the flat gradient."""
-        with self.meeting.changed:
-            self._bounds = (max_bytes, n)
-
-    def give_image(self, applied: int, history: bytes, parts: Callable[[], Parts]) -> None:
-        """The trainer's copy of its state between two steps; `parts` turns it into bytes."""
-        self._donating.fill(applied, history, parts)
-
-    def cannot_replay(self, reason: str) -> None:
-        """What this script does in a step is not told by its update: nobody can follow."""
-        self._donating.cannot(reason)
-
     def compare(self, step: int, digest: bytes) -> None:
         """This worker's state after `step`, to be compared with the others'."""
         self.command(io.Compare(step, digest))
-
-    def take_work(self) -> Work | None:
-        """What a follower's trainer has to do next; `did_work` is to follow."""
-        with self.meeting.changed:
-            following = self._following
-            work = following.work() if following is not None and following.has_work else None
-        if isinstance(work, ImageWork):
-            self.command(io.Loading())
-        return work
-
-    def fail_work(self, reason: str) -> None:
-        """What a donor gave cannot be loaded or replayed: this worker takes the whole state instead."""
-        with self.meeting.changed:
-            if self._following is not None:
-                self._following.failed = self._following.failed or reason
-        self.meeting.stir()
-
-    def did_work(self, work: Work) -> None:
-        with self.meeting.changed:
-            self.meeting.progress += 1
-            if self._following is not None:
-                self._following.done(work)
-        self.meeting.stir()
 
     def note(self, figures: Mapping[str, float]) -> None:
         with self.meeting.changed:
@@ -359,9 +287,8 @@ class Driver:
             raise BudgetSpent(why, remedy="nothing: this worker trains again when there are bytes again")
         now_s = time.monotonic()
         deadline_s = min(self._pulse_s, self._core.deadline_s if self._core else math.inf)
-        deadline_s = min(deadline_s, self._donating.due_s(self._transport))
-        if self._copies is not None:
-            deadline_s = min(deadline_s, self._copies.due_s)
+        deadline_s = min(deadline_s, self.donating.due_s(self._transport))
+        deadline_s = min(deadline_s, self.disk.due_s)
         at_once = self.giving.ready(self._transport) or self.rounds.may_hash
         at_once = at_once or self.taking.passing.ready(self._transport)
         timeout_s = 0.0 if at_once else max(0.0, deadline_s - now_s)
@@ -390,12 +317,11 @@ class Driver:
             if now_s >= self._core.deadline_s:
                 self._carry_out(self._core.tick(now_s))
             self._tell_measured(now_s)
-            self._post(self._donating.turn(self._transport, now_s))
+            self._post(self.donating.turn(self._transport, now_s))
             self._mind_following(now_s)
             sent = self.giving.pump(self._transport)
             sent += self.taking.passing.pump(self._transport)
-            if self._copies is not None:
-                sent += self._copies.turn(self._transport, now_s, self._core.generation)
+            sent += self.disk.pump(self._transport, now_s, self._core.generation)
             with self.meeting.changed:
                 self.meeting.progress += sent
             if self._core.stage is io.Stage.RUNNING:
@@ -594,29 +520,16 @@ class Driver:
             case io.TakeDigest(generation, due):
                 self.taking.expect(generation, due)
                 return self._refuted()
-            case io.SendCopy() if self._copies is not None:
-                self._copies.send(effect)
-            case io.TakeCopy(_, copied) if self._copies is not None:
-                with self.meeting.changed:
-                    self.meeting.progress += 1
-                self._copies.take(copied)
-            case io.PutAside(held):
-                self._aside = held
-            case io.Reload():
-                self._reload = effect
-            case io.Discard(after):
-                self._discard_after = after
+            case io.PutAside() | io.Reload() | io.Discard() | io.SendCopy() | io.TakeCopy():
+                self.disk.do(effect)
             case io.Follow() | io.DonorUp() | io.DonorDown() | io.Arrive():
-                self._follow(effect)
+                self._post(self.catching_up.do(effect))
             case io.Feed(peer, message) if self._core.seat is None or not self._core.synced:
-                with self.meeting.changed:
-                    asks = self._following.heard(peer, message, time.monotonic()) if self._following else []
-                    self.meeting.progress += 1
-                self._post(asks)
+                self._post(self.catching_up.heard(peer, message, time.monotonic()))
             case io.Feed(peer, message):
-                self._post([(peer, answer) for answer in self._donating.heard(peer, message)])
+                self._post([(peer, answer) for answer in self.donating.heard(peer, message)])
             case io.Donating():
-                self._donating.told(effect)
+                self.donating.told(effect)
             case io.TakeBlock(peer, block):
                 vouched = peer == self._core.donor
                 self.taking.block(block, vouched=vouched, passes_on=self._core.passes_on)
@@ -649,49 +562,17 @@ class Driver:
             return []
         return self._core.handle(io.Refuted(self._core.generation), time.monotonic())
 
-    def _follow(self, effect: io.Follow | io.DonorUp | io.DonorDown | io.Arrive) -> None:
-        asks: Sequence[tuple[m.PeerId, m.Message]] = ()
-        with self.meeting.changed:
-            following = self._following
-            match effect:
-                case io.Follow():
-                    self._following = Following(*self._bounds)
-                case io.DonorUp(peer) if following is not None:
-                    asks = following.donor_up(peer)
-                case io.DonorDown(peer) if following is not None:
-                    asks = following.donor_down(peer)
-                case io.Arrive(applied, history) if following is not None:
-                    following.enter(applied, history)
-        self._post(asks)
-
     def _mind_following(self, now_s: float) -> None:
-        """Say when it has caught up, or that it cannot; forget it when it is a member with the state."""
+        """Say when it has caught up, or that it cannot."""
         assert self._core is not None
-        with self.meeting.changed:
-            following = self._following
-            if following is None:
-                return
-            if self._core.synced and self._core.seat is not None:
-                self._following = None
-                return
-            asks = following.tick(now_s)
-            if self._core.seat is None or following.idle is None or following.idle != self._follow_moved[0]:
-                self._follow_moved = (following.idle, now_s)
-            elif now_s - self._follow_moved[1] >= self._config.deadlines.ready_s / 4:
-                following.failed = following.failed or "nothing more came of what the VIEW names"
-            at, caught = following.at, following.caught_up
-            failed, arrived = following.failed, following.arrived
-            if failed:
-                self._following = None
-                self.taking.intake.forget()
-            progress = following.progress
-        self._post(asks)
-        if failed:
-            self._handle(io.Strayed(failed))
-        elif caught and at is not None and self._core.seat is None and now_s >= self._caught_again_s:
-            self._caught_again_s = now_s + CAUGHT_AGAIN_S
-            self._handle(io.CaughtUp(*at))
-        self._bar.show(progress, now_s, over=arrived)
+        seated = self._core.seat is not None
+        standing = self.catching_up.turn(now_s, seated=seated, synced=self._core.synced)
+        if standing is None:
+            return
+        self._post(standing.asks)
+        if standing.event is not None:
+            self._handle(standing.event)
+        self.catching_up.show(standing, now_s)
 
     def _post(self, messages: Sequence[tuple[m.PeerId, m.Message]]) -> None:
         for peer, message in messages:
@@ -739,11 +620,7 @@ class Driver:
             if self._assigned is None or self._assigned[0] != open_round:
                 self._assigned = (open_round, *here.positions())
             _, spans, total = self._assigned
-        # A follower loads what it lacks when it has replayed all updates: they begin from what it has.
-        may_load = self._following is None or self._following.arrived
-        reload = self._reload
-        if reload is None or here.synced or (reload.term, reload.generation) != (here.term, here.generation):
-            reload = self._reload = None
+        reload = self.disk.reload_in(here.term, here.generation, synced=here.synced)
         picture = Picture(
             welcomed=here.welcomed,
             stage=here.stage,
@@ -760,10 +637,14 @@ class Driver:
             finished=here.finished and here.stage is io.Stage.RUNNING,
             run_state=here.run_state,
             wanted_state=self.giving.wanted,
-            offered_state=(self.taking.intake.complete_for(here.generation) and not here.synced and may_load)
+            offered_state=(
+                self.taking.intake.complete_for(here.generation)
+                and not here.synced
+                and self.catching_up.may_load
+            )
             or reload is not None,
-            wanted_image=self._donating.wanted,
-            offered_work=self._following is not None and self._following.has_work,
+            wanted_image=self.donating.wanted,
+            offered_work=self.catching_up.has_work,
             compares_next=here.compares_next,
             inherited=bool(self._inheritance.counting),
             synced=here.synced,
@@ -774,10 +655,10 @@ class Driver:
             donor=here.donor,
             due_digest=seat.roster[seat.rank].digest if seat is not None else b"",
             wanted_kept=self.giving.wanted_kept,
-            discard_after=self._discard_after,
+            discard_after=self.disk.discard_after,
             name=seat.roster[seat.rank].name if seat is not None else "",
             exchange=here.seat.exchange if here.seat is not None else "",
-            aside=self._aside,
+            aside=self.disk.aside,
             cuts=seat.cuts if seat is not None else (),
             first_step=here.first_step,
         )

@@ -132,10 +132,10 @@ def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> 
         case "state":
             driver.giving.give(1, [b""])
         case "aside":
-            driver._aside = held
-            driver.put_aside(held)
+            driver.disk.aside = held
+            driver.disk.put_aside(held)
         case "discarded":
-            driver.discarded(3)
+            driver.disk.discarded(3)
         case "inherited":
             driver.take_inheritance()
     assert driver.meeting.stale, "the picture is looked at again, whatever comes over the line meanwhile"

@@ -134,7 +134,8 @@ def test_a_disk_that_is_full_is_told_to_the_core(full: bool) -> None:
             return () if full else (written,)
 
     heard: list[io.Event] = []
-    driver: Any = SimpleNamespace(put_aside=lambda held: None, wait=lambda *_: None, command=heard.append)
+    disk = SimpleNamespace(put_aside=lambda held: None)
+    driver: Any = SimpleNamespace(disk=disk, wait=lambda *_: None, command=heard.append)
     session: Any = GroupSession.__new__(GroupSession)
     session._driver, session._disk = driver, Aside()
     session._put_aside(K1)
