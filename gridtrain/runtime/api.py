@@ -175,14 +175,14 @@ class GroupSession:
     def resize_residual(self, n: int) -> None:
         """This worker holds another stage now, whose residual has so many elements."""
         self._residual_n = n
-        self._driver.allow_residual(n)
+        self._driver.residuals.allow(n)
 
     def _equip(self, driver: Driver) -> None:
         """Tell a driver all that this worker's script has said so far: the first one piece by piece, one
         after a pause all at once.  To be told again changes nothing."""
         driver.taking.allow(self._max_state_bytes)
         driver.catching_up.allow(*self._following)
-        driver.allow_residual(self._residual_n)
+        driver.residuals.allow(self._residual_n)
         driver.spent = self.spent
         if self._no_replay:
             driver.donating.cannot(self._no_replay)
@@ -236,7 +236,7 @@ class GroupSession:
         assert self._entered is not None
         driver = Driver(transport, self.config, acquaintances)
         self._equip(driver)
-        driver.note(self._driver.figures)
+        driver.signs.note(self._driver.signs.figures)
         self._given_for, self._image_of, self._gave = (0, False), -1, None
         self._turn, self._turn_taken, self._early = None, False, None
         self._pace.drop()
@@ -320,19 +320,19 @@ class GroupSession:
                 raise Interrupted  # what others need of this worker's memory is on its disk first
             if not self._has_something(picture):
                 continue  # it was wanted elsewhere, and is not any more
-            self._driver.busy(True)  # what follows may take long, and others wait for it
+            self._driver.signs.busy(True)  # what follows may take long, and others wait for it
             try:
                 if not self._do_chores(picture):
                     return picture
             finally:
-                self._driver.busy(False)
+                self._driver.signs.busy(False)
 
     def _do_chores(self, picture: Picture) -> bool:
         """What others wait for, and what this worker lacks; True: the picture is another one now."""
         if picture.offered_work and self._replay is not None:
             self._follow()
         elif picture.inherited and self._inherit is not None and not self._has_begun(picture):
-            for peer, entries in self._driver.take_inheritance():  # between two rounds: none is prepared
+            for peer, entries in self._driver.residuals.take():  # between two rounds: none is prepared
                 self._inherit(peer, entries)
             self._driver.wait(lambda p: not p.inherited, LOOK_AGAIN_S)  # or more has come meanwhile
         elif picture.discard_after is not None and self._disk is not None:
@@ -449,11 +449,11 @@ class GroupSession:
     def _take_state(self) -> None:
         reload = self._driver.look().reload
         if reload is not None:
-            self._driver.busy(True)
+            self._driver.signs.busy(True)
             try:
                 self._reload(reload)
             finally:
-                self._driver.busy(False)
+                self._driver.signs.busy(False)
             return
         if self._restore is None:
             raise ConfigError(
@@ -465,7 +465,7 @@ class GroupSession:
             self._driver.wait(lambda p: not p.offered_state, LOOK_AGAIN_S)
             return
         term, generation, blobs = taken
-        self._driver.busy(True)
+        self._driver.signs.busy(True)
         try:
             due = self._driver.look().due_digest
             if due and self._disk is not None:
@@ -481,7 +481,7 @@ class GroupSession:
             self._driver.wait(lambda p: p.generation != generation, LOOK_AGAIN_S)
             return
         finally:
-            self._driver.busy(False)
+            self._driver.signs.busy(False)
         self._driver.command(io.Restored(term, generation))
         # Not for ever: if the group has gone on meanwhile, the next generation's state may be there already.
         self._driver.wait(lambda p: not p.offered_state, LOOK_AGAIN_S)
@@ -529,7 +529,7 @@ class GroupSession:
                 "grid.batches(..., accumulate=a)",
             )
         if not self._is_pipeline and self._pace.end(time.monotonic()):
-            self._driver.note(self._pace.figures())
+            self._driver.signs.note(self._pace.figures())
         self._await_choice()
         try:
             waited = self._wait_unless_spare(
@@ -565,7 +565,7 @@ class GroupSession:
         assert self._entered is not None
         if self._entered[3] and "" not in self._entered[3]:
             self._awaits_choice = True
-            self._driver.note({FIRST_FIGURE: max(1e-6, time.monotonic() - self._turn_began_s)})
+            self._driver.signs.note({FIRST_FIGURE: max(1e-6, time.monotonic() - self._turn_began_s)})
 
     def open(self, plan: StepPlan, parts: Mapping[m.Channel, Part], settings: bytes) -> OpenedRound:
         """Instead of `run`, for a pipeline: the round's collectives are added as they are ready."""
@@ -577,7 +577,7 @@ class GroupSession:
     def computed(self) -> None:
         """The pipeline has drained here."""
         if self._pace.end(time.monotonic()):
-            self._driver.note(self._pace.figures())
+            self._driver.signs.note(self._pace.figures())
 
     def ended(self, outcome: RoundOutcome) -> None:
         """How the round of `open` ended."""
@@ -626,11 +626,11 @@ class GroupSession:
 
     def compare(self, step: int, digest: bytes) -> None:
         """See `optim.session.Session.compare`."""
-        self._driver.compare(step, digest)
+        self._driver.command(io.Compare(step, digest))
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Figures for `gridtrain status`."""
-        self._driver.note(figures)
+        self._driver.signs.note(figures)
 
     def mean(self, value: float) -> float:
         """Average over the workers, for people: `value` itself where the group changes meanwhile."""
@@ -669,7 +669,7 @@ class GroupSession:
 
     def busy(self, inside: bool) -> None:
         self._pace.drop()  # an evaluation is no computing of samples
-        self._driver.busy(inside)
+        self._driver.signs.busy(inside)
 
     def settle(self, timeout_s: float) -> RoundOutcome | None:
         """See `Rounds.settle`."""
@@ -680,10 +680,10 @@ class GroupSession:
         mass of what was acknowledged, but does not count within `timeout_s`."""
         driver = self._driver
         try:
-            driver.last_call(timeout_s)
+            driver.residuals.last_call(timeout_s)
         except GridtrainError as error:
             log.debug("what was handed over to this worker is not waited for: %s", error)
-        return driver.take_inheritance(), driver.open_mass
+        return driver.residuals.take(), driver.residuals.open_mass
 
     def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> tuple[bool | None, str]:
         """Give this worker's residual away before it leaves: whether somebody has it (None: perhaps); who, or
@@ -691,7 +691,7 @@ class GroupSession:
         until_s = time.monotonic() + timeout_s
         if self._driver.wait(lambda p: p.stage is io.Stage.RUNNING, timeout_s) is None:
             return False, "no generation is running"
-        handed = self._driver.hand_on(pieces, max(0.0, until_s - time.monotonic()))
+        handed = self._driver.residuals.hand_on(pieces, max(0.0, until_s - time.monotonic()))
         return (
             (None, f"no answer within {timeout_s:.1f} s") if handed is None else (handed.taken, handed.text)
         )

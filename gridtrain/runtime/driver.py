@@ -15,9 +15,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from random import SystemRandom
-from typing import Any
 
 from gridtrain.config import JoinConfig
 from gridtrain.errors import (
@@ -26,35 +25,32 @@ from gridtrain.errors import (
     GridtrainError,
     JoinRefused,
     RemoteProtocolError,
-    RunPaused,
     TransportError,
 )
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.forming import STATE_LEFT
 from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.catching_up import CatchingUp
 from gridtrain.runtime.disk_duties import DiskDuties
 from gridtrain.runtime.donating import Donating
 from gridtrain.runtime.giving import Giving
-from gridtrain.runtime.handover import Inheritance
 from gridtrain.runtime.measuring import Measuring
 from gridtrain.runtime.meeting import Meeting
 from gridtrain.runtime.owed import Owed
+from gridtrain.runtime.patience import Patience
 from gridtrain.runtime.picture import Picture
+from gridtrain.runtime.residuals import Residuals
 from gridtrain.runtime.rounds import Rounds
+from gridtrain.runtime.saying import say
+from gridtrain.runtime.signs import Signs
 from gridtrain.runtime.taking import Taking
 from gridtrain.transport import buffering
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
 from gridtrain.transport.credits import CreditTransport, needs_credit
 from gridtrain.transport.limits import parse_rate
-from gridtrain.wire.sparse import Sparse
 
 log = logging.getLogger("gridtrain")
-
-DENIED_S = 60.0
-"""A member that is denied for that long on end gives up."""
 
 CHORES_S = 0.005
 """While payloads come and go one after the other, everything that is not theirs waits for so long."""
@@ -67,26 +63,6 @@ OF_PAYLOADS = io.Fill | io.Ship | io.Reached
 
 OF_ROUNDS = (m.Data, m.Vote)
 """Messages that change nothing but the round they are of: a vote, until the last one is there."""
-
-LOUD = ("drifted", "stalled", "offence", "no_route")
-LEFT_BEHIND = (
-    "this worker was away for so long that the others went on without it; it is back, and takes over "
-    "the state of step %d"
-)
-UNREACHABLE = (
-    "nobody from outside can reach this worker: a router or a firewall is in between; "
-    "it dials the others itself, or is relayed, so it can train all the same"
-)
-
-
-SAID = {
-    "coordinator_away": "the coordinator is away (%(reason)s); this worker tries to reach it again, and the "
-    "training goes on until a member is missing",
-    "named": "another worker of this run is called %(asked)s: this one is called %(name)s here",
-    "namesake": "another worker that wanted this one's name has joined: it is called %(other)s, "
-    "this one stays %(name)s",
-}
-"""Events in words; `named` and `namesake` where two workers want one name, to both of them."""
 
 
 class Driver:
@@ -117,13 +93,9 @@ class Driver:
         idle_s = config.deadlines.ready_s / 4
         self.catching_up = CatchingUp(self.meeting, self.taking.intake, idle_s)
         self.disk = DiskDuties(self.meeting, rate_Bps)
-        self._inheritance = Inheritance()
-        self._handed: io.Handed | None = None
-        self._busy = False  # it is in a long computation that it has announced
-        self._moved_bytes = 0
-        self._paused_since_s: float | None = None
-        self._denied_since_s: float | None = None
-        self._figures: dict[str, float] = {}
+        self.residuals = Residuals(self.meeting)
+        self.signs = Signs(self.meeting)
+        self._patience = Patience(config.coordinator, config.deadlines.paused_s)
         self._pulse_s = 0.0
         self.spent: Callable[[], str] = lambda: (
             ""
@@ -169,35 +141,6 @@ class Driver:
         """See `Meeting.command`."""
         self.meeting.command(event)
 
-    def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> io.Handed | None:
-        """Give this worker's residual to another one; None: nobody answered.  No step can follow."""
-        self.command(io.HandOn(pieces))
-        self.wait(lambda _: self._handed is not None, timeout_s)
-        return self._handed
-
-    def allow_residual(self, n: int) -> None:
-        """The length of this worker's residual, which another one's may be added to."""
-        with self.meeting.changed:
-            self._inheritance.allow(n)
-
-    def take_inheritance(self) -> list[tuple[m.PeerId, Sparse]]:
-        """What members that have left have handed over: to be added to this worker's residual now."""
-        with self.meeting.changed:
-            counting, self._inheritance.counting = self._inheritance.counting, []
-        self.meeting.stir()
-        return counting
-
-    def last_call(self, timeout_s: float) -> None:
-        """Take no more residuals over, and wait until those that were acknowledged count, or never will."""
-        self.command(io.LastCall())
-        self.wait(lambda picture: not picture.heir, timeout_s)
-
-    @property
-    def open_mass(self) -> float:
-        """Sum of magnitudes of the residuals that were acknowledged and are not this worker's yet."""
-        with self.meeting.changed:
-            return self._inheritance.open_mass
-
     def mean(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
         """The group's average of `value`; None if the generation ended, or nobody answered in time."""
         with self.meeting.changed:
@@ -205,26 +148,6 @@ class Driver:
         self.command(io.AskMean(step, index, value))
         self.wait(lambda _: bool(self._mean), timeout_s)
         return self._mean[0] if self._mean else None
-
-    def compare(self, step: int, digest: bytes) -> None:
-        """This worker's state after `step`, to be compared with the others'."""
-        self.command(io.Compare(step, digest))
-
-    def note(self, figures: Mapping[str, float]) -> None:
-        with self.meeting.changed:
-            self._figures.update(figures)
-            self.meeting.progress += 1
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """What was noted so far."""
-        with self.meeting.changed:
-            return dict(self._figures)
-
-    def busy(self, inside: bool) -> None:
-        """The trainer is legitimately busy (an evaluation) and counts as making progress."""
-        with self.meeting.changed:
-            self._busy = inside
 
     @property
     def me(self) -> m.PeerId:
@@ -327,7 +250,7 @@ class Driver:
             if self._core.stage is io.Stage.RUNNING:
                 self.giving.forget()
                 self.taking.passing.forget()
-            self._mind_pause(self._core.paused, now_s)
+            self._patience.paused(self._core.paused, now_s)
 
     def _tell_measured(self, now_s: float) -> None:
         rates, probed = self._measuring.turn(now_s)
@@ -336,62 +259,25 @@ class Driver:
         if probed is not None:
             self._handle(probed)
 
-    def _mind_pause(self, why: str, now_s: float) -> None:
-        """Say once that the run is paused, and give up after a long time (rule 10)."""
-        if not why:
-            if self._paused_since_s is not None:
-                log.warning("the coordinator is back")
-            self._paused_since_s = None
-            return
-        if self._paused_since_s is None:
-            self._paused_since_s = now_s
-            log.warning("paused: %s; waiting for %s to come back", why, self._config.coordinator)
-        limit_s = self._config.deadlines.paused_s
-        if now_s - self._paused_since_s >= limit_s:
-            raise RunPaused(
-                f"paused for {limit_s:.0f} s: {why}, and nobody answers at {self._config.coordinator}",
-                remedy="start the coordinator again with its journal, then this worker",
-            )
-
     def _beat(self) -> None:
-        traffic = self.traffic
-        moved = sum(
-            sum(traffic.get(kind, (0, 0))) for kind in ("Data", "Relay", "Relayed", "ImageBlock", "Update")
-        )
-        with self.meeting.changed:
-            if moved != self._moved_bytes or self._busy:
-                self._moved_bytes = moved
-                self.meeting.progress += 1
-            progress, waiting = self.meeting.progress, self.meeting.inside
-            figures = tuple(sorted(self._figures.items()))
-        sent = float(sum(out for out, _ in traffic.values()))
-        received = float(sum(back for _, back in traffic.values()))
-        exchanged = float(sum(traffic.get(kind, (0, 0))[0] for kind in ("Data", "Relay", "Relayed")))
-        counts = [("exchanged_bytes", exchanged), ("received_bytes", received), ("sent_bytes", sent)]
         assert self._core is not None
-        if left_bytes := self.taking.intake.left_bytes(self._core.generation):
-            counts.append((STATE_LEFT, float(left_bytes)))
-        self._handle(io.Pulse(progress, waiting, (*figures, *counts)))
+        left_bytes = self.taking.intake.left_bytes(self._core.generation)
+        self._handle(self.signs.pulse(self.traffic, left_bytes))
 
     def _transport_event(self, event: TransportEvent) -> None:
         match event:
             case PeerUp(peer):
                 if peer == self._coordinator:
-                    self._denied_since_s = None
+                    self._patience.let_in()
                 self._measuring.peer_up(peer, time.monotonic())
                 self._handle(io.EdgeUp(peer))
             case PeerDown(peer, reason):
                 self._owed.forget(peer)
                 self._measuring.peer_down(peer)
                 self._handle(io.EdgeDown(peer, reason))
-            case Denied(self._coordinator) if not self._is_denied_for_good(time.monotonic()):
-                log.info("the coordinator's address does not let this worker in; it is asked again")
             case Denied(self._coordinator):
-                raise JoinRefused(
-                    "denied",
-                    f"the coordinator at {self._config.coordinator} does not let this worker in (any more)",
-                    remedy="ask the run's owner for a new invitation",
-                )
+                assert self._core is not None
+                self._patience.denied(time.monotonic(), member=bool(self._core.term))
             case Violation(self._coordinator, reason):
                 raise JoinRefused("version", f"{self._config.coordinator}: {reason}")
             case Violation(None, reason):
@@ -416,18 +302,6 @@ class Driver:
             return
         for answer in answers:
             self._send(peer, answer)
-
-    def _is_denied_for_good(self, now_s: float) -> bool:
-        """A refused handshake proves nothing about who refused it.
-
-        At the start it is believed, as nothing is lost.  A member that was let in before goes on asking for a
-        while, since anybody on the way could say no: a coordinator that puts a worker out says so over the
-        connection that stands.
-        """
-        assert self._core is not None
-        if self._denied_since_s is None:
-            self._denied_since_s = now_s
-        return not self._core.term or now_s - self._denied_since_s >= DENIED_S
 
     def _give_credit(self) -> None:
         """Peers may send on as far as what they sent is dealt with."""
@@ -534,25 +408,13 @@ class Driver:
                 vouched = peer == self._core.donor
                 self.taking.block(block, vouched=vouched, passes_on=self._core.passes_on)
                 return self._refuted()
-            case io.TakePiece(peer, piece, world_size):
-                with self.meeting.changed:
-                    self.meeting.progress += 1
-                    whole = self._inheritance.take(peer, piece, world_size)
-                return self._core.handle(io.Inherited(peer), time.monotonic()) if whole else []
-            case io.Inherit(peer):
-                with self.meeting.changed:
-                    self._inheritance.count(peer)
-            case io.Forget(peer):
-                with self.meeting.changed:
-                    self._inheritance.forget(peer)
-            case io.Handed():
-                with self.meeting.changed:
-                    self._handed = effect
-                    self.meeting.changed.notify_all()
+            case io.TakePiece() | io.Inherit() | io.Forget() | io.Handed():
+                follows = self.residuals.do(effect)
+                return [] if follows is None else self._core.handle(follows, time.monotonic())
             case io.Stop(error):
                 raise error
             case io.Note(event, fields):
-                self._log(event, fields)
+                say(event, fields)
         return []
 
     def _refuted(self) -> list[io.Effect]:
@@ -584,28 +446,6 @@ class Driver:
             self._transport.send(peer, message)
         except TransportError as error:
             log.debug("not sent: %s to %s: %s", type(message).__name__, peer.hex()[:8], error)
-
-    def _log(self, event: str, fields: Mapping[str, Any]) -> None:
-        if event == "run_state":
-            quiet = fields["state"] in ("training", "finished")
-            log.log(logging.INFO if quiet else logging.WARNING, "the run is %(state)s: %(reason)s", fields)
-            return
-        if event == "left_behind":
-            log.warning(LEFT_BEHIND, fields["step"] + 1)
-            return
-        if event == "rejoin":
-            log.warning("the coordinator has let this worker go while it was away; it joins again")
-            return
-        if event in SAID:
-            log.warning(SAID[event], fields)
-            return
-        if event == "reach":
-            log.info(
-                "%s", f"others reach this worker at {fields['address']}" if fields["address"] else UNREACHABLE
-            )
-            return
-        level = logging.WARNING if event in LOUD else logging.INFO
-        log.log(level, "%s %s", event, " ".join(f"{k}={v}" for k, v in fields.items()))
 
     def _publish(self) -> None:
         """Replace the picture if it changed, and wake the trainer."""
@@ -646,10 +486,10 @@ class Driver:
             wanted_image=self.donating.wanted,
             offered_work=self.catching_up.has_work,
             compares_next=here.compares_next,
-            inherited=bool(self._inheritance.counting),
+            inherited=bool(self.residuals.inheritance.counting),
             synced=here.synced,
             touched=here.touched,
-            heir=here.takes_over or self._inheritance.open,
+            heir=here.takes_over or self.residuals.inheritance.open,
             doomed=here.doomed,
             reload=reload,
             donor=here.donor,

@@ -35,7 +35,7 @@ class Pictures:
 
     def begin_attempt(self) -> None: ...
 
-    rounds = property(lambda self: self)
+    rounds = signs = property(lambda self: self)
 
 
 def test_a_choice_that_is_open_again_is_waited_for() -> None:

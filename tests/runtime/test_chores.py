@@ -137,7 +137,7 @@ def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> 
         case "discarded":
             driver.disk.discarded(3)
         case "inherited":
-            driver.take_inheritance()
+            driver.residuals.take()
     assert driver.meeting.stale, "the picture is looked at again, whatever comes over the line meanwhile"
     assert busy.line.woken == woken + 1
 

@@ -20,7 +20,7 @@ class Loop:
     def __init__(self, *states: tuple[int, int, list[bytes]] | None) -> None:
         self.states = list(states)
         self.told: list[io.Event] = []
-        self.taking = self
+        self.taking = self.signs = self
 
     def look(self) -> Picture:
         return Picture(offered_state=True, generation=2, inherited=True)
@@ -74,7 +74,7 @@ def test_a_state_that_is_replaced_before_it_is_taken_is_waited_for_again(session
 
 def test_a_residual_that_comes_while_another_is_added_is_added_too(session_over: Any) -> None:
     loop: Any = Loop()
-    loop.take_inheritance = lambda: [(b"p", "entries")]
+    loop.residuals = SimpleNamespace(take=lambda: [(b"p", "entries")])
     session = session_over(loop)
     added: list[Any] = []
     session._replay, session._has_begun = None, lambda picture: False

@@ -175,7 +175,7 @@ def test_what_others_need_of_its_memory_is_written_before_a_worker_goes() -> Non
         pictures.pop(0)
 
     session: Any = GroupSession.__new__(GroupSession)
-    session._driver = SimpleNamespace(wait=wait, busy=lambda inside: None)
+    session._driver = SimpleNamespace(wait=wait, signs=SimpleNamespace(busy=lambda inside: None))
     session._disk, session._put_aside = object(), put_aside
     session._replay = session._inherit = session._capture = session._copy = session._gave = None
     session._given_for, session._awaits_choice = (0, False), False

@@ -151,7 +151,7 @@ class Rig:
             case 12:
                 self._flap(source.choice((*KEYS, COORDINATOR)))
             case 13:
-                self.loop.note({"loss": 1.0})
+                self.loop.signs.note({"loss": 1.0})
                 self.loop._beat()
             case 14:
                 if self.now_s >= self.core.deadline_s:
