@@ -3,9 +3,19 @@
 Decides nothing about the protocol.  One thread (this one) owns the transport, the core and the
 workspaces while a round is open; the trainer's thread hands in commands and waits for pictures.
 
-    trainer thread          this thread                                    network
-      enter, submit ---> commands --> MemberCore.handle --> effects --> Transport.send
-      wait   <--- Picture (immutable) <----+     ^------- events <----- Transport.poll
+    trainer's thread                this thread                                        network
+      parts --- commands, in order --> MemberCore.handle --> effects --> parts, Transport.send
+      wait <--- Picture (immutable) <-- Painter <--+    ^--- events <---------- Transport.poll
+
+The state lies in parts, each in a module of its name, of which none knows this one:
+
+    meeting       where the two threads meet: commands, the picture, the lock of all that both touch
+    rounds        collectives and their numbers, until their round is over
+    giving        what members that form a generation get    taking       what this worker lacks then
+    donating      what followers get while a round runs      catching_up  as a follower itself
+    residuals     that change hands                          disk         checkpoints of stages
+    signs         of life, and figures
+    owed, measuring, patience: used by this thread alone
 """
 
 from __future__ import annotations
@@ -38,6 +48,7 @@ from gridtrain.runtime.giving import Giving
 from gridtrain.runtime.measuring import Measuring
 from gridtrain.runtime.meeting import Meeting
 from gridtrain.runtime.owed import Owed
+from gridtrain.runtime.painter import Painter
 from gridtrain.runtime.patience import Patience
 from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.residuals import Residuals
@@ -72,6 +83,9 @@ class Driver:
         transport: owned by this driver's thread from `start` on.
         config: addresses, names and deadlines.
         acquaintances: the transport's gate; this driver keeps it up to date.
+
+    Attributes:
+        spent: asked each turn: why nothing more may be sent or received.
     """
 
     def __init__(self, transport: CreditTransport, config: JoinConfig, acquaintances: Acquaintances) -> None:
@@ -79,28 +93,28 @@ class Driver:
         self._config = config
         self._acquaintances = acquaintances
         self._coordinator = bytes.fromhex(config.coordinator_key)
-        self._owed = Owed(transport)
-        self._core: MemberCore | None = None
+        self._core: MemberCore  # from `start` on
+        donate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
+        deadlines = config.deadlines
         self.meeting = Meeting(transport.wake)
+        self.donating = Donating(donate_Bps, self.meeting.stir)
+        self.rounds = Rounds(self.meeting, self.donating.committed)
+        self.giving, self.taking = Giving(self.meeting), Taking(self.meeting)
+        self.catching_up = CatchingUp(self.meeting, self.taking.intake, idle_s=deadlines.ready_s / 4)
+        self.residuals = Residuals(self.meeting)
+        self.disk = DiskDuties(self.meeting, donate_Bps)
+        self.signs = Signs(self.meeting)
+        self._painter = Painter(
+            self.giving, self.taking, self.donating, self.catching_up, self.residuals, self.disk
+        )
+        self._owed = Owed(transport)
+        self._measuring = Measuring(transport, deadlines.probe_s, SystemRandom())
+        self._patience = Patience(config.coordinator, deadlines.paused_s)
+        self._mean: list[float | None] = []  # the answer that the trainer waits for
         self._only_payloads = False  # all that came in this turn went into numbers and on to others, or left
         self._chores_s = -math.inf  # when they were done last
-        self._mean: list[float | None] = []  # the answer that the trainer waits for
-        self._measuring = Measuring(transport, config.deadlines.probe_s, SystemRandom())
-        self.giving, self.taking = Giving(self.meeting), Taking(self.meeting)
-        rate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
-        self.donating = Donating(rate_Bps, self.meeting.stir)
-        self.rounds = Rounds(self.meeting, self.donating.committed)
-        idle_s = config.deadlines.ready_s / 4
-        self.catching_up = CatchingUp(self.meeting, self.taking.intake, idle_s)
-        self.disk = DiskDuties(self.meeting, rate_Bps)
-        self.residuals = Residuals(self.meeting)
-        self.signs = Signs(self.meeting)
-        self._patience = Patience(config.coordinator, config.deadlines.paused_s)
-        self._pulse_s = 0.0
-        self.spent: Callable[[], str] = lambda: (
-            ""
-        )  # asked each turn: why nothing more may be sent or received
-        self._assigned: tuple[m.RoundId, tuple[m.Span, ...], int] | None = None
+        self._pulse_s = 0.0  # when the next sign of life is due
+        self.spent: Callable[[], str] = lambda: ""
         self._thread = threading.Thread(target=self._main, name="gridtrain-io", daemon=True)
 
     # -- the trainer's thread --------------------------------------------------------------------
@@ -181,8 +195,7 @@ class Driver:
                 stopping = self.meeting.stopping
                 brought = self.giving.brought()
                 self._obey()
-                if self._core is not None:
-                    self.giving.fill(brought, self._core.generation)
+                self.giving.fill(brought, self._core.generation)
                 if self.meeting.stale or self.rounds.has_ended:
                     self.meeting.stale = False  # first: what others change meanwhile is published next
                     self._publish()  # before the next wait: a lone worker's round is over already
@@ -198,25 +211,16 @@ class Driver:
 
     def _obey(self) -> bool:
         """Do what the trainer's thread has brought; True: it was something."""
-        events = self.meeting.commands()
-        for command in events:
-            if not _is_payload(command):
-                self._only_payloads = False
+        commands = self.meeting.commands()
+        for command in commands:
             self._handle(command)
-        return bool(events)
+        return bool(commands)
 
     def _turn(self) -> None:
         if why := self.spent():
             raise BudgetSpent(why, remedy="nothing: this worker trains again when there are bytes again")
-        now_s = time.monotonic()
-        deadline_s = min(self._pulse_s, self._core.deadline_s if self._core else math.inf)
-        deadline_s = min(deadline_s, self.donating.due_s(self._transport))
-        deadline_s = min(deadline_s, self.disk.due_s)
-        at_once = self.giving.ready(self._transport) or self.rounds.may_hash
-        at_once = at_once or self.taking.passing.ready(self._transport)
-        timeout_s = 0.0 if at_once else max(0.0, deadline_s - now_s)
-        events = self._transport.poll(min(timeout_s, self._config.deadlines.beat_s))
-        self._only_payloads = self._core is not None
+        events = self._transport.poll(self._wait_s(time.monotonic()))
+        self._only_payloads = True
         for event in events:
             if not (type(event) is Received and type(event.message) in OF_ROUNDS):
                 self._only_payloads = False
@@ -227,30 +231,50 @@ class Driver:
             self._publish()  # nor does the trainer, which waits for the outcome
         self.rounds.hash_ahead()
         now_s = time.monotonic()
-        if self._only_payloads and now_s < self._chores_s + CHORES_S:
-            self._give_credit()
-            return
+        self._owed.give_back(self._core.held_bytes)  # nor do those who want to send more
+        if not self._only_payloads or now_s >= self._chores_s + CHORES_S:
+            self._do_chores(now_s)
+
+    def _wait_s(self, now_s: float) -> float:
+        """How long the network may be waited for."""
+        at_once = (
+            self.giving.ready(self._transport)
+            or self.rounds.may_hash
+            or self.taking.passing.ready(self._transport)
+        )
+        due_s = min(
+            self._pulse_s,
+            self._core.deadline_s,
+            self.donating.due_s(self._transport),
+            self.disk.due_s,
+        )
+        return 0.0 if at_once else min(max(0.0, due_s - now_s), self._config.deadlines.beat_s)
+
+    def _do_chores(self, now_s: float) -> None:
+        """All that is of no payload."""
         self._chores_s = now_s
         self.meeting.stale = True
-        if self._core is not None:
-            self._give_credit()
-            if now_s >= self._pulse_s:
-                self._pulse_s = now_s + self._config.deadlines.beat_s
-                self._beat()
-            if now_s >= self._core.deadline_s:
-                self._carry_out(self._core.tick(now_s))
-            self._tell_measured(now_s)
-            self._post(self.donating.turn(self._transport, now_s))
-            self._mind_following(now_s)
-            sent = self.giving.pump(self._transport)
-            sent += self.taking.passing.pump(self._transport)
-            sent += self.disk.pump(self._transport, now_s, self._core.generation)
-            with self.meeting.changed:
-                self.meeting.progress += sent
-            if self._core.stage is io.Stage.RUNNING:
-                self.giving.forget()
-                self.taking.passing.forget()
-            self._patience.paused(self._core.paused, now_s)
+        if now_s >= self._pulse_s:
+            self._pulse_s = now_s + self._config.deadlines.beat_s
+            self._beat()
+        if now_s >= self._core.deadline_s:
+            self._carry_out(self._core.tick(now_s))
+        self._tell_measured(now_s)
+        self._post(self.donating.turn(self._transport, now_s))
+        self._tell_how_it_follows(now_s)
+        sent = self.giving.pump(self._transport)
+        sent += self.taking.passing.pump(self._transport)
+        sent += self.disk.pump(self._transport, now_s, self._core.generation)
+        with self.meeting.changed:
+            self.meeting.progress += sent
+        if self._core.stage is io.Stage.RUNNING:
+            self.giving.forget()
+            self.taking.passing.forget()
+        self._patience.paused(self._core.paused, now_s)
+
+    def _beat(self) -> None:
+        left_bytes = self.taking.intake.left_bytes(self._core.generation)
+        self._handle(self.signs.pulse(self.traffic, left_bytes))
 
     def _tell_measured(self, now_s: float) -> None:
         rates, probed = self._measuring.turn(now_s)
@@ -259,10 +283,15 @@ class Driver:
         if probed is not None:
             self._handle(probed)
 
-    def _beat(self) -> None:
-        assert self._core is not None
-        left_bytes = self.taking.intake.left_bytes(self._core.generation)
-        self._handle(self.signs.pulse(self.traffic, left_bytes))
+    def _tell_how_it_follows(self, now_s: float) -> None:
+        seated = self._core.seat is not None
+        standing = self.catching_up.turn(now_s, seated=seated, synced=self._core.synced)
+        if standing is None:
+            return
+        self._post(standing.asks)
+        if standing.event is not None:
+            self._handle(standing.event)
+        self.catching_up.show(standing, now_s)
 
     def _transport_event(self, event: TransportEvent) -> None:
         match event:
@@ -276,7 +305,6 @@ class Driver:
                 self._measuring.peer_down(peer)
                 self._handle(io.EdgeDown(peer, reason))
             case Denied(self._coordinator):
-                assert self._core is not None
                 self._patience.denied(time.monotonic(), member=bool(self._core.term))
             case Violation(self._coordinator, reason):
                 raise JoinRefused("version", f"{self._config.coordinator}: {reason}")
@@ -284,55 +312,34 @@ class Driver:
                 log.info("a stranger broke the protocol: %s", reason)
             case Violation(peer, reason) if peer is not None:
                 self._handle(io.Offence(peer, reason))
-            case Received(peer, m.Ping(nonce)):
-                self._send(peer, m.Pong(nonce))
-            case Received(peer, m.Pong() | m.Burst() | m.BurstAsk() | m.Landed() as message, nbytes):
-                if needs_credit(message):
-                    self._owed.came(peer, nbytes)
-                self._measured(peer, message)
             case Received(peer, message, nbytes):
                 if needs_credit(message):
                     self._owed.came(peer, nbytes)
+                self._received(peer, message, nbytes)
+
+    def _received(self, peer: m.PeerId, message: m.Message, nbytes: int) -> None:
+        match message:
+            case m.Ping(nonce):
+                self._send(peer, m.Pong(nonce))
+            case m.Pong() | m.Burst() | m.BurstAsk() | m.Landed():
+                answers = self._measuring.heard(peer, message, time.monotonic())
+                if isinstance(answers, str):
+                    self._handle(io.Offence(peer, answers))
+                else:
+                    self._post([(peer, answer) for answer in answers])
+            case _:
                 self._handle(io.Heard(peer, message, nbytes))
-
-    def _measured(self, peer: m.PeerId, message: m.Pong | m.Burst | m.BurstAsk | m.Landed) -> None:
-        answers = self._measuring.heard(peer, message, time.monotonic())
-        if isinstance(answers, str):
-            self._handle(io.Offence(peer, answers))
-            return
-        for answer in answers:
-            self._send(peer, answer)
-
-    def _give_credit(self) -> None:
-        """Peers may send on as far as what they sent is dealt with."""
-        assert self._core is not None
-        self._owed.give_back(self._core.held_bytes)
 
     def _handle(self, event: io.Event) -> None:
         """What a peer did wrong costs the round and the peer, never this worker."""
-        assert self._core is not None
-        if _is_payload(event):
-            self._handle_payload(event)
-            return
         try:
             effects = self._core.handle(event, time.monotonic())
         except RemoteProtocolError as error:
             if not isinstance(event, io.Heard):
                 raise
             effects = self._core.handle(io.Offence(event.peer, error.reason), time.monotonic())
-        self._acquaintances.replace(self._core.acquaintances)
-        self._carry_out(effects)
-
-    def _handle_payload(self, event: io.Event) -> None:
-        """The usual thing, hundreds of times in a step: numbers are summed and sent on, and nothing else."""
-        assert self._core is not None
-        try:
-            effects = self._core.handle(event, time.monotonic())
-        except RemoteProtocolError as error:
-            if not isinstance(event, io.Heard):
-                raise
-            effects = self._core.handle(io.Offence(event.peer, error.reason), time.monotonic())
-        if not all(isinstance(effect, OF_PAYLOADS) for effect in effects):
+        # The usual thing, hundreds of times in a step: numbers are summed and sent on, and nothing else.
+        if not (_is_payload(event) and all(isinstance(effect, OF_PAYLOADS) for effect in effects)):
             self._only_payloads = False
             self._acquaintances.replace(self._core.acquaintances)
         self._carry_out(effects)
@@ -342,7 +349,6 @@ class Driver:
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
-            assert self._core is not None
             try:
                 queue.extend(self._do(effect))
             except RemoteProtocolError as error:
@@ -357,7 +363,6 @@ class Driver:
                 queue.extend(self._core.handle(io.Broke(str(error)), time.monotonic()))
 
     def _do(self, effect: io.Effect) -> list[io.Effect]:
-        assert self._core is not None
         match effect:
             case io.Post(peer, m.StateRequest() as ask):
                 if (lacked := self.taking.still_lacked(ask)) is not None:
@@ -419,22 +424,9 @@ class Driver:
 
     def _refuted(self) -> list[io.Effect]:
         """What has come is not the donor's state: begin anew, with the donor itself."""
-        assert self._core is not None
         if not self.taking.refuted(self._core.generation):
             return []
         return self._core.handle(io.Refuted(self._core.generation), time.monotonic())
-
-    def _mind_following(self, now_s: float) -> None:
-        """Say when it has caught up, or that it cannot."""
-        assert self._core is not None
-        seated = self._core.seat is not None
-        standing = self.catching_up.turn(now_s, seated=seated, synced=self._core.synced)
-        if standing is None:
-            return
-        self._post(standing.asks)
-        if standing.event is not None:
-            self._handle(standing.event)
-        self.catching_up.show(standing, now_s)
 
     def _post(self, messages: Sequence[tuple[m.PeerId, m.Message]]) -> None:
         for peer, message in messages:
@@ -449,59 +441,8 @@ class Driver:
 
     def _publish(self) -> None:
         """Replace the picture if it changed, and wake the trainer."""
-        here = self._core
-        if here is None:
-            return
-        self.giving.forget_others(here.generation)
-        seat, open_round = here.seat, here.next_round
-        spans: tuple[m.Span, ...] = ()
-        total = 0
-        if open_round is not None:
-            if self._assigned is None or self._assigned[0] != open_round:
-                self._assigned = (open_round, *here.positions())
-            _, spans, total = self._assigned
-        reload = self.disk.reload_in(here.term, here.generation, synced=here.synced)
-        picture = Picture(
-            welcomed=here.welcomed,
-            stage=here.stage,
-            generation=here.generation,
-            rank=seat.rank if seat is not None else 0,
-            world_size=seat.world_size if seat is not None else 0,
-            open_round=open_round,
-            spans=spans,
-            total_samples=total,
-            shares=seat.shares if seat is not None else (),
-            applied=here.applied,
-            history=here.history,
-            ledger=here.ledger,
-            finished=here.finished and here.stage is io.Stage.RUNNING,
-            run_state=here.run_state,
-            wanted_state=self.giving.wanted,
-            offered_state=(
-                self.taking.intake.complete_for(here.generation)
-                and not here.synced
-                and self.catching_up.may_load
-            )
-            or reload is not None,
-            wanted_image=self.donating.wanted,
-            offered_work=self.catching_up.has_work,
-            compares_next=here.compares_next,
-            inherited=bool(self.residuals.inheritance.counting),
-            synced=here.synced,
-            touched=here.touched,
-            heir=here.takes_over or self.residuals.inheritance.open,
-            doomed=here.doomed,
-            reload=reload,
-            donor=here.donor,
-            due_digest=seat.roster[seat.rank].digest if seat is not None else b"",
-            wanted_kept=self.giving.wanted_kept,
-            discard_after=self.disk.discard_after,
-            name=seat.roster[seat.rank].name if seat is not None else "",
-            exchange=here.seat.exchange if here.seat is not None else "",
-            aside=self.disk.aside,
-            cuts=seat.cuts if seat is not None else (),
-            first_step=here.first_step,
-        )
+        self.giving.forget_others(self._core.generation)
+        picture = self._painter.paint(self._core)
         with self.meeting.changed:
             # Together, so that the trainer never sees an outcome beside the picture from before it.
             told = self.rounds.tell()

@@ -156,7 +156,7 @@ class Rig:
             case 14:
                 if self.now_s >= self.core.deadline_s:
                     self.loop._carry_out(self.core.tick(self.now_s))
-                self.loop._give_credit()
+                self.loop._owed.give_back(self.core.held_bytes)
             case 15:
                 self.loop._handle(io.AskMean(self.core.step, source.below(3), 1.5))
             case 16:
