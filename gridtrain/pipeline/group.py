@@ -62,10 +62,9 @@ from gridtrain.protocol.telling import neighbours as everybody
 from gridtrain.protocol.telling import telling
 from gridtrain.runtime.api import GroupSession
 from gridtrain.runtime.handoffs import Row, SealsWorkspace
-from gridtrain.runtime.opened import OpenedRound
+from gridtrain.runtime.opened import OpenedRound, Part
 from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
-from gridtrain.runtime.rounds import Part
 
 log = logging.getLogger("gridtrain")
 

@@ -18,8 +18,7 @@ from gridtrain.protocol.handoff import between
 from gridtrain.protocol.messages import Channel
 from gridtrain.protocol.seats import Seats
 from gridtrain.runtime.handoffs import HandOffWorkspace, TakeOverWorkspace
-from gridtrain.runtime.opened import OpenedRound
-from gridtrain.runtime.rounds import Part
+from gridtrain.runtime.opened import OpenedRound, Part
 
 Expected = Iterable[tuple[int, Channel]]
 """(stage that sends, channel)."""

@@ -33,11 +33,10 @@ from gridtrain.runtime.copies import CopyDisk
 from gridtrain.runtime.donating import Parts
 from gridtrain.runtime.driver import Driver
 from gridtrain.runtime.following import ImageWork
-from gridtrain.runtime.opened import OpenedRound
+from gridtrain.runtime.opened import OpenedRound, Part
 from gridtrain.runtime.pace import Pace
 from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
-from gridtrain.runtime.rounds import Part
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES
 from gridtrain.runtime.updates import StepUpdate
 from gridtrain.transport.credits import CreditTransport
@@ -571,8 +570,7 @@ class GroupSession:
         """Instead of `run`, for a pipeline: the round's collectives are added as they are ready."""
         assert self._turn is not None and self._turn.open_round is not None
         self._pace.begin(time.monotonic(), plan.samples)
-        rounds = self._driver.rounds
-        return OpenedRound(rounds, rounds.open(self._turn.open_round, parts, settings))
+        return self._driver.rounds.open(self._turn.open_round, parts, settings)
 
     def computed(self) -> None:
         """The pipeline has drained here."""

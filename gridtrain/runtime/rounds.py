@@ -3,53 +3,36 @@
 Decides what may still be added to a round, computed in it or sent of it.  Never decides who sends what to
 whom, nor whether a round commits: the core does, whose effects the loop brings here.
 
-    trainer's thread                                          the loop's thread
-      begin ... run                   --- Submit, Extend -->    core --> data, fill, reached   numbers
-      open .. extend .. complete             (commands)              --> seal --> digest, for the vote
-      await_channels <-- reached ------------------------------      --> resolve
-      run, complete, end, settle <-- outcome, with the picture ----------- tell
+    trainer's thread                                         the loop's thread
+      begin .. run               --- Submit, Extend -->        core --> data, fill, reached   numbers
+      open --> OpenedRound            (commands)                    --> seal --> digest, for the vote
+                                                                    --> resolve
+      run, settle, OpenedRound   <-- outcome, with the picture ----------- tell
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.collective import Collective, WorkspaceEffect
+from gridtrain.protocol.collective import WorkspaceEffect
 from gridtrain.runtime.buckets import BucketedWorkspace, by_channel
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace, Workspace
 from gridtrain.runtime.meeting import Meeting
-from gridtrain.runtime.picture import Picture
+from gridtrain.runtime.opened import (
+    OpenedRound,
+    OpenRound,
+    Part,
+    await_outcome,
+    collectives_of,
+    workspaces_of,
+)
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.runtime.updates import StepUpdate, vote_digest
 
 log = logging.getLogger("gridtrain")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One collective of a round, and its numbers."""
-
-    collective: Collective
-    workspace: Workspace
-
-
-@dataclass(slots=True)
-class OpenRound:
-    """`workspaces`: those that were submitted, by channel; `whole`: those that are voted on, in order."""
-
-    id: m.RoundId
-    workspaces: dict[m.Channel, Workspace]
-    whole: Sequence[Workspace | BucketedWorkspace] = ()
-    settings: bytes = b""
-    outcome: RoundOutcome | None = None
-    seals: tuple[bytes, ...] = ()
-    spoilt: bool = False  # something was refused in it
-    why: str = ""  # it did not commit
-    reached: dict[m.Channel, bool] = field(default_factory=dict)  # complete collectives, and who skips
 
 
 class Rounds:
@@ -71,7 +54,7 @@ class Rounds:
         self._ended: list[tuple[OpenRound, RoundOutcome]] = []  # the trainer has not been told yet
         self.may_hash = False  # a dense sum has slices to be hashed before the end
 
-    # -- the trainer's thread: a step's exchange -----------------------------------------------------
+    # -- the trainer's thread ------------------------------------------------------------------------
 
     def begin_attempt(self) -> None:
         """What `settle` says is of the round that is submitted next."""
@@ -117,7 +100,7 @@ class Rounds:
         if mine.spoilt:
             # The others go on from what they have, and cannot send what is missing here: all begin anew.
             self._meeting.command(io.Broke("what came in an earlier attempt was refused here"))
-        return self.end(mine)
+        return await_outcome(self._meeting, mine)
 
     def settle(self, timeout_s: float) -> RoundOutcome | None:
         """How the latest round ended that this worker submitted to; None: it has not, in that time.
@@ -133,64 +116,13 @@ class Rounds:
         self._meeting.wait(lambda _: latest.outcome is not None, timeout_s)
         return latest.outcome
 
-    # -- the trainer's thread: a round whose collectives come one after the other ----------------------
-
-    def open(self, round_id: m.RoundId, parts: Mapping[m.Channel, Part], settings: bytes) -> OpenRound:
-        """Open a round whose collectives are not all known yet; `extend` brings the others."""
-        mine = OpenRound(round_id, _workspaces(parts), settings=settings)
+    def open(self, round_id: m.RoundId, parts: Mapping[m.Channel, Part], settings: bytes) -> OpenedRound:
+        """Open a round whose collectives are not all known yet."""
+        mine = OpenRound(round_id, workspaces_of(parts), settings=settings)
         with self._meeting.changed:
             self._submit(mine)
-        self._meeting.command(io.Submit(round_id, _collectives(parts), more=True))
-        return mine
-
-    def extend(self, mine: OpenRound, parts: Mapping[m.Channel, Part]) -> None:
-        """Further collectives of the round, not the last ones."""
-        with self._meeting.changed:
-            mine.workspaces |= _workspaces(parts)
-        self._meeting.bring(io.Extend(mine.id, _collectives(parts)))
-
-    def await_channels(self, mine: OpenRound, channels: Collection[m.Channel]) -> bool:
-        """Wait until these collectives are complete; False: they never will be, as the round is lost."""
-
-        def there() -> bool:
-            return all(channel in mine.reached for channel in channels)
-
-        def settled(picture: Picture) -> bool:
-            return there() or mine.outcome is not None or picture.doomed == mine.id
-
-        if not there():
-            self._meeting.wait(settled)
-        return there()
-
-    def complete(self, mine: OpenRound, channel: m.Channel, part: Part) -> RoundOutcome:
-        """The last collective: its workspace is sealed and voted on.  Waits for the outcome."""
-        with self._meeting.changed:
-            mine.workspaces[channel] = part.workspace
-            mine.whole = (part.workspace,)
-        self._meeting.bring(io.Extend(mine.id, {channel: part.collective}, more=False))
-        return self.end(mine)
-
-    def end(self, mine: OpenRound) -> RoundOutcome:
-        """Wait for the outcome, whatever this worker's part in it was."""
-        self._meeting.wait(lambda _: mine.outcome is not None)
-        assert mine.outcome is not None
-        return mine.outcome
-
-    def fail(self, mine: OpenRound, reason: str) -> None:
-        """Vote NO in this round, unless it is over already or voted on."""
-        if mine.outcome is None:
-            self._meeting.command(io.Extend(mine.id, {}, reason=reason))
-
-    def blame(self, mine: OpenRound, rank: int, reason: str) -> None:
-        """What this rank sent in the round is no honest member's, which only the trainer could see."""
-        picture = self._meeting.look()
-        if picture.generation == mine.id.generation and rank < len(picture.shares):
-            self._meeting.command(io.Offence(picture.shares[rank][0], reason))
-
-    def is_lost(self, mine: OpenRound) -> bool:
-        """This round cannot be committed."""
-        picture = self._meeting.look()
-        return mine.outcome is not None or picture.doomed == mine.id
+        self._meeting.command(io.Submit(round_id, collectives_of(parts), more=True))
+        return OpenedRound(self._meeting, mine)
 
     # -- the loop's thread ---------------------------------------------------------------------------
 
@@ -292,11 +224,3 @@ class Rounds:
             update = None if skip else workspace.update
             kept = StepUpdate(mine.id.step, mine.settings, skip, update, () if skip else mine.seals[1:])
             self._keep(kept, workspace.n)
-
-
-def _workspaces(parts: Mapping[m.Channel, Part]) -> dict[m.Channel, Workspace]:
-    return {channel: part.workspace for channel, part in parts.items()}
-
-
-def _collectives(parts: Mapping[m.Channel, Part]) -> dict[m.Channel, Collective]:
-    return {channel: part.collective for channel, part in parts.items()}

@@ -12,7 +12,7 @@ from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.runtime import driver as loop
 from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.rounds import OpenRound
+from gridtrain.runtime.opened import OpenedRound, OpenRound
 from gridtrain.transport.base import Received, Traffic
 
 COORDINATOR, PEER = b"c" * 32, b"p" * 32
@@ -155,9 +155,9 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
 
     monkeypatch.setattr(driver.meeting.changed, "wait", arrives)
     monkeypatch.setattr(driver.meeting.changed, "notify_all", lambda: woken.append(frozenset(mine.reached)))
-    assert driver.rounds.await_channels(mine, (awaited,))
+    assert OpenedRound(driver.meeting, mine).wait(awaited)
     assert woken == [{sent, awaited}]
-    assert driver.rounds.await_channels(mine, (sent, awaited)), "they are there: nobody waits"
+    assert OpenedRound(driver.meeting, mine).wait(sent, awaited), "they are there: nobody waits"
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -32,7 +32,7 @@ from gridtrain.protocol.round import HISTORY_START, ROOT, extend_history
 from gridtrain.runtime import driver as loop
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
-from gridtrain.runtime.rounds import OpenRound
+from gridtrain.runtime.opened import OpenRound
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Standing, Violation
 from gridtrain.wire.sparse import ValueKind, encode
 
