@@ -7,15 +7,18 @@ workspaces while a round is open; the trainer's thread hands in commands and wai
       parts --- commands, in order --> MemberCore.handle --> effects --> parts, Transport.send
       wait <--- Picture (immutable) <-- Painter <--+    ^--- events <---------- Transport.poll
 
-The state lies in parts, each in a module of its name, of which none knows this one:
+The state lies in parts, each in a module of its own, of which none knows this one:
 
     meeting       where the two threads meet: commands, the picture, the lock of all that both touch
     rounds        collectives and their numbers, until their round is over
-    giving        what members that form a generation get    taking       what this worker lacks then
-    donating      what followers get while a round runs      catching_up  as a follower itself
-    residuals     that change hands                          disk         checkpoints of stages
+    giving        the state of this worker, for members of a generation that forms
+    taking        the state that it lacks itself, then
+    donating      its state and each update, for followers, while rounds go on
+    catching_up   as a follower itself
+    residuals     that change hands
+    disk_duties   checkpoints of stages
     signs         of life, and figures
-    owed, measuring, patience: used by this thread alone
+    owed, measuring, patience: this thread's alone
 """
 
 from __future__ import annotations
