@@ -82,11 +82,11 @@ from gridtrain.runtime import handover
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import Edges, GroupSession, Interrupted
 from gridtrain.runtime.client import coordinator_address
-from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.entry import enter
 from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
 from gridtrain.runtime.naming import folder_name, listen_address, random_name, state_directory
 from gridtrain.runtime.owner import VARIABLE, AgentLine, Owner, Unled
+from gridtrain.runtime.picture import Picture
 from gridtrain.transport.credits import CreditTransport
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.injection import Faults

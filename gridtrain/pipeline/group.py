@@ -61,9 +61,9 @@ from gridtrain.protocol.subgroup import Subgroup, edges_within
 from gridtrain.protocol.telling import neighbours as everybody
 from gridtrain.protocol.telling import telling
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.driver import Part, Picture
 from gridtrain.runtime.handoffs import Row, SealsWorkspace
-from gridtrain.runtime.opened import OpenedRound
+from gridtrain.runtime.opened import OpenedRound, Part
+from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 
 log = logging.getLogger("gridtrain")

@@ -25,7 +25,7 @@ from gridtrain.protocol.member_io import Stage
 from gridtrain.protocol.messages import Facts, Held, Span
 from gridtrain.runtime import handover
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.driver import Picture
+from gridtrain.runtime.picture import Picture
 from gridtrain.wire.sparse import Sparse
 
 log = logging.getLogger("gridtrain")

@@ -17,9 +17,8 @@ from gridtrain.errors import LineBroken
 from gridtrain.protocol.handoff import between
 from gridtrain.protocol.messages import Channel
 from gridtrain.protocol.seats import Seats
-from gridtrain.runtime.driver import Part
 from gridtrain.runtime.handoffs import HandOffWorkspace, TakeOverWorkspace
-from gridtrain.runtime.opened import OpenedRound
+from gridtrain.runtime.opened import OpenedRound, Part
 
 Expected = Iterable[tuple[int, Channel]]
 """(stage that sends, channel)."""

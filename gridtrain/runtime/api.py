@@ -31,10 +31,11 @@ from gridtrain.runtime.buffers import Workspace
 from gridtrain.runtime.contribution import Tally
 from gridtrain.runtime.copies import CopyDisk
 from gridtrain.runtime.donating import Parts
-from gridtrain.runtime.driver import Driver, Part, Picture
+from gridtrain.runtime.driver import Driver
 from gridtrain.runtime.following import ImageWork
-from gridtrain.runtime.opened import OpenedRound
+from gridtrain.runtime.opened import OpenedRound, Part
 from gridtrain.runtime.pace import Pace
+from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.statefeed import MAX_STATE_BYTES
 from gridtrain.runtime.updates import StepUpdate
@@ -173,19 +174,19 @@ class GroupSession:
     def resize_residual(self, n: int) -> None:
         """This worker holds another stage now, whose residual has so many elements."""
         self._residual_n = n
-        self._driver.allow_residual(n)
+        self._driver.residuals.allow(n)
 
     def _equip(self, driver: Driver) -> None:
         """Tell a driver all that this worker's script has said so far: the first one piece by piece, one
         after a pause all at once.  To be told again changes nothing."""
-        driver.allow_state(self._max_state_bytes)
-        driver.allow_following(*self._following)
-        driver.allow_residual(self._residual_n)
+        driver.taking.allow(self._max_state_bytes)
+        driver.catching_up.allow(*self._following)
+        driver.residuals.allow(self._residual_n)
         driver.spent = self.spent
         if self._no_replay:
-            driver.cannot_replay(self._no_replay)
+            driver.donating.cannot(self._no_replay)
         if self._disk is not None:
-            driver.attach_copies(self._disk, self._max_state_bytes)
+            driver.disk.attach(self._disk, self._max_state_bytes)
 
     def enter(
         self,
@@ -234,7 +235,7 @@ class GroupSession:
         assert self._entered is not None
         driver = Driver(transport, self.config, acquaintances)
         self._equip(driver)
-        driver.note(self._driver.figures)
+        driver.signs.note(self._driver.signs.figures)
         self._given_for, self._image_of, self._gave = (0, False), -1, None
         self._turn, self._turn_taken, self._early = None, False, None
         self._pace.drop()
@@ -318,24 +319,24 @@ class GroupSession:
                 raise Interrupted  # what others need of this worker's memory is on its disk first
             if not self._has_something(picture):
                 continue  # it was wanted elsewhere, and is not any more
-            self._driver.busy(True)  # what follows may take long, and others wait for it
+            self._driver.signs.busy(True)  # what follows may take long, and others wait for it
             try:
                 if not self._do_chores(picture):
                     return picture
             finally:
-                self._driver.busy(False)
+                self._driver.signs.busy(False)
 
     def _do_chores(self, picture: Picture) -> bool:
         """What others wait for, and what this worker lacks; True: the picture is another one now."""
         if picture.offered_work and self._replay is not None:
             self._follow()
         elif picture.inherited and self._inherit is not None and not self._has_begun(picture):
-            for peer, entries in self._driver.take_inheritance():  # between two rounds: none is prepared
+            for peer, entries in self._driver.residuals.take():  # between two rounds: none is prepared
                 self._inherit(peer, entries)
             self._driver.wait(lambda p: not p.inherited, LOOK_AGAIN_S)  # or more has come meanwhile
         elif picture.discard_after is not None and self._disk is not None:
             self._disk.discard(picture.discard_after)
-            self._driver.discarded(picture.discard_after)
+            self._driver.disk.discarded(picture.discard_after)
             self._driver.wait(lambda p: p.discard_after != picture.discard_after, LOOK_AGAIN_S)
         elif picture.aside is not None and self._disk is not None:
             self._put_aside(picture.aside)
@@ -354,7 +355,7 @@ class GroupSession:
     def _follow(self) -> None:
         """Load an image, or replay updates: the members go on meanwhile."""
         assert self._restore is not None and self._replay is not None
-        while (work := self._driver.take_work()) is not None:
+        while (work := self._driver.catching_up.take_work()) is not None:
             try:
                 if isinstance(work, ImageWork):
                     self._restore([bytes(work.own), bytes(work.common)])
@@ -362,9 +363,9 @@ class GroupSession:
                     for step in work.steps:
                         self._replay(step)
             except RemoteProtocolError as error:
-                self._driver.fail_work(error.reason)
+                self._driver.catching_up.fail_work(error.reason)
                 break
-            self._driver.did_work(work)
+            self._driver.catching_up.did_work(work)
         self._driver.wait(lambda p: not p.offered_work, LOOK_AGAIN_S)
 
     def _owes_image(self, picture: Picture) -> bool:
@@ -374,7 +375,7 @@ class GroupSession:
     def _give_image(self, picture: Picture) -> None:
         assert self._copy is not None
         self._image_of = picture.applied
-        self._driver.give_image(picture.applied, picture.history, self._copy())
+        self._driver.donating.fill(picture.applied, picture.history, self._copy())
 
     def _has_something(self, picture: Picture) -> bool:
         return (
@@ -402,7 +403,7 @@ class GroupSession:
         self._given_for = generation, whole = picture.wanted_state
         blobs = self._capture(picture, whole)
         if blobs is not None:
-            self._driver.give_state(generation, blobs)
+            self._driver.giving.give(generation, blobs)
 
     def _owes_kept(self, picture: Picture) -> bool:
         return (
@@ -413,11 +414,11 @@ class GroupSession:
         assert picture.wanted_kept is not None and self._disk is not None
         self._gave = generation, held = picture.wanted_kept
         try:
-            self._driver.give_kept(held, generation, self._disk.give(held))
+            self._driver.giving.give_kept(held, generation, self._disk.give(held))
         except ConfigError as error:
             log.warning("%s", error)
             self.keeping(self._disk.held())  # first: behind it nobody is sent here for this one any more
-            self._driver.give_kept(held, generation, None)
+            self._driver.giving.give_kept(held, generation, None)
 
     def _put_aside(self, held: m.Held) -> None:
         assert self._disk is not None
@@ -425,7 +426,7 @@ class GroupSession:
             self._disk.put_aside(held)
         except OSError as error:
             log.error("the state of step %d cannot be written: %s", held.applied + 1, error)
-        self._driver.put_aside(held)
+        self._driver.disk.put_aside(held)
         states = self._disk.held()
         written = any(each.is_of(held.blocks, held.applied, held.history) for each in states)
         self._driver.command(io.Keeping(states, None if written else held))
@@ -438,7 +439,7 @@ class GroupSession:
             self._disk.reload(asked.held, asked.blocks)
         except (ConfigError, RemoteProtocolError) as error:
             log.warning("%s", error)
-            self._driver.cannot_reload(tuple(x for x in self._disk.held() if x not in asked.held))
+            self._driver.disk.cannot_reload(tuple(x for x in self._disk.held() if x not in asked.held))
             self._driver.wait(lambda p: p.reload != asked, LOOK_AGAIN_S)
             return
         self._driver.command(io.Restored(asked.term, asked.generation))
@@ -447,23 +448,23 @@ class GroupSession:
     def _take_state(self) -> None:
         reload = self._driver.look().reload
         if reload is not None:
-            self._driver.busy(True)
+            self._driver.signs.busy(True)
             try:
                 self._reload(reload)
             finally:
-                self._driver.busy(False)
+                self._driver.signs.busy(False)
             return
         if self._restore is None:
             raise ConfigError(
                 "a state arrived before the optimizer was wrapped",
                 remedy="call grid.optimizer(optimizer, model, ...) before grid.batches(...)",
             )
-        taken = self._driver.take_state()
+        taken = self._driver.taking.take()
         if taken is None:
             self._driver.wait(lambda p: not p.offered_state, LOOK_AGAIN_S)
             return
         term, generation, blobs = taken
-        self._driver.busy(True)
+        self._driver.signs.busy(True)
         try:
             due = self._driver.look().due_digest
             if due and self._disk is not None:
@@ -473,11 +474,13 @@ class GroupSession:
             if not self._is_pipeline:
                 raise
             log.warning("the state of this worker's stage is not taken: %s", error)
-            self._driver.blame_donor(generation, f"gave a state that is not this stage's: {error.reason}")
+            self._driver.taking.blame_donor(
+                generation, f"gave a state that is not this stage's: {error.reason}"
+            )
             self._driver.wait(lambda p: p.generation != generation, LOOK_AGAIN_S)
             return
         finally:
-            self._driver.busy(False)
+            self._driver.signs.busy(False)
         self._driver.command(io.Restored(term, generation))
         # Not for ever: if the group has gone on meanwhile, the next generation's state may be there already.
         self._driver.wait(lambda p: not p.offered_state, LOOK_AGAIN_S)
@@ -498,7 +501,7 @@ class GroupSession:
     def send_early(self, plan: StepPlan, bucket: int, workspace: Workspace, skip: bool) -> None:
         """See `optim.session.Session.send_early`."""
         if self._early is not None and self._early[1] is plan:
-            self._driver.begin_round(self._early[0], m.Channel(group=bucket), workspace, skip)
+            self._driver.rounds.begin(self._early[0], m.Channel(group=bucket), workspace, skip)
 
     def _has_begun(self, picture: Picture) -> bool:
         """Buckets of the open round are under way: what they were made of may not change."""
@@ -525,7 +528,7 @@ class GroupSession:
                 "grid.batches(..., accumulate=a)",
             )
         if not self._is_pipeline and self._pace.end(time.monotonic()):
-            self._driver.note(self._pace.figures())
+            self._driver.signs.note(self._pace.figures())
         self._await_choice()
         try:
             waited = self._wait_unless_spare(
@@ -548,7 +551,7 @@ class GroupSession:
             return None
         assert picture.open_round is not None
         self._turn = picture
-        self._driver.begin_attempt()
+        self._driver.rounds.begin_attempt()
         if self._early is not None and self._has_begun(picture):
             return self._early[1]
         return _plan(picture, picture.open_round)
@@ -561,18 +564,18 @@ class GroupSession:
         assert self._entered is not None
         if self._entered[3] and "" not in self._entered[3]:
             self._awaits_choice = True
-            self._driver.note({FIRST_FIGURE: max(1e-6, time.monotonic() - self._turn_began_s)})
+            self._driver.signs.note({FIRST_FIGURE: max(1e-6, time.monotonic() - self._turn_began_s)})
 
     def open(self, plan: StepPlan, parts: Mapping[m.Channel, Part], settings: bytes) -> OpenedRound:
         """Instead of `run`, for a pipeline: the round's collectives are added as they are ready."""
         assert self._turn is not None and self._turn.open_round is not None
         self._pace.begin(time.monotonic(), plan.samples)
-        return OpenedRound(self._driver, self._driver.open_round(self._turn.open_round, parts, settings))
+        return self._driver.rounds.open(self._turn.open_round, parts, settings)
 
     def computed(self) -> None:
         """The pipeline has drained here."""
         if self._pace.end(time.monotonic()):
-            self._driver.note(self._pace.figures())
+            self._driver.signs.note(self._pace.figures())
 
     def ended(self, outcome: RoundOutcome) -> None:
         """How the round of `open` ended."""
@@ -590,7 +593,7 @@ class GroupSession:
         """See `optim.session.Session.run`."""
         assert self._turn is not None and self._turn.open_round is not None
         self._early = None
-        outcome = self._driver.run_round(self._turn.open_round, workspaces, skip, settings)
+        outcome = self._driver.rounds.run(self._turn.open_round, workspaces, skip, settings)
         self._turn_taken = outcome.committed
         if outcome.committed:
             self._count_step()
@@ -621,11 +624,11 @@ class GroupSession:
 
     def compare(self, step: int, digest: bytes) -> None:
         """See `optim.session.Session.compare`."""
-        self._driver.compare(step, digest)
+        self._driver.command(io.Compare(step, digest))
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Figures for `gridtrain status`."""
-        self._driver.note(figures)
+        self._driver.signs.note(figures)
 
     def mean(self, value: float) -> float:
         """Average over the workers, for people: `value` itself where the group changes meanwhile."""
@@ -664,21 +667,21 @@ class GroupSession:
 
     def busy(self, inside: bool) -> None:
         self._pace.drop()  # an evaluation is no computing of samples
-        self._driver.busy(inside)
+        self._driver.signs.busy(inside)
 
     def settle(self, timeout_s: float) -> RoundOutcome | None:
-        """See `Driver.settle`."""
-        return self._driver.settle(timeout_s)
+        """See `Rounds.settle`."""
+        return self._driver.rounds.settle(timeout_s)
 
     def last_inheritance(self, timeout_s: float) -> tuple[list[tuple[m.PeerId, Sparse]], float]:
         """Before this worker leaves: what others have handed over to it and it has not added yet; and the
         mass of what was acknowledged, but does not count within `timeout_s`."""
         driver = self._driver
         try:
-            driver.last_call(timeout_s)
+            driver.residuals.last_call(timeout_s)
         except GridtrainError as error:
             log.debug("what was handed over to this worker is not waited for: %s", error)
-        return driver.take_inheritance(), driver.open_mass
+        return driver.residuals.take(), driver.residuals.open_mass
 
     def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> tuple[bool | None, str]:
         """Give this worker's residual away before it leaves: whether somebody has it (None: perhaps); who, or
@@ -686,7 +689,7 @@ class GroupSession:
         until_s = time.monotonic() + timeout_s
         if self._driver.wait(lambda p: p.stage is io.Stage.RUNNING, timeout_s) is None:
             return False, "no generation is running"
-        handed = self._driver.hand_on(pieces, max(0.0, until_s - time.monotonic()))
+        handed = self._driver.residuals.hand_on(pieces, max(0.0, until_s - time.monotonic()))
         return (
             (None, f"no answer within {timeout_s:.1f} s") if handed is None else (handed.taken, handed.text)
         )

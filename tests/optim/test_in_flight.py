@@ -21,7 +21,7 @@ from gridtrain.pipeline.group import Pipeline
 from gridtrain.pipeline.held import Options
 from gridtrain.pipeline.staging import Staging
 from gridtrain.protocol.collective import Complete
-from gridtrain.runtime.driver import Picture
+from gridtrain.runtime.picture import Picture
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.wire.sparse import Sparse
 

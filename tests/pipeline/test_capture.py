@@ -18,7 +18,7 @@ from gridtrain.pipeline.leaving import StageLeaving
 from gridtrain.pipeline.staging import Staging
 from gridtrain.protocol.member_io import Stage
 from gridtrain.protocol.messages import Span
-from gridtrain.runtime.driver import Picture
+from gridtrain.runtime.picture import Picture
 
 ASKED, ANOTHER, SPARE = (
     Picture(rank=rank, world_size=size, applied=5) for rank, size in ((0, 2), (1, 2), (0, 0))

@@ -28,8 +28,8 @@ from gridtrain.pipeline.held import Options
 from gridtrain.pipeline.staging import Staging
 from gridtrain.runtime.api import GroupSession
 from gridtrain.runtime.contribution import Contribution, Tally
-from gridtrain.runtime.driver import Picture
 from gridtrain.runtime.local import local
+from gridtrain.runtime.picture import Picture
 
 SEED = 5
 STEPS = 5

@@ -17,7 +17,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.pipeline.group import Pipeline
 from gridtrain.pipeline.handle import StageOptimizer
 from gridtrain.pipeline.held import Options
-from gridtrain.runtime.driver import Picture
+from gridtrain.runtime.picture import Picture
 
 RATE, DECAY = 0.05, 0.9
 

@@ -9,7 +9,7 @@ from typing import Any
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.exchanging import FIRST_FIGURE
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.driver import Picture
+from gridtrain.runtime.picture import Picture
 
 OPEN = Picture(world_size=1, open_round=m.RoundId(1, 1, 7, 0), exchange="Dense()", synced=True)
 
@@ -34,6 +34,8 @@ class Pictures:
     def busy(self, busy: bool) -> None: ...
 
     def begin_attempt(self) -> None: ...
+
+    rounds = signs = property(lambda self: self)
 
 
 def test_a_choice_that_is_open_again_is_waited_for() -> None:

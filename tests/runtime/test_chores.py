@@ -12,6 +12,7 @@ from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.runtime import driver as loop
 from gridtrain.runtime.acquaintances import Acquaintances
+from gridtrain.runtime.opened import OpenedRound, OpenRound
 from gridtrain.transport.base import Received, Traffic
 
 COORDINATOR, PEER = b"c" * 32, b"p" * 32
@@ -115,7 +116,7 @@ def test_who_sends_may_send_on_at_once(busy: Any) -> None:
 
 def test_most_turns_do_no_chores(busy: Any) -> None:
     chores = []
-    busy.driver._prober.done = chores.append
+    busy.driver._measuring._prober.done = chores.append
     busy.play(1.0)
     assert 1.0 / (loop.CHORES_S + 2 * BETWEEN_S) - 1 <= len(chores) <= 1.0 / loop.CHORES_S + 1
 
@@ -124,26 +125,26 @@ def test_most_turns_do_no_chores(busy: Any) -> None:
 def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> None:
     busy.play(0.02)
     driver, held = busy.driver, m.Held(1, b"h", m.LedgerState())
-    driver._stale, woken = False, busy.line.woken
+    driver.meeting.stale, woken = False, busy.line.woken
     match what:
         case "command":
             driver.command(io.Withdraw())
         case "state":
-            driver.give_state(1, [b""])
+            driver.giving.give(1, [b""])
         case "aside":
-            driver._aside = held
-            driver.put_aside(held)
+            driver.disk.aside = held
+            driver.disk.put_aside(held)
         case "discarded":
-            driver.discarded(3)
+            driver.disk.discarded(3)
         case "inherited":
-            driver.take_inheritance()
-    assert driver._stale, "the picture is looked at again, whatever comes over the line meanwhile"
+            driver.residuals.take()
+    assert driver.meeting.stale, "the picture is looked at again, whatever comes over the line meanwhile"
     assert busy.line.woken == woken + 1
 
 
 def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, woken = busy.driver, []
-    mine = driver._open = loop.OpenRound(m.RoundId(1, 1, 0, 0), {})
+    mine = driver.rounds.current = OpenRound(m.RoundId(1, 1, 0, 0), {})
     sent, awaited = m.Channel(index=1), m.Channel(index=2)
 
     def arrives(timeout_s: float) -> None:
@@ -152,11 +153,11 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
         for channel in (sent, awaited):
             driver._do(io.Reached(channel, False))
 
-    monkeypatch.setattr(driver._changed, "wait", arrives)
-    monkeypatch.setattr(driver._changed, "notify_all", lambda: woken.append(frozenset(mine.reached)))
-    assert driver.await_channels(mine, (awaited,))
+    monkeypatch.setattr(driver.meeting.changed, "wait", arrives)
+    monkeypatch.setattr(driver.meeting.changed, "notify_all", lambda: woken.append(frozenset(mine.reached)))
+    assert OpenedRound(driver.meeting, mine).wait(awaited)
     assert woken == [{sent, awaited}]
-    assert driver.await_channels(mine, (sent, awaited)), "they are there: nobody waits"
+    assert OpenedRound(driver.meeting, mine).wait(sent, awaited), "they are there: nobody waits"
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -164,7 +165,7 @@ def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) 
     """Nor does the backward that goes on beside it; the rest of the round changes the picture."""
     busy.play(0.02)
     driver = busy.driver
-    driver._chores_s, driver._stale = driver._chores_s + 1.0, False  # they are not due
-    (driver._bring if not whole else driver.command)(io.Submit(m.RoundId(1, 1, 0, 0), {}, whole=whole))
+    driver._chores_s, driver.meeting.stale = driver._chores_s + 1.0, False  # they are not due
+    (driver.meeting.bring if not whole else driver.command)(io.Submit(m.RoundId(1, 1, 0, 0), {}, whole=whole))
     driver._turn()
-    assert driver._stale == whole
+    assert driver.meeting.stale == whole

@@ -11,7 +11,7 @@ import pytest
 
 from gridtrain.protocol import member_io as io
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.driver import Picture
+from gridtrain.runtime.picture import Picture
 
 
 class Loop:
@@ -20,11 +20,12 @@ class Loop:
     def __init__(self, *states: tuple[int, int, list[bytes]] | None) -> None:
         self.states = list(states)
         self.told: list[io.Event] = []
+        self.taking = self.signs = self
 
     def look(self) -> Picture:
         return Picture(offered_state=True, generation=2, inherited=True)
 
-    def take_state(self) -> tuple[int, int, list[bytes]] | None:
+    def take(self) -> tuple[int, int, list[bytes]] | None:
         return self.states.pop(0)
 
     def busy(self, on: bool) -> None:
@@ -73,7 +74,7 @@ def test_a_state_that_is_replaced_before_it_is_taken_is_waited_for_again(session
 
 def test_a_residual_that_comes_while_another_is_added_is_added_too(session_over: Any) -> None:
     loop: Any = Loop()
-    loop.take_inheritance = lambda: [(b"p", "entries")]
+    loop.residuals = SimpleNamespace(take=lambda: [(b"p", "entries")])
     session = session_over(loop)
     added: list[Any] = []
     session._replay, session._has_begun = None, lambda picture: False

@@ -15,7 +15,9 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import GroupSession, Interrupted
-from gridtrain.runtime.driver import Driver, Picture
+from gridtrain.runtime.driver import Driver
+from gridtrain.runtime.giving import Giving
+from gridtrain.runtime.picture import Picture
 from gridtrain.transport.base import Traffic
 
 COORDINATOR, A, B, C = (letter * 32 for letter in (b"0", b"a", b"b", b"c"))
@@ -70,12 +72,11 @@ class Scene:
     @property
     def picture(self) -> Any:
         """As the loop publishes it, once it has done what the trainer has brought."""
+        brought = self.driver.giving.brought()
         self.driver._obey()
-        brought, self.driver._inbox.kept = self.driver._inbox.kept, []
-        for held, generation, blobs in brought:
-            self.driver._fill_kept(held, generation, blobs)
+        self.driver.giving.fill(brought, self.core.generation)
         self.driver._publish()
-        return self.driver._picture
+        return self.driver.last
 
 
 def test_what_was_asked_for_in_an_earlier_generation_is_not_owed() -> None:
@@ -96,11 +97,11 @@ def test_a_spare_owes_nobody_a_state_and_holds_none() -> None:
     scene.view(5, A, B)
     scene.ask(B, 5)
     assert scene.picture.wanted_state == (5, True)
-    scene.driver._outlet.fill(5, [b"own", b"common"])
+    scene.driver.giving._own.fill(5, [b"own", b"common"])
     scene.ask(C, 5)
     scene.say(m.Spared(1, 6, 9, b"h", LEDGER, "spare"))
     assert scene.picture.wanted_state == (0, False)
-    assert scene.driver._outlet._captured[1] == [] and not scene.driver._outlet._queues
+    assert scene.driver.giving._own._captured[1] == [] and not scene.driver.giving._own._queues
 
 
 class Disk:
@@ -133,7 +134,8 @@ def test_a_disk_that_is_full_is_told_to_the_core(full: bool) -> None:
             return () if full else (written,)
 
     heard: list[io.Event] = []
-    driver: Any = SimpleNamespace(put_aside=lambda held: None, wait=lambda *_: None, command=heard.append)
+    disk = SimpleNamespace(put_aside=lambda held: None)
+    driver: Any = SimpleNamespace(disk=disk, wait=lambda *_: None, command=heard.append)
     session: Any = GroupSession.__new__(GroupSession)
     session._driver, session._disk = driver, Aside()
     session._put_aside(K1)
@@ -148,8 +150,9 @@ def test_a_checkpoint_that_cannot_be_read_blocks_no_other(monkeypatch: pytest.Mo
     scene.ask(B, 5, K1)
     scene.ask(C, 5, K2)
     given: list[tuple[m.Held, int, Any]] = []
+    giving = scene.driver.giving
     monkeypatch.setattr(
-        scene.driver, "give_kept", lambda *kept: (given.append(kept), Driver.give_kept(scene.driver, *kept))
+        giving, "give_kept", lambda *kept: (given.append(kept), Giving.give_kept(giving, *kept))
     )
     for _ in range(2):
         assert session._owes_kept(scene.picture)
@@ -172,7 +175,7 @@ def test_what_others_need_of_its_memory_is_written_before_a_worker_goes() -> Non
         pictures.pop(0)
 
     session: Any = GroupSession.__new__(GroupSession)
-    session._driver = SimpleNamespace(wait=wait, busy=lambda inside: None)
+    session._driver = SimpleNamespace(wait=wait, signs=SimpleNamespace(busy=lambda inside: None))
     session._disk, session._put_aside = object(), put_aside
     session._replay = session._inherit = session._capture = session._copy = session._gave = None
     session._given_for, session._awaits_choice = (0, False), False

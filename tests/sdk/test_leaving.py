@@ -125,18 +125,18 @@ def in_the_middle_of_a_round(
 ) -> bool:
     """Ctrl-C comes when the round has been committed, and the training thread has not heard of it."""
     driver = grid._session._driver
-    wait = driver.wait
+    wait = driver.meeting.wait
 
     def interrupted(*args: Any) -> Any:
-        latest = driver._latest
+        latest = driver.rounds.latest
         if latest is not None and latest.id.step == LEAVES:
-            driver.wait = wait
+            driver.meeting.wait = wait
             if committed:
                 wait(lambda _: latest.outcome is not None, WITHIN_S)
             raise KeyboardInterrupt
         return wait(*args)
 
-    driver.wait = interrupted
+    driver.meeting.wait = interrupted
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     return True
@@ -182,7 +182,7 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
     monkeypatch.setattr(handover.Inheritance, "take", taking)
 
     def heir_goes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-        return heir_known.wait(WITHIN_S) and grid._session._driver._inheritance is heir[0]
+        return heir_known.wait(WITHIN_S) and grid._session._driver.residuals.inheritance is heir[0]
 
     stops = {0: heir_goes, 1: before_the_step, 2: heir_goes}
     with new_group(workers=3, deadlines=replace(QUICK, settle_s=0.3)) as group:
@@ -205,7 +205,7 @@ def test_an_heir_that_leaves_and_hears_no_view_says_what_is_lost(
 
     def stop(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
         heir.take(b"p" * 32, HandOver(1, 1, 0, b"", 0, 1, payload), 2)
-        grid._session._driver._inheritance = heir  # acknowledged, and the leaver is lost in between
+        grid._session._driver.residuals.inheritance = heir  # acknowledged, and the leaver is lost in between
         return True
 
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=0.5)) as group:

@@ -32,6 +32,7 @@ from gridtrain.protocol.round import HISTORY_START, ROOT, extend_history
 from gridtrain.runtime import driver as loop
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
+from gridtrain.runtime.opened import OpenRound
 from gridtrain.transport.base import PeerDown, PeerUp, Received, Standing, Violation
 from gridtrain.wire.sparse import ValueKind, encode
 
@@ -79,7 +80,8 @@ class Rig:
 
     @property
     def open(self) -> m.RoundId | None:
-        return self.loop._open.id if self.loop._open is not None else None
+        current = self.loop.rounds.current
+        return current.id if current is not None else None
 
     def go(self, most: int) -> None:
         self._enter()
@@ -149,12 +151,12 @@ class Rig:
             case 12:
                 self._flap(source.choice((*KEYS, COORDINATOR)))
             case 13:
-                self.loop.note({"loss": 1.0})
+                self.loop.signs.note({"loss": 1.0})
                 self.loop._beat()
             case 14:
                 if self.now_s >= self.core.deadline_s:
                     self.loop._carry_out(self.core.tick(self.now_s))
-                self.loop._give_credit()
+                self.loop._owed.give_back(self.core.held_bytes)
             case 15:
                 self.loop._handle(io.AskMean(self.core.step, source.below(3), 1.5))
             case 16:
@@ -277,7 +279,11 @@ class Rig:
 
     def _train(self) -> None:
         core = self.core
-        if self.core.seat is not None and self.loop._intake.complete_for(core.generation) and not core.synced:
+        if (
+            self.core.seat is not None
+            and self.loop.taking.intake.complete_for(core.generation)
+            and not core.synced
+        ):
             self._restore()
         if core.next_round is None or core.seat is None or self.open is not None or self.source.one_in(6):
             return
@@ -292,12 +298,12 @@ class Rig:
         else:
             workspace = ButterflyWorkspace(self._payload(), n=N, k=K, kind=KIND)
         collective = workspace.collective(rank, self.world, self.source.one_in(16))
-        self.loop._open = loop.OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
+        self.loop.rounds.current = OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
         self.loop._handle(io.Submit(round_id, {CHANNEL: collective}))
 
     def _restore(self) -> None:
         try:
-            taken = self.loop.take_state()
+            taken = self.loop.taking.take()
         except RemoteProtocolError:  # the trainer's affair: a donor that lies costs the joiner its start
             return
         if taken is None:

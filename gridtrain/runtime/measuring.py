@@ -1,0 +1,76 @@
+"""What this worker measures of the network: round trips first, then a burst to each peer, one by one.
+
+Decides when what was measured is told, and which peers get no burst.  How it is measured is not decided here
+(`runtime.probe`, `runtime.bursts`), nor what is measured: the core asks for it.
+
+    io.Probe --> Prober: pings --> round trips --> Bursts: to those that are reached directly --> Rates
+                                        |                                                           |
+                                        +-- kept until no burst is under way any more --> io.Probed v
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from gridtrain.protocol import member_io as io
+from gridtrain.protocol import messages as m
+from gridtrain.protocol.routes import relay_of
+from gridtrain.runtime.bursts import Bursts
+from gridtrain.runtime.probe import Prober
+from gridtrain.transport.base import Transport
+
+
+class Measuring:
+    """See the module's text.  Used from the loop's thread alone.
+
+    Args:
+        limit_s: of one probe, bursts included.
+        rng: see `Bursts`.
+    """
+
+    def __init__(self, transport: Transport, limit_s: float, rng: Random) -> None:
+        self._transport, self._limit_s = transport, limit_s
+        self._prober = Prober()
+        self._bursts = Bursts(rng)
+        self._relayed: set[m.PeerId] = set()  # whom a burst would reach over a third one's line
+        self._measured: io.Probed | None = None  # round trips, while bursts are under way
+
+    def begin(self, probe: io.Probe, now_s: float) -> None:
+        self._relayed = {peer for peer, address in probe.targets if relay_of(address) is not None}
+        self._prober.begin(probe.targets, self._transport, now_s, self._limit_s)
+
+    def peer_up(self, peer: m.PeerId, now_s: float) -> None:
+        self._prober.peer_up(peer, self._transport, now_s)
+
+    def peer_down(self, peer: m.PeerId) -> None:
+        self._bursts.forget(peer)
+
+    def heard(
+        self, peer: m.PeerId, message: m.Pong | m.Burst | m.BurstAsk | m.Landed, now_s: float
+    ) -> list[m.Burst] | list[m.Landed] | str:
+        """What is to be answered, or what is wrong with it."""
+        match message:
+            case m.Pong(nonce):
+                self._prober.pong(nonce, self._transport, now_s)
+            case m.Burst():
+                answer = self._bursts.came(peer, message, now_s)
+                return [answer] if isinstance(answer, m.Landed) else answer or []
+            case m.BurstAsk(nonce):
+                return self._bursts.asked(peer, nonce, now_s)
+            case m.Landed():
+                self._bursts.landed(peer, message, now_s)
+        return []
+
+    def turn(self, now_s: float) -> tuple[m.Rates | None, io.Probed | None]:
+        """What is to be told: rates go to the coordinator before the round trips do, with which it admits
+        this worker."""
+        rtt_s = self._prober.done(now_s)
+        if rtt_s is not None:
+            self._measured = io.Probed(rtt_s)
+            direct = {peer: seconds for peer, seconds in rtt_s if peer not in self._relayed}
+            self._bursts.begin(direct, self._prober.until_s, now_s)
+        waiting = self._bursts.turn(self._transport, now_s)
+        news, measured = self._bursts.news(), None
+        if not waiting:
+            measured, self._measured = self._measured, None
+        return None if news is None else m.Rates(news), measured

@@ -1,0 +1,68 @@
+"""This worker's signs of life: whether anything moves, whether the trainer waits, and figures for people.
+
+Decides what counts as progress of what was moved.  Never decides whether that is enough: the others do.
+
+    trainer: note, busy --+
+    bytes moved ----------+--> pulse --> io.Pulse --> Progress to peers, Beat to the coordinator
+    Meeting.progress -----+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gridtrain.protocol import member_io as io
+from gridtrain.protocol.forming import STATE_LEFT
+from gridtrain.runtime.meeting import Meeting
+
+EXCHANGED = ("Data", "Relay", "Relayed")
+MOVED = (*EXCHANGED, "ImageBlock", "Update")
+"""Messages that are work: whoever sends or receives them is not hung."""
+
+
+class Signs:
+    """See the module's text."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._busy = False
+        self._moved_bytes = 0
+        self._figures: dict[str, float] = {}
+
+    # -- the trainer's thread --------------------------------------------------------------------
+
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Figures for `gridtrain status`, and a sign of life."""
+        with self._meeting.changed:
+            self._figures.update(figures)
+            self._meeting.progress += 1
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What was noted so far."""
+        with self._meeting.changed:
+            return dict(self._figures)
+
+    def busy(self, inside: bool) -> None:
+        """The trainer is legitimately busy (an evaluation) and counts as making progress."""
+        with self._meeting.changed:
+            self._busy = inside
+
+    # -- the loop's thread -----------------------------------------------------------------------
+
+    def pulse(self, traffic: Mapping[str, tuple[int, int]], left_bytes: int) -> io.Pulse:
+        """`traffic`: bytes sent and received by message type; `left_bytes`: of the state that is coming."""
+        moved = sum(sum(traffic.get(kind, (0, 0))) for kind in MOVED)
+        with self._meeting.changed:
+            if moved != self._moved_bytes or self._busy:
+                self._moved_bytes = moved
+                self._meeting.progress += 1
+            progress, waiting = self._meeting.progress, self._meeting.inside
+            figures = tuple(sorted(self._figures.items()))
+        sent = float(sum(out for out, _ in traffic.values()))
+        received = float(sum(back for _, back in traffic.values()))
+        exchanged = float(sum(traffic.get(kind, (0, 0))[0] for kind in EXCHANGED))
+        counts = [("exchanged_bytes", exchanged), ("received_bytes", received), ("sent_bytes", sent)]
+        if left_bytes:
+            counts.append((STATE_LEFT, float(left_bytes)))
+        return io.Pulse(progress, waiting, (*figures, *counts))
