@@ -43,6 +43,7 @@ from gridtrain.config import (
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
 from gridtrain.optim import reading, sampler, state_sync
 from gridtrain.optim.checkpoint import Checkpoints, Snapshot
+from gridtrain.optim.export import plain_state, save_model
 from gridtrain.optim.figures import Figures, about, check_names
 from gridtrain.optim.flat import model_digest
 from gridtrain.optim.given import (
@@ -962,18 +963,12 @@ class Grid:
 
     def _export(self) -> None:
         """The final model as safetensors, written aside and renamed."""
-        import safetensors.torch
-
         wrapped = self._wrapped()
         if isinstance(wrapped, Pipeline):
             wrapped.export(self._export_folder())
             return
         path = self._export_folder() / "final.safetensors"
-        state = {
-            name: value.detach().cpu().clone() for name, value in self._wrapped().model.state_dict().items()
-        }
-        safetensors.torch.save_file(state, path.with_suffix(".partial"))
-        os.replace(path.with_suffix(".partial"), path)
+        save_model(plain_state(wrapped.model), path)
         log.warning("the run is finished; the model is in %s", path)
 
 

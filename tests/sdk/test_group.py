@@ -418,6 +418,45 @@ def test_the_run_ends_by_its_ledger_and_leaves_one_model(new_group: Any, tmp_pat
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
 
 
+class Noted(nn.Module):
+    """Says of itself what is no tensor, as layers in 8 bits do."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"bits": 8}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_the_final_model_is_the_plain_one_however_it_lies_in_memory(new_group: Any, tmp_path: Path) -> None:
+    """In channels_last, with a note in its state_dict, and compiled: what was trained for days is written."""
+
+    def train(grid: gridtrain.Grid, number: int) -> dict[str, torch.Tensor]:
+        plain = nn.Sequential(nn.Conv2d(2, 4, 3), Noted(), nn.Flatten(), nn.Linear(16, 1))
+        plain = plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = torch.compile(plain, backend="eager")
+        optimizer = grid.optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=gridtrain.Dense()
+        )
+        for images in grid.batches(
+            [torch.full((2, 4, 4), float(i)) for i in range(4)], batch_size=2, steps=2
+        ):
+            plain(images).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(plain.named_parameters())
+
+    with new_group(workers=1) as group:
+        model = group.result(group.start(train))
+    assert isinstance(model, dict), model
+    exported = safetensors.torch.load_file(tmp_path / "final.safetensors")
+    assert set(exported) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert all(torch.equal(exported[name], model[name]) for name in model)
+
+
 def test_the_model_is_exported_though_the_first_worker_is_lost_at_the_end(
     new_group: Any, tmp_path: Path
 ) -> None:
