@@ -93,6 +93,7 @@ class OuterOptimizer(torch.optim.Optimizer):
             raise ValueError(f"an outer velocity of {_form(velocity_N)}")
         own = self.inner.state_dict()["state"]
         self.inner.load_state_dict({"state": own, "param_groups": state_dict["param_groups"]})
+        state_sync.keep_dtypes(self.inner, own)
         if velocity_N is not None and mine_N is not None:
             mine_N.copy_(velocity_N)
 
@@ -363,6 +364,7 @@ class LocalStepsOptimizer(GridOptimizer):
     def _load_moments(self, state: Any) -> None:
         groups = self.inner.state_dict()["param_groups"]
         self.inner.load_state_dict({"state": state, "param_groups": groups})
+        state_sync.keep_dtypes(self.inner, state)
 
 
 def _wide(values: Tensor) -> Tensor:

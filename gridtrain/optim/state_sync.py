@@ -281,6 +281,7 @@ def _load(
     try:
         if optimizer_state is not None:
             optimizer.load_state_dict(optimizer_state)
+            keep_dtypes(optimizer, optimizer_state.get("state"))
         else:
             load_settings(optimizer, settings)
         for name, item in trackers.items():
@@ -290,6 +291,29 @@ def _load(
             f"the optimizer's or a tracker's state does not fit: {type(error).__name__}: {error}",
             remedy="build optimizer and schedulers alike on all workers",
         ) from error
+
+
+def keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """After `load_state_dict`, which casts a state's tensors to their parameters' dtype: the bits that came.
+
+    NAdam and ASGD have float32 numbers for any parameter, others float32 moments for bfloat16 ones.
+    """
+    _keep_dtypes(optimizer.state_dict().get("state"), state)
+
+
+def _keep_dtypes(own: Any, came: Any) -> None:
+    if isinstance(own, dict) and isinstance(came, Mapping):
+        places: Any = own.keys() & came.keys()
+    elif isinstance(own, list) and isinstance(came, list | tuple):
+        places = range(min(len(own), len(came)))
+    else:
+        return
+    for place in places:
+        mine, theirs = own[place], came[place]
+        if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+            _keep_dtypes(mine, theirs)
+        elif mine.is_floating_point() and theirs.is_floating_point() and mine.dtype != theirs.dtype:
+            own[place] = theirs.detach().to(mine.device, copy=True)
 
 
 def read(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
