@@ -249,7 +249,7 @@ class LocalStepsOptimizer(GridOptimizer):
             kept.copy_(parameter)
 
     def _step_alone(self) -> None:
-        self._flat.refuse_unfrozen()
+        self._flat.refuse_changes()
         overflowed = self._unscale_gradients()
         if not overflowed and self.local_calls <= self._trained:
             self.inner.step()
