@@ -571,6 +571,11 @@ def _chosen_buffers(model: nn.Module, *, floating: bool) -> list[Tensor]:
     return [b for _, b in _buffers(model) if b.is_floating_point() == floating and not b.is_complex()]
 
 
+def float_buffers(model: nn.Module) -> list[Tensor]:
+    """The floating-point ones, in the order of `buffers_vector`."""
+    return _chosen_buffers(model, floating=True)
+
+
 def has_buffers(model: nn.Module) -> bool:
     return bool(_buffers(model))
 
@@ -587,11 +592,6 @@ def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
 def buffers_vector(model: nn.Module) -> npt.NDArray[np.float32]:
     """All floating-point buffers (batch-norm statistics, ...) as one (n,) float32 vector."""
     return _joined(_chosen_buffers(model, floating=True), torch.float32)
-
-
-def load_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.float32]) -> None:
-    """Write an averaged `buffers_vector` back."""
-    _spread(_chosen_buffers(model, floating=True), vector_N)
 
 
 def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:
