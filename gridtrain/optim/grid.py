@@ -224,7 +224,7 @@ def join(
 class Grid:
     """This worker's hold on the run.  Used from the thread that trains."""
 
-    _scaled = False  # a GradScaler was made
+    _scalers: tuple[GridScaler, ...] = ()  # that were made
 
     def __init__(self, transport: CreditTransport, config: JoinConfig, acquaintances: Acquaintances) -> None:
         self._config = replace(config, listen=config.listen or listen_address(config.coordinator))
@@ -346,6 +346,7 @@ class Grid:
         else:
             wrapped = GridOptimizer(optimizer, model, chosen, self._session, **options)
         self._optimizer, self._clip_norm = wrapped, clip_norm
+        self._track_scalers()
         largest_bytes = largest_state_bytes(model)
         self._session.attach(lambda seat, whole: wrapped.capture(whole), self._restore, largest_bytes)
         if self._pauses.led:  # by an agent: others may ask how they compare
@@ -416,7 +417,7 @@ class Grid:
             raise ConfigError(
                 "grid.pipeline was called after another model", remedy="one run trains one model"
             )
-        if self._scaled:
+        if self._scalers:
             raise no_scaler()
         check_stages(stages)
         plan, plan_name = planner(schedule, ahead)
@@ -560,11 +561,14 @@ class Grid:
         self._wrapped().track(**trackers)
 
     def scaler(self, **kwargs: Any) -> GridScaler:
-        """A `torch.amp.GradScaler` whose scale stays equal on all workers; not for a pipeline."""
-        self._scaled = True
+        """A `torch.amp.GradScaler` whose scale stays equal on all workers, newcomers among them; not for a
+        pipeline."""
         if isinstance(self._optimizer, Pipeline):
             raise no_scaler()
-        return GridScaler(**kwargs)
+        made = GridScaler(**kwargs)
+        self._scalers = (*self._scalers, made)
+        self._track_scalers()
+        return made
 
     def close(self, reason: str = "the training script ended") -> None:
         """Leave the run; idempotent, and done by itself when the script ends."""
@@ -591,6 +595,12 @@ class Grid:
         self.close()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _track_scalers(self) -> None:
+        """As soon as there is an optimizer to whose state they belong."""
+        if isinstance(self._optimizer, GridOptimizer) and self._optimizer.shares_scale:
+            named = {f"scaler{number or ''}": scaler for number, scaler in enumerate(self._scalers)}
+            self._optimizer.track(**named)
 
     def _wrapped(self) -> GridOptimizer | Pipeline:
         if self._optimizer is None:

@@ -245,6 +245,38 @@ def test_one_overflow_halves_everybodys_scale(together: Any) -> None:
     assert together(train, 2) == [[8.0, 4.0, 4.0, 8.0]] * 2
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["scaler, optimizer", "optimizer, scaler"])
+def test_a_newcomer_takes_over_the_scale(new_group: Any, late: bool) -> None:
+    """Its own would overflow, and have the whole group skip until all had come down together."""
+    warm, entered = threading.Event(), threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> float:
+        options = {"device": "cpu", "init_scale": 8.0 if number == 0 else 65536.0, "growth_interval": 10**6}
+        model = net()
+        scaler = grid.scaler(**options) if not late else None
+        optimizer = wrapped(grid, model)
+        scaler = scaler or grid.scaler(**options)
+        for inputs, targets in grid.batches(DATA, batch_size=2, steps=100_000):
+            if number == 1:
+                entered.set()
+            if entered.is_set():
+                break
+            optimizer.zero_grad()
+            scaler.scale((model(inputs) - targets).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if grid.step > 3:
+                warm.set()
+        return scaler.get_scale()
+
+    with new_group(workers=1) as group:
+        group.start(train)
+        assert warm.wait(WITHIN_S)
+        group.start(train)
+        assert entered.wait(WITHIN_S)
+        assert [group.result(0), group.result(1)] == [8.0, 8.0]
+
+
 # -- batch norm ----------------------------------------------------------------------------------------
 
 
