@@ -205,6 +205,7 @@ def _put(tensors: Mapping[str, Tensor], out: Path, write: Writer) -> None:
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         write(tensors, partial)
+        checkpoint.sync_folder(partial)
         os.replace(partial, out)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:  # torch raises RuntimeError
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
