@@ -229,6 +229,7 @@ class Grid:
     def __init__(self, transport: CreditTransport, config: JoinConfig, acquaintances: Acquaintances) -> None:
         self._config = replace(config, listen=config.listen or listen_address(config.coordinator))
         self.held = ExitStack()  # what is released when the grid is closed
+        self._process = os.getpid()
         self._session = GroupSession(transport, self._config, acquaintances)
         try:
             self._session.start()
@@ -572,6 +573,8 @@ class Grid:
 
     def close(self, reason: str = "the training script ended") -> None:
         """Leave the run; idempotent, and done by itself when the script ends."""
+        if os.getpid() != self._process:
+            return  # a child that was forked: the place in the run is its parent's
         atexit.unregister(self.close)
         try:
             if not self._done and not self._closed:
