@@ -563,8 +563,14 @@ def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Persistent buffers (those in `state_dict`), in the model's order, shared ones once."""
     persistent = model.state_dict(keep_vars=True).keys()
-    named = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
-    return list(zip(canonical_names([name for name, _ in named]), (b for _, b in named), strict=True))
+    # Of one that has several names, the first may be the one that is not persistent.
+    all_names = model.named_buffers(remove_duplicate=False)
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, buffer in all_names:
+        if name in persistent:
+            named.setdefault(id(buffer), (name, buffer))
+    names = canonical_names([name for name, _ in named.values()])
+    return list(zip(names, (buffer for _, buffer in named.values()), strict=True))
 
 
 def _chosen_buffers(model: nn.Module, *, floating: bool) -> list[Tensor]:

@@ -119,3 +119,12 @@ def test_vectors_hold_persistent_buffers_only():
     model = Counted([1.0, 2.0], 9)
     assert state_sync.buffers_vector(model).tolist() == [1.0, 2.0]
     assert state_sync.integer_buffers_vector(model).tolist() == [9, 0]
+
+
+def test_a_shared_buffer_counts_under_its_persistent_name():
+    model = nn.Module()
+    shared = torch.tensor([4.0])
+    model.register_buffer("cache", shared, persistent=False)
+    model.register_buffer("mean", shared)
+    model.register_buffer("again", shared)
+    assert [name for name, _ in state_sync.buffers_of(model)] == ["mean"]
