@@ -563,11 +563,9 @@ def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Persistent buffers (those in `state_dict`), in the model's order, shared ones once."""
     persistent = model.state_dict(keep_vars=True).keys()
-    # Of one that has several names, the first may be the one that is not persistent.
-    all_names = model.named_buffers(remove_duplicate=False)
     named: dict[int, tuple[str, Tensor]] = {}
-    for name, buffer in all_names:
-        if name in persistent:
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent:  # of several names the first may be one that is not
             named.setdefault(id(buffer), (name, buffer))
     names = canonical_names([name for name, _ in named.values()])
     return list(zip(names, (buffer for _, buffer in named.values()), strict=True))
