@@ -16,7 +16,8 @@ DDP fills its buckets anew after the first step, in the order in which gradients
 not been sent belongs to parameters: where a bucket's parameters change, their residuals move with them.
 
 A gradient that is not finite on one process makes the whole bucket NaN on all of them, so that GradScaler
-skips the step everywhere; no residual changes in that step.
+skips the step everywhere; no residual changes in that step.  Residuals are of gradients without a scale, as
+that changes from step to step: give the state the scaler.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
@@ -64,6 +65,7 @@ class GTopKState:
     Args:
         exchange: the same on all processes; `topology` as in a run.
         process_group: the one that DDP was given; None: all processes.
+        scaler: the GradScaler that scales the loss, if there is one.
 
     Attributes:
         step: backward passes whose gradients were exchanged: what a density warm-up goes by.
@@ -72,7 +74,13 @@ class GTopKState:
         ConfigError: the processes were given different exchanges.
     """
 
-    def __init__(self, exchange: GTopK | None = None, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        exchange: GTopK | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         self.exchange = GTopK() if exchange is None else exchange
         if not isinstance(self.exchange, GTopK):
             raise ConfigError(
@@ -80,6 +88,7 @@ class GTopKState:
             )
         self.kind: ValueKind = BY_NAME[self.exchange.values]
         self.step = 0
+        self._scaler = scaler
         # Of its own: payloads are on the host, and DDP itself goes on using its group meanwhile.
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
@@ -104,13 +113,17 @@ class GTopKState:
         held = self._held(tuple(bucket.parameters()), mean_B)
         k = self.exchange.k_at(self.step, mean_B.numel())
         limit, weight = largest_summable(self.world_size), 1.0 / self.world_size
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         gradient_B = mean_B.detach().to(torch.float32).contiguous()
+        if scale != 1.0:
+            gradient_B = gradient_B / scale
         prepared = held.feedback.prepare(gradient_B, k, self.kind, limit, weight=weight)
         on_cuda: list[int | str | torch.device] | None = (
             [mean_B.device] if mean_B.device.type == "cuda" else None
         )
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=on_cuda)
-        self._thread.submit(self._finish, future, held, prepared, k, mean_B, bucket.index(), bucket.is_last())
+        place = bucket.index(), bucket.is_last()
+        self._thread.submit(self._finish, future, held, prepared, k, mean_B, scale, *place)
         return future
 
     def _finish(
@@ -120,6 +133,7 @@ class GTopKState:
         prepared: Prepared,
         k: int,
         mean_B: Tensor,
+        scale: float,
         index: int,
         is_last: bool,
     ) -> None:
@@ -130,11 +144,13 @@ class GTopKState:
             made = SPARSE_WORKSPACES[self.exchange.topology]
             workspace = made(prepared.payload, n=n, k=k, kind=self.kind, decoded=prepared.decoded)
             skip = self._run(workspace, prepared.skip, encoded_bytes(k, n, self.kind))
-            self._skipped |= skip
+            update_B = _dense(workspace, mean_B, scale, skip)
+            # Sums that half precision does not hold: the scaler drops the step, on all processes alike.
+            self._skipped |= skip or not bool(torch.isfinite(update_B).all())
             self._exchanged.append((held.feedback, prepared, workspace))
             if is_last:
                 self._commit()
-            future.set_result(_dense(workspace, mean_B, skip))
+            future.set_result(update_B)
         except BaseException as error:  # DDP waits for the future, and raises what is in it
             future.set_exception(error)  # type: ignore[arg-type]
 
@@ -263,12 +279,12 @@ def _by_parameter(held: _Bucket) -> dict[int, dict[str, Tensor]]:
     }
 
 
-def _dense(workspace: ButterflyWorkspace, like_B: Tensor, skip: bool) -> Tensor:
+def _dense(workspace: ButterflyWorkspace, like_B: Tensor, scale: float, skip: bool) -> Tensor:
     if skip:
         return torch.full_like(like_B, torch.nan)
     update_B = torch.zeros_like(like_B)
     where = torch.from_numpy(workspace.update.indices).to(like_B.device)
-    update_B[where] = torch.from_numpy(workspace.update.values).to(like_B)
+    update_B[where] = (torch.from_numpy(workspace.update.values) * scale).to(like_B)
     return update_B
 
 

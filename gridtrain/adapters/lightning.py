@@ -16,6 +16,8 @@ that Lightning puts around it, and then comes the step.
     here                   closure(): forward, backward, on_before_optimizer_step, clipping
                            optimizer.step(): exchange and apply
 
+Learning rate schedulers of `configure_optimizers` are tracked: newcomers receive their state.
+
 To Lightning this is one process on one device: it draws no samples and moves no gradients itself.
 """
 
@@ -63,6 +65,9 @@ class GridStrategy(SingleDeviceStrategy):
                 "precision 16-mixed: Lightning's GradScaler would differ from worker to worker",
                 remedy="use precision='bf16-mixed', which needs no scaler",
             )
+        if trainer.training:  # newcomers receive them
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            self._grid.track(**{f"scheduler{n or ''}": each for n, each in enumerate(schedulers)})
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: LightningModule | None = None, **options: Any

@@ -42,6 +42,7 @@ log = logging.getLogger("gridtrain")
 FORMAT = 1
 MAX_JSON_BYTES = 256 << 20
 _NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = ".step-*.partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._sweep()
         except BlockingIOError:
             self.release()
             raise ConfigError(
@@ -121,6 +123,11 @@ class Checkpoints:
             ) from None
         except OSError as error:
             log.warning("there will be no checkpoints: %s cannot be written to: %s", self.folder, error)
+
+    def _sweep(self) -> None:
+        """What a process that was killed had begun to write.  A state is large, and nobody else comes by."""
+        for left in (*self.folder.glob(_PARTIAL), *self.folder.glob(f"*/{_PARTIAL}")):
+            shutil.rmtree(left, ignore_errors=True)
 
     def release(self) -> None:
         if self._lock is not None:
@@ -219,9 +226,7 @@ def save(snapshot: Snapshot, path: Path) -> None:
         if snapshot.residual:
             _write_file(partial / RESIDUAL_FILE, safetensors.torch.save(dict(snapshot.residual)))
         _write_file(partial / "state.json", json.dumps(body, separators=(",", ":")).encode())
-        shutil.rmtree(path, ignore_errors=True)  # of an earlier life of the run, or before a rollback
-        os.rename(partial, path)
-        _sync_folder(path.parent)
+        put_in_place(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -291,6 +296,20 @@ def _read_text(path: Path) -> bytes:
     return text
 
 
+def put_in_place(partial: Path, path: Path) -> None:
+    """A folder whose files are on the disk for good becomes `path`.  Raises `OSError`."""
+    sync_folder(partial)
+    shutil.rmtree(path, ignore_errors=True)  # of an earlier life of the run, or before a rollback
+    os.rename(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_files(folder: Path) -> None:
+    """Those that somebody else has written.  Raises `OSError`."""
+    for path in folder.iterdir():
+        sync_folder(path)
+
+
 def _write_file(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
@@ -298,7 +317,8 @@ def _write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Or a file.  Raises `OSError`."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -15,15 +15,16 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import checkpoint
 from gridtrain.optim.checkpoint import Checkpoint
+from gridtrain.optim.flat import canonical_names
 from gridtrain.optim.stage_checkpoints import blocks_of
 from gridtrain.optim.state_sync import model_tensors
 from gridtrain.protocol.recutting import gaps
@@ -72,6 +73,22 @@ def export(folder: Path, out: Path, step: int | None = None) -> Exported:
         return Exported(path, read.step, len(tensors), sum(t.numel() for t in tensors.values()))
     assert complaint is not None
     raise complaint
+
+
+def save_model(state: Mapping[str, Any], out: Path) -> None:
+    """A `state_dict` as a .safetensors file.  What is no tensor in it (a module's extra state) is left out.
+
+    Raises:
+        ConfigError: `out` cannot be written.
+    """
+    tensors = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
+    _put(tensors, out, _write_safetensors)
+
+
+def plain_state(model: nn.Module) -> dict[str, Any]:
+    """Its `state_dict` under the plain model's names, however it is compiled or wrapped."""
+    state = model.state_dict()
+    return dict(zip(canonical_names(list(state)), state.values(), strict=True))
 
 
 def _other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
@@ -178,14 +195,17 @@ def _write_torch(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """It refuses memory that two names share: a tied tensor is written under each of its names."""
-    safetensors.torch.save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+    """It refuses memory that two names share: a tied tensor is written under each of its names.  And strides
+    of another order, as a model in channels_last has them."""
+    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    safetensors.torch.save_file(own, path)
 
 
 def _put(tensors: Mapping[str, Tensor], out: Path, write: Writer) -> None:
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         write(tensors, partial)
+        checkpoint.sync_folder(partial)
         os.replace(partial, out)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:  # torch raises RuntimeError
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

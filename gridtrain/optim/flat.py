@@ -68,6 +68,7 @@ class FlatGradient:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         _check_fit(model, held)
+        self._optimizer, self._held = optimizer, [id(p) for p in held]
         self._named = [(name, p) for name, p in canonical_parameters(model) if p.requires_grad]
         self._outside = [p for p in held if not p.requires_grad]
         sizes = [p.numel() for _, p in self._named]
@@ -93,21 +94,36 @@ class FlatGradient:
         """Of every trainable parameter its view of flat_N, in order."""
         return [(view, parameter) for view, (_, parameter) in zip(self._views_P, self._named, strict=True)]
 
-    def refuse_unfrozen(self) -> None:
-        """Raise `ConfigError` if a parameter that was frozen at the start has a gradient."""
+    def refuse_changes(self) -> None:
+        """Raise `ConfigError` for what is trained since the start without being in the vector."""
         if any(p.grad is not None and p.requires_grad for p in self._outside):
             raise ConfigError(
                 "a parameter that was frozen when the optimizer was wrapped has a gradient now",
                 remedy="unfreeze parameters before grid.optimizer(...), on all workers alike",
+            )
+        if [id(p) for group in self._optimizer.param_groups for p in group["params"]] != self._held:
+            raise ConfigError(
+                "the wrapped optimizer was given other parameters, which no other worker would learn of",
+                remedy="add all groups to the inner optimizer before grid.optimizer(...)",
+            )
+
+    def _refuse_frozen(self) -> None:
+        """Its gradient would be zeros, by which momentum and weight decay move it all the same."""
+        if frozen := [name for name, parameter in self._named if not parameter.requires_grad]:
+            raise ConfigError(
+                f"parameter {frozen[0]!r} was frozen after the optimizer was wrapped",
+                remedy="freeze it before grid.optimizer(...), or put it into a group of its own and set that "
+                "group's lr to 0 later, on all workers alike",
             )
 
     @torch.no_grad()
     def gather(self, indices: Sequence[int] | None = None) -> None:
         """flat_N = the gradients, zeros where there is none; `indices`: of these parameters alone.
 
-        Raises `ConfigError` for a sparse gradient or one of a parameter that was frozen at the start.
+        Raises `ConfigError` for a sparse gradient, and where other parameters are trained than at the start.
         """
-        self.refuse_unfrozen()
+        self.refuse_changes()
+        self._refuse_frozen()
         for index in range(len(self._named)) if indices is None else indices:
             view, (name, parameter) = self._views_P[index], self._named[index]
             gradient = parameter.grad
@@ -169,8 +185,15 @@ def _check_fit(model: nn.Module, held: Iterable[Tensor]) -> None:
         raise ConfigError(
             "the model has no trainable parameter", remedy="check requires_grad of its parameters"
         )
-    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     sparse_ids = {id(module.weight) for module in embeddings if module.sparse}
+    normed_ids = {id(module.weight) for module in embeddings if module.max_norm is not None}
+    if normed := [name for name, p in named if id(p) in normed_ids]:
+        raise ConfigError(
+            f"the embedding of {normed[0]!r} has max_norm: each forward changes rows of the weight, on each "
+            "worker those of its own samples",
+            remedy="build it without max_norm, and normalise what it returns",
+        )
     for name, parameter in trainable:
         if id(parameter) in sparse_ids:
             raise _sparse_gradient(name)

@@ -43,6 +43,7 @@ from gridtrain.config import (
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
 from gridtrain.optim import reading, sampler, state_sync
 from gridtrain.optim.checkpoint import Checkpoints, Snapshot
+from gridtrain.optim.export import plain_state, save_model
 from gridtrain.optim.figures import Figures, about, check_names
 from gridtrain.optim.flat import model_digest
 from gridtrain.optim.given import (
@@ -223,11 +224,12 @@ def join(
 class Grid:
     """This worker's hold on the run.  Used from the thread that trains."""
 
-    _scaled = False  # a GradScaler was made
+    _scalers: tuple[GridScaler, ...] = ()  # that were made
 
     def __init__(self, transport: CreditTransport, config: JoinConfig, acquaintances: Acquaintances) -> None:
         self._config = replace(config, listen=config.listen or listen_address(config.coordinator))
         self.held = ExitStack()  # what is released when the grid is closed
+        self._process = os.getpid()
         self._session = GroupSession(transport, self._config, acquaintances)
         try:
             self._session.start()
@@ -345,6 +347,7 @@ class Grid:
         else:
             wrapped = GridOptimizer(optimizer, model, chosen, self._session, **options)
         self._optimizer, self._clip_norm = wrapped, clip_norm
+        self._track_scalers()
         largest_bytes = largest_state_bytes(model)
         self._session.attach(lambda seat, whole: wrapped.capture(whole), self._restore, largest_bytes)
         if self._pauses.led:  # by an agent: others may ask how they compare
@@ -415,7 +418,7 @@ class Grid:
             raise ConfigError(
                 "grid.pipeline was called after another model", remedy="one run trains one model"
             )
-        if self._scaled:
+        if self._scalers:
             raise no_scaler()
         check_stages(stages)
         plan, plan_name = planner(schedule, ahead)
@@ -559,14 +562,19 @@ class Grid:
         self._wrapped().track(**trackers)
 
     def scaler(self, **kwargs: Any) -> GridScaler:
-        """A `torch.amp.GradScaler` whose scale stays equal on all workers; not for a pipeline."""
-        self._scaled = True
+        """A `torch.amp.GradScaler` whose scale stays equal on all workers, newcomers among them; not for a
+        pipeline."""
         if isinstance(self._optimizer, Pipeline):
             raise no_scaler()
-        return GridScaler(**kwargs)
+        made = GridScaler(**kwargs)
+        self._scalers = (*self._scalers, made)
+        self._track_scalers()
+        return made
 
     def close(self, reason: str = "the training script ended") -> None:
         """Leave the run; idempotent, and done by itself when the script ends."""
+        if os.getpid() != self._process:
+            return  # a child that was forked: the place in the run is its parent's
         atexit.unregister(self.close)
         try:
             if not self._done and not self._closed:
@@ -590,6 +598,12 @@ class Grid:
         self.close()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _track_scalers(self) -> None:
+        """As soon as there is an optimizer to whose state they belong."""
+        if isinstance(self._optimizer, GridOptimizer) and self._optimizer.shares_scale:
+            named = {f"scaler{number or ''}": scaler for number, scaler in enumerate(self._scalers)}
+            self._optimizer.track(**named)
 
     def _wrapped(self) -> GridOptimizer | Pipeline:
         if self._optimizer is None:
@@ -962,18 +976,12 @@ class Grid:
 
     def _export(self) -> None:
         """The final model as safetensors, written aside and renamed."""
-        import safetensors.torch
-
         wrapped = self._wrapped()
         if isinstance(wrapped, Pipeline):
             wrapped.export(self._export_folder())
             return
         path = self._export_folder() / "final.safetensors"
-        state = {
-            name: value.detach().cpu().clone() for name, value in self._wrapped().model.state_dict().items()
-        }
-        safetensors.torch.save_file(state, path.with_suffix(".partial"))
-        os.replace(path.with_suffix(".partial"), path)
+        save_model(plain_state(wrapped.model), path)
         log.warning("the run is finished; the model is in %s", path)
 
 

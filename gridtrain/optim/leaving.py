@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from gridtrain.optim.checkpoint import step_folder
+from gridtrain.optim.checkpoint import put_in_place, step_folder, sync_files
 from gridtrain.protocol.messages import Facts
 from gridtrain.runtime import handover
 from gridtrain.runtime.api import GroupSession
@@ -135,8 +134,10 @@ def put_down(folder: Path, facts: Facts, left: Left | None) -> None:
         tensors = {"residual": torch.from_numpy(left.residual_N)}
         (partial / RESIDUAL_FILE).write_bytes(safetensors.torch.save(tensors))
         (partial / "note.json").write_text(json.dumps(note))
-        os.rename(partial, path)
+        sync_files(partial)
+        put_in_place(partial, path)
     except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)  # there is no room for it
         log.error("the residual of this worker is not written down: %s", error)
 
 

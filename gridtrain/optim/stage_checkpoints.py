@@ -12,7 +12,6 @@ A stage is named by its blocks, the first one and the one after the last: the mo
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import threading
@@ -211,8 +210,8 @@ class StageCheckpoints:
             store = self.folder_of(held.blocks)
             path = self._comes_anew(held.blocks, held)
             self._drop_odd(held.blocks)
-            shutil.rmtree(path, ignore_errors=True)
-            os.rename(folder, path)
+            checkpoint.sync_files(folder)
+            checkpoint.put_in_place(folder, path)
             for old in checkpoint.folders(store)[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
         except (OSError, ConfigError) as error:

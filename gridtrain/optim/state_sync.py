@@ -281,6 +281,7 @@ def _load(
     try:
         if optimizer_state is not None:
             optimizer.load_state_dict(optimizer_state)
+            keep_dtypes(optimizer, optimizer_state.get("state"))
         else:
             load_settings(optimizer, settings)
         for name, item in trackers.items():
@@ -290,6 +291,29 @@ def _load(
             f"the optimizer's or a tracker's state does not fit: {type(error).__name__}: {error}",
             remedy="build optimizer and schedulers alike on all workers",
         ) from error
+
+
+def keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """After `load_state_dict`, which casts a state's tensors to their parameters' dtype: the bits that came.
+
+    NAdam and ASGD have float32 numbers for any parameter, others float32 moments for bfloat16 ones.
+    """
+    _keep_dtypes(optimizer.state_dict().get("state"), state)
+
+
+def _keep_dtypes(own: Any, came: Any) -> None:
+    if isinstance(own, dict) and isinstance(came, Mapping):
+        places: Any = own.keys() & came.keys()
+    elif isinstance(own, list) and isinstance(came, list | tuple):
+        places = range(min(len(own), len(came)))
+    else:
+        return
+    for place in places:
+        mine, theirs = own[place], came[place]
+        if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+            _keep_dtypes(mine, theirs)
+        elif mine.is_floating_point() and theirs.is_floating_point() and mine.dtype != theirs.dtype:
+            own[place] = theirs.detach().to(mine.device, copy=True)
 
 
 def read(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -539,12 +563,21 @@ def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Persistent buffers (those in `state_dict`), in the model's order, shared ones once."""
     persistent = model.state_dict(keep_vars=True).keys()
-    named = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
-    return list(zip(canonical_names([name for name, _ in named]), (b for _, b in named), strict=True))
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent:  # of several names the first may be one that is not
+            named.setdefault(id(buffer), (name, buffer))
+    names = canonical_names([name for name, _ in named.values()])
+    return list(zip(names, (buffer for _, buffer in named.values()), strict=True))
 
 
 def _chosen_buffers(model: nn.Module, *, floating: bool) -> list[Tensor]:
     return [b for _, b in _buffers(model) if b.is_floating_point() == floating and not b.is_complex()]
+
+
+def float_buffers(model: nn.Module) -> list[Tensor]:
+    """The floating-point ones, in the order of `buffers_vector`."""
+    return _chosen_buffers(model, floating=True)
 
 
 def has_buffers(model: nn.Module) -> bool:
@@ -563,11 +596,6 @@ def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
 def buffers_vector(model: nn.Module) -> npt.NDArray[np.float32]:
     """All floating-point buffers (batch-norm statistics, ...) as one (n,) float32 vector."""
     return _joined(_chosen_buffers(model, floating=True), torch.float32)
-
-
-def load_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.float32]) -> None:
-    """Write an averaged `buffers_vector` back."""
-    _spread(_chosen_buffers(model, floating=True), vector_N)
 
 
 def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:

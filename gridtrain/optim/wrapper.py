@@ -77,6 +77,7 @@ class GridOptimizer(WrappingOptimizer):
         replicated: the optimizer that applies updates and whose state is equal on all workers: here `inner`.
         skipped_steps: committed steps whose update was empty because somebody's gradient was not finite.
         last_skipped: whether the latest step was one of these, or went on without this worker.
+        last_overflowed: whether it was one of these.
         timings: seconds of the latest step: computing, waiting, selecting, communicating, applying.
 
     Raises:
@@ -126,7 +127,7 @@ class GridOptimizer(WrappingOptimizer):
         self._exchanged = False
         self._in_flight = InFlight()
         self.skipped_steps = 0
-        self.last_skipped = False
+        self.last_skipped = self.last_overflowed = False
         self.timings: dict[str, float] = {}
         self._watch = _Stopwatch()
 
@@ -222,7 +223,7 @@ class GridOptimizer(WrappingOptimizer):
             plan = self._session.begin()
             self._watch.lap("waiting_s")
             if plan is None:
-                self.last_skipped = True
+                self.last_skipped, self.last_overflowed = True, False
                 return
             fresh = before is None or plan.attempt == 0 or replace(plan, attempt=before.attempt) != before
             before = plan
@@ -247,7 +248,8 @@ class GridOptimizer(WrappingOptimizer):
             self._in_flight.ended()
             if compared is not None:
                 self._refuse_fork(plan, compared)
-        self.last_skipped, self._step, self._compare_next = outcome.skip, plan.step, plan.compare
+        self.last_skipped = self.last_overflowed = outcome.skip
+        self._step, self._compare_next = plan.step, plan.compare
         if outcome.skip:
             self._in_flight.ended()
             self.skipped_steps += 1

@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +36,7 @@ from gridtrain.optim import state_sync
 from gridtrain.optim.averages import BufferAverage
 from gridtrain.optim.checkpoint import Checkpoint, Snapshot
 from gridtrain.optim.exchange import Attempt
+from gridtrain.optim.export import save_model
 from gridtrain.optim.flat import canonical_parameters
 from gridtrain.optim.wrapper import norm_of, refuse_misfits
 from gridtrain.pipeline import costing, merging
@@ -581,10 +581,7 @@ class Pipeline(Unsent):
         held = self._here()
         staging = self._staging
         path = folder / _part_name(held.stage, staging.stages)
-        state = {name: value.detach().cpu().clone() for name, value in held.module.state_dict().items()}
-        partial = path.with_suffix(".partial")
-        safetensors.torch.save_file(state, partial)
-        os.replace(partial, path)
+        save_model(held.module.state_dict(), path)
         if held.stage == 0:
             parts = {
                 name: _part_name(stage, staging.stages)
@@ -592,6 +589,7 @@ class Pipeline(Unsent):
                 for name in staging.names(stage)
             }
             text = json.dumps({"metadata": {"stages": staging.stages}, "weight_map": parts}, indent=1)
+            partial = path.with_suffix(".partial")
             partial.write_text(text, encoding="utf-8")
             os.replace(partial, folder / "final.safetensors.index.json")
         log.warning("the run is finished; stage %d of the model is in %s", held.stage, path)

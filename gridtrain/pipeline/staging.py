@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.building import Blueprint
@@ -104,9 +104,8 @@ class Staging:
     def names(self, stage: int) -> list[str]:
         """Of all tensors in the state_dict of a stage."""
         start, stop = self.bounds(stage)
-        return list(
-            StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop]).state_dict()
-        )
+        module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
+        return [name for name, value in module.state_dict().items() if isinstance(value, Tensor)]
 
     def elements(self, start: int, stop: int) -> int:
         """Of the flat gradient of these blocks."""

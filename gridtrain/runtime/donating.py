@@ -21,11 +21,15 @@ from gridtrain.runtime import updates
 from gridtrain.runtime.images import Image, ImageOutlet
 from gridtrain.runtime.updates import StepUpdate, UpdateLog
 from gridtrain.transport.base import Transport
+from gridtrain.wire import codec
 
 log = logging.getLogger("gridtrain")
 
 MAX_ASKS = 32
 """How often one follower is sent the updates; an honest one asks again when its donor has gone."""
+
+MOST_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
+"""Values travel in float32 here, and the sum of many members' entries in one update."""
 
 BACKLOG_BYTES = 2 << 20  # how much is queued in the transport for one follower
 
@@ -77,6 +81,8 @@ class Donating:
 
     def committed(self, update: StepUpdate, n: int) -> None:
         """In the order of steps; n: length of the flat gradient."""
+        if len(update.settings) > updates.MAX_SETTINGS_BYTES:
+            self.cannot(f"the optimizer's settings of {len(update.settings)} bytes do not fit into an update")
         if not self.unable:
             self._n = n
             self._log.add(update)
@@ -149,6 +155,10 @@ class Donating:
                     transport.send(peer, m.NoImage("the next update is not here any more"))
                 return
             payload = updates.write(update, self._n)
+            if len(payload) > MOST_UPDATE_BYTES:
+                del self._next[peer]
+                transport.send(peer, m.NoImage(f"an update of {len(payload)} bytes fits into no message"))
+                return
             transport.send(peer, m.Update(update.step, self._log.latest, payload))
             self._next[peer] += 1
 

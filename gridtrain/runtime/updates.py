@@ -27,7 +27,8 @@ from gridtrain.runtime.buffers import seal_of
 from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
 
 MOST_UPDATES, MOST_BYTES = 512, 128 << 20
-MAX_SETTINGS_BYTES = 1 << 16
+MAX_SETTINGS_BYTES = 1 << 20
+"""One group of parameters has some 230; there may be one for each parameter."""
 _DIGEST_BYTES = 32
 _ENTRY_BYTES = 12  # an int64 index and a float32 value in memory
 _REMEDY = "ask another member"

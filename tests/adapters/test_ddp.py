@@ -11,6 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+import gridtrain
+from gridtrain.adapters.ddp import GTopKState, gtopk_hook
 
 pytestmark = pytest.mark.integration
 SCRIPT = Path(__file__).parent / "scripts" / "ddp_hook.py"
@@ -66,3 +73,50 @@ def test_no_gradient_is_lost_also_where_ddp_rebuilds_its_buckets(tmp_path, world
             assert [line["error"] for line in lines] == [0.0] * len(lines)
         bound = (2 + 3) * 2.0**-23  # (log2 P + 3) units in the last place of all that is summed
         assert max(line["relative"] for line in lines) <= bound
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of this process."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Scaler(torch.amp.GradScaler):
+    """Of these scales, one for each step."""
+
+    def __init__(self, scales):
+        super().__init__("cpu")
+        self.scales = scales
+
+    def get_scale(self):
+        return self.scales[0]
+
+
+def test_what_was_not_sent_is_of_no_scale(alone):
+    """Given (4 3 2 1) five times; the scale halves after the second: applied + residual == given."""
+    layer = nn.Linear(4, 1, bias=False)
+    ddp = nn.parallel.DistributedDataParallel(layer)
+    scaler = Scaler([1024.0, 1024.0, 512.0, 512.0, 512.0])
+    state = GTopKState(gridtrain.GTopK(density=0.25, values="fp32"), scaler=scaler)
+    ddp.register_comm_hook(state, gtopk_hook)
+    applied = torch.zeros(4)
+    while scaler.scales:
+        (ddp(torch.tensor([[4.0, 3.0, 2.0, 1.0]])).sum() * scaler.get_scale()).backward()
+        applied += layer.weight.grad[0] / scaler.scales.pop(0)
+        layer.weight.grad = None
+    assert (applied + state.residual_of(layer.weight)).tolist() == [20.0, 15.0, 10.0, 5.0]
+
+
+def test_a_sum_that_half_precision_does_not_hold_leaves_residuals_alone(alone):
+    layer = nn.Linear(2, 1, bias=False).half()
+    ddp = nn.parallel.DistributedDataParallel(layer)
+    state = GTopKState(gridtrain.GTopK(density=0.5, values="fp32"))
+    ddp.register_comm_hook(state, gtopk_hook)
+    for _ in range(2):  # 60,000 is sent first, then twice 59,008, which is beyond 65,504
+        ddp(torch.tensor([[60_000.0, 59_008.0]]).half()).sum().backward()
+        seen, layer.weight.grad = layer.weight.grad[0].tolist(), None
+    assert seen == [0.0, torch.inf]
+    assert state.residual_of(layer.weight).tolist() == [0.0, 59_008.0]

@@ -1,5 +1,7 @@
 """What a loop that is not ours sees of the run: a length, any number of `iter`s, an end."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import gridtrain
 from gridtrain.adapters.loader import GridLoader
 from gridtrain.errors import ConfigError
+from gridtrain.runtime.local import LocalGroup
 
 STEPS, ACCUMULATE, BATCH = 6, 2, 3
 
@@ -123,3 +126,58 @@ def test_lightning_with_a_plain_optimizer_is_refused(tmp_path) -> None:
             trainer.fit(Plain(), loader)
 
     gridtrain.local(train, workers=1, export_dir=str(tmp_path))
+
+
+def test_newcomers_receive_what_lightning_schedules(tmp_path) -> None:
+    L = pytest.importorskip("lightning", reason="lightning is not installed: make test-adapters")
+    from gridtrain.adapters.lightning import GridStrategy
+
+    class Scheduled(L.LightningModule):
+        def __init__(self, grid) -> None:
+            super().__init__()
+            self.net, self.grid, self.seen = net(), grid, []
+
+        def training_step(self, x_BF, index):
+            return self.net(x_BF).square().mean()
+
+        def on_train_batch_start(self, batch, index):
+            rate = self.optimizers().param_groups[0]["lr"]
+            self.seen.append((self.grid.step, rate))
+            if len(self.seen) > 3:
+                self.grid.warm.set()
+
+        def on_train_batch_end(self, *_):
+            if self.grid.number == 1 and len(self.seen) > 2:
+                self.grid.over.set()
+            self.trainer.should_stop = self.grid.over.is_set()
+
+        def configure_optimizers(self):
+            inner = torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer = self.grid.optimizer(inner, self, exchange=gridtrain.Dense())
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + step))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    warm, over = threading.Event(), threading.Event()
+    seen = {}
+
+    def train(number):
+        with group.join(f"worker-{number}", export_dir=str(tmp_path)) as grid:
+            grid.number, grid.warm, grid.over = number, warm, over
+            loader = GridLoader(grid, points(), steps=100_000, batch_size=2)
+            quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar")}
+            strategy = GridStrategy(grid, loader)
+            trainer = L.Trainer(max_epochs=1, strategy=strategy, enable_model_summary=False, **quiet)
+            model = Scheduled(grid)
+            trainer.fit(model, loader)
+            seen[number] = model.seen
+
+    with LocalGroup(min_workers=1) as group:
+        threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
+        threads[0].start()
+        assert warm.wait(60.0)
+        threads[1].start()
+        for thread in threads:
+            thread.join(60.0)
+    assert set(seen) == {0, 1}
+    for step, rate in seen[1]:
+        assert rate == pytest.approx(0.1 / (1 + step)), f"step {step}"

@@ -62,6 +62,36 @@ def test_statistics_that_are_not_finite_are_healed(network):
     assert [row[0] for row in run(network, broken, 1, 1, Dense())] == [[3.0, 0.5]] * 3
 
 
+class Masked(nn.Module):
+    """Statistics beside what no training changes."""
+
+    def __init__(self, mean):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        self.register_buffer("mean", torch.tensor([mean]))
+        self.register_buffer("thirds", torch.arange(1, 100, dtype=torch.float64) / 3)
+        self.register_buffer("angles", 10000 ** -(torch.arange(64) / 64))
+
+
+def test_constants_stay_to_the_last_bit_and_keep_nothing_from_being_averaged(network):
+    """Seven equal float32 numbers, summed and divided by 7, are others; float64 ones lose half of theirs."""
+
+    def worker(session):
+        model = Masked(float(session.rank))
+        optimizer = GridOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), session, average_buffers_every=1
+        )
+        model.weight.grad = torch.ones(3)
+        optimizer.step()
+        return model
+
+    for model in network(7).train(worker):
+        fresh = Masked(3.0)
+        for name, buffer in fresh.named_buffers():
+            assert torch.equal(buffer, model.get_buffer(name)), name
+
+
 def test_a_skipped_step_leaves_them(network):
     after = run(network, models(), 1, 1, GTopK(), bad={(0, 2)})
     assert [row[0] for row in after] == [[1.0, 2.0], [3.0, 2.0], [5.0, -1.0]]
@@ -89,3 +119,12 @@ def test_vectors_hold_persistent_buffers_only():
     model = Counted([1.0, 2.0], 9)
     assert state_sync.buffers_vector(model).tolist() == [1.0, 2.0]
     assert state_sync.integer_buffers_vector(model).tolist() == [9, 0]
+
+
+def test_a_shared_buffer_counts_under_its_persistent_name():
+    model = nn.Module()
+    shared = torch.tensor([4.0])
+    model.register_buffer("cache", shared, persistent=False)
+    model.register_buffer("mean", shared)
+    model.register_buffer("again", shared)
+    assert [name for name, _ in state_sync.buffers_of(model)] == ["mean"]

@@ -108,3 +108,28 @@ def test_disabled_it_does_nothing(network):
     scaler.step(wrapped)
     scaler.update()
     assert wrapped.skipped_steps == 0
+
+
+class Elsewhere:
+    """A session whose owner wants the worker elsewhere: no attempt begins, and the group goes on."""
+
+    def begin(self):
+        return None
+
+    def note(self, figures):
+        pass
+
+
+def test_a_step_that_went_on_without_this_worker_says_nothing_of_the_scale():
+    model, scaler = model_of(), GridScaler(**SCALING)
+    optimizer = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), Elsewhere())
+    backward(model, scaler, 0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.last_skipped and scaler.get_scale() == 1024.0
+
+
+def test_a_scaler_that_is_not_enabled_says_nothing_to_a_newcomer():
+    scaler = GridScaler(**SCALING)
+    scaler.load_state_dict(GridScaler(enabled=False).state_dict())
+    assert scaler.get_scale() == 1024.0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
-from gridtrain.optim import state_sync
+from gridtrain.optim import leaving, state_sync
 from gridtrain.optim.checkpoint import Snapshot, read, step_folder
 from gridtrain.optim.stage_checkpoints import StageCheckpoints
 from gridtrain.protocol.messages import Held, LedgerState, Span
@@ -129,3 +131,56 @@ def test_a_copy_is_kept_only_if_its_tensors_are_what_it_says(tmp_path: Path, who
     mine.adopt_copy(held, folder)
     assert mine.held() == ((held,) if whole else ())
     assert whole or not folder.exists()
+
+
+class Cut:
+    """What a power cut would leave of a folder that is renamed: what was synced before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.synced: set[str] = set()
+        self.lost: list[str] = []
+        fsync, rename = os.fsync, os.rename
+
+        def seen_fsync(handle: int) -> None:
+            self.synced.add(os.readlink(f"/proc/self/fd/{handle}"))
+            fsync(handle)
+
+        def seen_rename(source: Path, target: Path) -> None:
+            inside = [str(source), *(str(path) for path in Path(source).iterdir())]
+            self.lost += [path for path in inside if path not in self.synced]
+            rename(source, target)
+
+        monkeypatch.setattr(os, "fsync", seen_fsync)
+        monkeypatch.setattr(os, "rename", seen_rename)
+
+
+@pytest.mark.parametrize("what", ["a checkpoint", "a copy", "what was left"])
+def test_what_is_renamed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    mine, theirs = store_in(tmp_path / "mine"), store_in(tmp_path / "theirs")
+    theirs.write(BLOCKS, snapshot(10))
+    theirs.wait()
+    (held,) = theirs.held()
+    folder = mine.copy_folder(held)
+    for file in theirs.copy_files(held):
+        (folder / file.name).write_bytes(file.read_bytes())
+    cut = Cut(monkeypatch)
+    if what == "a checkpoint":
+        theirs.write_now(BLOCKS, snapshot(20))
+    elif what == "a copy":
+        mine.adopt_copy(held, folder)
+    else:
+        leaving.put_down(tmp_path, (), leaving.Left(9, bytes(32), np.ones(3, np.float32)))
+    assert cut.synced and not cut.lost
+
+
+def test_what_a_killed_process_had_begun_is_swept_away(tmp_path: Path) -> None:
+    begun = [tmp_path / ".step-00000010.partial", tmp_path / "blocks-001-002" / ".step-00000010.partial"]
+    for path in begun:
+        path.mkdir(parents=True)
+        (path / "tensors.safetensors").write_bytes(bytes(10))
+    whole = tmp_path / "blocks-001-002" / "step-00000005"
+    whole.mkdir()
+    store = store_in(tmp_path)
+    store.claim()
+    store.release()
+    assert not any(path.exists() for path in begun) and whole.exists()

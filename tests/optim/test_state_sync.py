@@ -68,6 +68,46 @@ def test_the_joiner_goes_on_bit_for_bit(optimizer_name, scheduler_name):
     assert donor[2].state_dict().keys() == joiner[2].state_dict().keys()
 
 
+class WideMoments(torch.optim.Optimizer):
+    """Sums up in float32 what bfloat16 would lose."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            own = self.state[parameter]
+            if not own:
+                own["sums"] = [torch.zeros_like(parameter, dtype=torch.float32)]
+            own["sums"][0].add_(parameter.grad.float())
+            parameter.sub_((own["sums"][0] / 3).to(parameter.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, WideMoments])
+def test_an_optimizers_state_keeps_its_own_precision(kind, dtype):
+    """torch itself would load it in the parameters': a newcomer would differ for ever."""
+
+    def worker():
+        layer = nn.Linear(4, 4, bias=False).to(dtype)
+        return layer, kind(layer.parameters())
+
+    def steps(layer, optimizer, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(3):
+            layer.weight.grad = torch.randn(4, 4, generator=generator).to(dtype)
+            optimizer.step()
+
+    donor, joiner = worker(), worker()
+    steps(*donor, seed=0)
+    restore(capture(*donor, {}), *joiner, {})
+    assert digest(*donor) == digest(*joiner)
+    for one in (donor, joiner):
+        steps(*one, seed=1)
+    assert digest(*donor) == digest(*joiner)
+
+
 @pytest.fixture
 def pair():
     model = model_of()

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gridtrain.config import Dense, GTopK, TopK
+from gridtrain.config import Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import ConfigError
+from gridtrain.optim.local_steps import LocalStepsOptimizer
 from gridtrain.optim.state_sync import digest
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.runtime.plan import StepPlan
@@ -459,6 +460,7 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
         (lambda: wrap(lambda m: sgd(small_model())), "4 parameters that the model does not have"),
         (lambda: wrap(lambda m: sgd(m[0])), r"2 trainable parameters are in no group .* '2\.weight'"),
         (lambda: wrap(sgd, nn.Embedding(4, 2, sparse=True)), "'weight' has sparse gradients"),
+        (lambda: wrap(sgd, nn.Embedding(4, 2, max_norm=1.0)), "embedding of 'weight' has max_norm"),
         (lambda: wrap(sgd, nn.Linear(2, 2).requires_grad_(False)), "no trainable parameter"),
         (lambda: wrap(sgd, nn.Linear(2, 2, dtype=torch.complex64)), r"torch\.complex64"),
         (lambda: wrap(sgd, clip_norm=0.0), r"clip_norm is 0\.0"),
@@ -488,6 +490,32 @@ def test_a_thawed_parameter_is_refused(network):
     model[0].bias.requires_grad_(True)
     backward(model, 0)
     with pytest.raises(ConfigError, match="frozen when the optimizer was wrapped"):
+        wrapped.step()
+
+
+def test_a_parameter_that_is_frozen_later_is_refused(network):
+    """Its gradient would be zeros, and weight decay and momentum would move it."""
+    model = small_model()
+    wrapped = GridOptimizer(sgd(model, momentum=0.9), model, Dense(), network().session())
+    backward(model, 0)
+    wrapped.step()
+    model[0].bias.requires_grad_(False)
+    wrapped.zero_grad()
+    backward(model, 1)
+    with pytest.raises(ConfigError, match=r"'0\.bias' was frozen after .* lr to 0 later"):
+        wrapped.step()
+
+
+@pytest.mark.parametrize("exchange", [Dense(), LocalSteps(2, Dense())])
+def test_a_group_that_the_inner_optimizer_is_given_later_is_refused(network, exchange):
+    """Each worker would train it by its own samples alone, and no vote would tell."""
+    model, session = small_model(), network().session()
+    inner = sgd(model)
+    kind = LocalStepsOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer
+    wrapped = kind(inner, model, exchange, session)
+    backward(model, 0)
+    inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ConfigError, match="was given other parameters"):
         wrapped.step()
 
 

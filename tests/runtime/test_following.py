@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.round import extend_history
-from gridtrain.runtime import updates
+from gridtrain.runtime import donating, updates
 from gridtrain.runtime.donating import MAX_ASKS, Donating
 from gridtrain.runtime.following import Following, ImageWork, UpdatesWork, line
 from gridtrain.runtime.images import BLOCK_BYTES, Image
@@ -222,6 +223,27 @@ def test_a_script_that_cannot_be_replayed_says_so() -> None:
     donor.donating.cannot("its script changes updates")
     follow(following, donor)
     assert following.failed == "its script changes updates"
+
+
+def test_settings_of_many_groups_are_followed() -> None:
+    """One group for each of 500 parameters is honest, and no fault of the donor."""
+    update = replace(STEPS[0], settings=b"x" * 250 * 500)
+    assert updates.read(update.step, updates.write(update, N), N).settings == update.settings
+
+
+def test_settings_that_fit_into_no_update_are_not_sent() -> None:
+    following, donor = Following(1 << 30, N), Donor()
+    donor.donating.committed(replace(STEPS[-1], step=12, settings=b"x" * (2 << 20)), N)
+    follow(following, donor)
+    assert "settings of 2097152 bytes" in following.failed
+
+
+def test_an_update_that_fits_into_no_message_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the donor's loop, and with it the donor."""
+    monkeypatch.setattr(donating, "MOST_UPDATE_BYTES", 10)
+    following, donor = Following(1 << 30, N), Donor()
+    follow(following, donor)
+    assert "fits into no message" in following.failed
 
 
 @pytest.mark.parametrize("update", STEPS, ids=lambda u: f"step {u.step}")

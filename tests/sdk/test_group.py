@@ -245,6 +245,38 @@ def test_one_overflow_halves_everybodys_scale(together: Any) -> None:
     assert together(train, 2) == [[8.0, 4.0, 4.0, 8.0]] * 2
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["scaler, optimizer", "optimizer, scaler"])
+def test_a_newcomer_takes_over_the_scale(new_group: Any, late: bool) -> None:
+    """Its own would overflow, and have the whole group skip until all had come down together."""
+    warm, entered = threading.Event(), threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> float:
+        options = {"device": "cpu", "init_scale": 8.0 if number == 0 else 65536.0, "growth_interval": 10**6}
+        model = net()
+        scaler = grid.scaler(**options) if not late else None
+        optimizer = wrapped(grid, model)
+        scaler = scaler or grid.scaler(**options)
+        for inputs, targets in grid.batches(DATA, batch_size=2, steps=100_000):
+            if number == 1:
+                entered.set()
+            if entered.is_set():
+                break
+            optimizer.zero_grad()
+            scaler.scale((model(inputs) - targets).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if grid.step > 3:
+                warm.set()
+        return scaler.get_scale()
+
+    with new_group(workers=1) as group:
+        group.start(train)
+        assert warm.wait(WITHIN_S)
+        group.start(train)
+        assert entered.wait(WITHIN_S)
+        assert [group.result(0), group.result(1)] == [8.0, 8.0]
+
+
 # -- batch norm ----------------------------------------------------------------------------------------
 
 
@@ -416,6 +448,45 @@ def test_the_run_ends_by_its_ledger_and_leaves_one_model(new_group: Any, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["final.safetensors"]
     exported = safetensors.torch.load_file(tmp_path / "final.safetensors")
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
+
+
+class Noted(nn.Module):
+    """Says of itself what is no tensor, as layers in 8 bits do."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"bits": 8}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_the_final_model_is_the_plain_one_however_it_lies_in_memory(new_group: Any, tmp_path: Path) -> None:
+    """In channels_last, with a note in its state_dict, and compiled: what was trained for days is written."""
+
+    def train(grid: gridtrain.Grid, number: int) -> dict[str, torch.Tensor]:
+        plain = nn.Sequential(nn.Conv2d(2, 4, 3), Noted(), nn.Flatten(), nn.Linear(16, 1))
+        plain = plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = torch.compile(plain, backend="eager")
+        optimizer = grid.optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=gridtrain.Dense()
+        )
+        for images in grid.batches(
+            [torch.full((2, 4, 4), float(i)) for i in range(4)], batch_size=2, steps=2
+        ):
+            plain(images).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(plain.named_parameters())
+
+    with new_group(workers=1) as group:
+        model = group.result(group.start(train))
+    assert isinstance(model, dict), model
+    exported = safetensors.torch.load_file(tmp_path / "final.safetensors")
+    assert set(exported) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert all(torch.equal(exported[name], model[name]) for name in model)
 
 
 def test_the_model_is_exported_though_the_first_worker_is_lost_at_the_end(

@@ -9,6 +9,7 @@ worker-1   residual b, leaves --HandOver(b)---^
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -287,6 +288,29 @@ def test_all_leave_at_once_and_nobody_waits_long(new_group: Any, caplog: pytest.
         for _ in range(2):
             group.start(train)
         assert [group.result(number) for number in range(2)] == [None, None]
+
+
+def test_the_exit_of_a_child_that_was_forked_leaves_the_run_alone(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy of the grid has no loop any more, but its parent's residual, and its parent's disk."""
+
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        for inputs in grid.batches(list(torch.ones(8, 2)), batch_size=2, steps=4):
+            if grid.step == 2:
+                with monkeypatch.context() as child:
+                    child.setattr(os, "getpid", lambda: 1)
+                    grid.close()
+            model(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return grid.step
+
+    with new_group(workers=1) as group:
+        assert group.result(group.start(train)) == 4
 
 
 # -- what stays on the disk ----------------------------------------------------------------------------

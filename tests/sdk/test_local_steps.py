@@ -269,6 +269,48 @@ def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any) 
     assert all(b == a + 1 for a, b in itertools.pairwise(steps)), "a member lost a step"
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+def test_a_newcomer_has_the_schedule_of_the_others(new_group: Any, exchange: Any) -> None:
+    """It is given the state while the others wait in a step, in which their scheduler has moved already."""
+    warm, entered = threading.Event(), threading.Event()
+    stop_at = [10**9]
+
+    def train(grid: gridtrain.Grid, number: int) -> dict[int, float]:
+        model = model_of()
+        optimizer = wrapped(grid, model, exchange)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + step))
+        grid.track(scheduler=scheduler)
+        rates: dict[int, float] = {}
+        for inputs, _ in grid.batches(Numbered(50_000), batch_size=2, steps=100_000):
+            if optimizer.local_calls == 0:
+                rates[grid.step] = optimizer.param_groups[0]["lr"]
+                if number == 2 and not entered.is_set():
+                    stop_at[0] = grid.step + 8
+                    entered.set()
+                if grid.step >= stop_at[0]:
+                    break
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if grid.step > 5:
+                warm.set()
+        return rates
+
+    with new_group(workers=2) as group:
+        for _ in range(2):
+            group.start(train)
+        assert warm.wait(WITHIN_S)
+        group.start(train)
+        assert entered.wait(WITHIN_S)
+        results = [group.result(number) for number in range(3)]
+    for result in results:
+        assert isinstance(result, dict), result
+    assert len(results[2]) >= 8
+    for step, rate in results[2].items():
+        assert rate == pytest.approx(0.01 / (1 + EVERY * step)), f"step {step}"
+
+
 class Faulty:
     """Three workers under a plan of faults: what committed attempts took, and how each worker ended."""
 
