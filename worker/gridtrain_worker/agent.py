@@ -256,7 +256,9 @@ def _run(
         in_a_row = failures = 0
         while _await_leave(warden, signals):
             started_s = time.monotonic()
-            variables = job.environment(machine, entry, warden.path, giving.path)
+            rules = warden.rules  # of now: a cap holds from the first byte, not from when the script asks
+            capped = replace(job, upload_limit=rules.upload, download_limit=rules.download)
+            variables = capped.environment(machine, entry, warden.path, giving.path)
             code = _run_once(job, variables, machine, signals, warden, voice, giving)
             giving.script_ended()
             if signals.first:
@@ -265,10 +267,9 @@ def _run(
                 return 128 + signals.first
             if warden.stopping or (code == 0 and not warden.ended_it):
                 return code
-            if not warden.decision.run:
-                tell(
-                    f"the script has ended; it is started again when it may train ({warden.decision.text()})"
-                )
+            if warden.ended_it or not warden.decision.run:
+                why = warden.decision.text() or "now"
+                tell(f"the script has ended; it is started again when it may train ({why})")
                 continue
             if failures == job.restarts:
                 giving.end()  # before what went wrong, likewise
@@ -303,6 +304,7 @@ def _is_put_out(entry: Entry, signals: Signals) -> bool:
 def _await_leave(warden: Warden, signals: Signals) -> bool:
     """Until the owner's rules let a script be started; False: it is to be none."""
     while not warden.stopping and not signals.count:
+        warden.check()
         if warden.decision.run:
             return True
         signals.wait(LOOK_S)
@@ -360,6 +362,7 @@ def _run_once(
         kill_at_s = math.inf
         while (code := _poll(script)) is None:
             giving.look(time.monotonic())
+            warden.check()
             if (signals.count or warden.overdue) and kill_at_s == math.inf:
                 warden.ended_it = not signals.count
                 script.send_signal(signals.first or signal.SIGTERM)
