@@ -317,17 +317,20 @@ def test_a_script_that_ends_itself_for_want_of_bytes_waits_for_the_next_day(
 
 
 def test_where_bytes_cannot_be_counted_a_budget_pauses(
-    make: Callable[..., Warden], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Warden], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warden = make(budget="1kB")
 
     def full(*_: Any, **__: Any) -> None:
         raise ConfigError("the disk is full, so the day's bytes cannot be counted")
 
-    monkeypatch.setattr(warden._budget, "add", full)
+    monkeypatch.setattr(warden._budget, "keep", full)
     line = AgentLine(warden.path, lambda: 300)
     until(lambda: not line.wish.run)
     assert line.wish.reason == "the disk is full, so the day's bytes cannot be counted"
+    monkeypatch.undo()
+    until(lambda: line.wish.run)
+    assert json.loads((folder / FILE).read_text())["bytes"] == 300, "there is room again"
 
 
 def test_what_is_no_question_is_refused_and_noise_is_dropped(

@@ -278,10 +278,18 @@ class Warden:
         if self._spent == (now.date(), budget_bytes):
             moved_bytes = max(moved_bytes, budget_bytes)
         self.decision = self._controls.decide(self._readings, moved_bytes, now)
+        if self._uncounted:
+            self._count_again()
         if self._uncounted and self._controls.rules.budget_bytes:
             self.decision = Decision(False, (*self.decision.reasons, self._uncounted))
         if self.decision.text() != before.text():
             self._tell(f"paused: {self.decision.text()}" if not self.decision.run else "may train again")
+
+    def _count_again(self) -> None:
+        """There may be room now for what could not be counted."""
+        with contextlib.suppress(ConfigError):
+            self._budget.keep()
+            self._uncounted = ""
 
     def _push(self) -> None:
         wish = self._wish()
