@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from gridtrain.testing import FakeSensors
 from gridtrain.testing.sensors import FileSensors
 from gridtrain_worker import warden as warden_module
 from gridtrain_worker.budget import FILE
-from gridtrain_worker.control import SOCKET, ask, running, the_worker
+from gridtrain_worker.control import MOST_PATH_BYTES, SOCKET, ask, running, the_worker
 from gridtrain_worker.kept import RULES_FILE
 from gridtrain_worker.warden import Warden
 
@@ -126,6 +127,22 @@ def test_a_long_path_gets_a_short_stand_in(tmp_path: Path, sensors: FakeSensors)
     with Warden(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
         assert len(warden.path) < 100 and ask(folder / SOCKET, {"ask": "show"})["name"] == "anna"
     assert not (folder / SOCKET).is_symlink() and not Path(warden.path).parent.exists()
+
+
+def test_the_stand_in_lies_where_a_services_owner_sees_it(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, sensors: FakeSensors
+) -> None:
+    """A service has a /tmp of its own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        folder = tmp_path_factory.mktemp("x") / ("y" * 90)
+        with Warden(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
+            assert warden.path.startswith(f"{runtime}/") and len(os.fsencode(warden.path)) <= MOST_PATH_BYTES
+            assert ask(folder / SOCKET, {"ask": "show"})["name"] == "anna"
+        assert os.listdir(runtime) == []
+        monkeypatch.setenv("XDG_RUNTIME_DIR", f"{runtime}/gone")
+        with Warden(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
+            assert not warden.path.startswith(runtime), "there is none after all"
 
 
 def test_rules_are_changed_live_and_kept(
@@ -303,15 +320,13 @@ def test_a_script_that_ends_itself_for_want_of_bytes_waits_for_the_next_day(
 ) -> None:
     """A little of the budget is left, which its step did not fit into."""
     warden = make(budget="1kB")
-    line = AgentLine(warden.path, lambda: 900)
-    line.tell(state=SPENT)
-    until(lambda: not warden.decision.run)
+    warden._hear({"state": SPENT, "moved_bytes": 900})
+    assert not warden.decision.run
     assert warden.decision.text() == "the day's bytes are used up, until 00:00"
     ask(folder / SOCKET, {"ask": "set", "settings": {"budget": "2kB"}})
     until(lambda: warden.decision.run)
     ask(folder / SOCKET, {"ask": "set", "settings": {"budget": "1kB"}})
     until(lambda: not warden.decision.run)
-    line.tell(state="training")
     clock.now = datetime(2026, 3, 3, 0, 1)
     until(lambda: warden.decision.run)
 
