@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -405,6 +407,35 @@ def test_a_script_that_ignores_the_signal_is_killed_after_its_grace(agent: Start
     process.terminate()
     process.communicate(timeout=WITHIN_S)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked at in /proc")
+def test_ctrl_z_stops_the_script_too(agent: StartAgent) -> None:
+    """The script is in a group of its own, which the terminal does not stop."""
+    process = agent(SAYS_WHO_IT_IS)
+    assert process.stdout is not None
+    script = [process.stdout.readline() for _ in range(2)][1].strip()
+
+    def state(pid: object) -> str:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+    def both(wanted: str) -> bool:
+        return state(process.pid) in wanted and state(script) in wanted
+
+    process.send_signal(signal.SIGTSTP)
+    until(lambda: both("T"))
+    process.send_signal(signal.SIGCONT)
+    until(lambda: both("RS"))
+    process.terminate()
+    process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def until(true: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WITHIN_S
+    while not true():
+        assert time.monotonic() < until_s
+        threading.Event().wait(0.02)
 
 
 def test_a_second_signal_kills_at_once(agent: StartAgent) -> None:

@@ -13,7 +13,7 @@ The owner's rules hold all the time (`warden`): while they say pause, no script 
 leaves the group and waits; one that does not obey is ended, and started again when it may train.
 
 A signal goes to the script, which leaves the run gracefully; after `grace_s`, or at a second signal,
-the whole group is killed.
+the whole group is killed.  Ctrl-Z stops the script with the agent, and `fg` lets both go on.
 """
 
 from __future__ import annotations
@@ -312,7 +312,8 @@ def _await_leave(warden: Warden, signals: Signals) -> bool:
 
 
 class Signals:
-    """SIGINT and SIGTERM, counted instead of obeyed; a context manager that puts the old handlers back.
+    """SIGINT and SIGTERM, counted instead of obeyed, and SIGTSTP (Ctrl-Z), kept until somebody looks; a
+    context manager that puts the old handlers back.
 
     Plain attributes: a handler must not wait for a lock that the interrupted code may hold.
     """
@@ -320,11 +321,13 @@ class Signals:
     def __init__(self) -> None:
         self.first = 0
         self.count = 0
+        self._stop_asked = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._on_signal)
+        self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -335,10 +338,26 @@ class Signals:
         self.first = self.first or number
         self.count += 1
 
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_asked = True
+
+    def obey_stop(self, group: int = 0) -> None:
+        """If Ctrl-Z was pressed: stand still until SIGCONT.  So does the script's group, which the terminal
+        knows nothing of: it would train on, and nobody would keep the rules."""
+        if not self._stop_asked:
+            return
+        self._stop_asked = False
+        if group:
+            _signal_group(group, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if group:
+            _signal_group(group, signal.SIGCONT)
+
     def wait(self, pause_s: float) -> bool:
         """Pause, shorter if a signal comes; True if one did."""
         until_s = time.monotonic() + pause_s
         while not self.count and (left_s := until_s - time.monotonic()) > 0:
+            self.obey_stop()
             time.sleep(min(left_s, TICK_S))
         return self.count > 0
 
@@ -361,6 +380,7 @@ def _run_once(
         warden.script_runs(script.pid)
         kill_at_s = math.inf
         while (code := _poll(script)) is None:
+            signals.obey_stop(script.pid)
             giving.look(time.monotonic())
             warden.check()
             if (signals.count or warden.overdue) and kill_at_s == math.inf:
