@@ -169,8 +169,10 @@ class Pauses:
         return self._session.moved_bytes + needed_bytes > wish.most_bytes
 
     def _spent(self) -> str:
-        """In the loop's thread."""
+        """In the loop's thread, which asks all the time: also while a state of gigabytes is taken over, or a
+        step waits for a slow line, and a new cap is meant for just that."""
         wish = self._owner.wish
+        self._obey_rates(wish)
         if wish.most_bytes == math.inf:
             return ""
         margin_bytes = max(TALK_BYTES, self._dearest_bytes) // 2

@@ -294,3 +294,17 @@ def test_the_agent_is_told_that_a_step_does_not_fit() -> None:
     owner.wish = Wish(most_bytes=910_000)
     assert asked[0]() == "paused in the middle of a step: the day's bytes are used up"
     assert owner.told == [{"state": SPENT}]
+
+
+def test_a_cap_is_obeyed_in_the_middle_of_a_step() -> None:
+    """Also while a newcomer takes over the state, which may last for hours: no turn begins then."""
+    session, owner = SimpleNamespace(moved_bytes=0), Unled()
+    asked: list[Callable[[], str]] = []
+    limits: list[tuple[float | None, float | None]] = []
+    session.spend_while = asked.append
+    Pauses(session, owner, lambda: None, lambda up, down: limits.append((up, down)))  # type: ignore[arg-type,return-value]
+    owner.wish = Wish(upload_Bps=1e6)
+    assert asked[0]() == "" == asked[0]()
+    owner.wish = Wish(download_Bps=2e6)
+    assert asked[0]() == ""
+    assert limits == [(None, None), (1e6, None), (None, 2e6)]
