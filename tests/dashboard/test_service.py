@@ -263,7 +263,7 @@ def test_an_answer_that_nobody_takes_is_given_up() -> None:
     taken = patience.Patience(("/lasting",))
 
     def one(path: str) -> Any:
-        return Connection(cycle=asked(path))
+        return Connection(cycle=asked(path), transport=SimpleNamespace(get_write_buffer_size=lambda: 0))
 
     def asked(path: str) -> SimpleNamespace:
         return SimpleNamespace(response_complete=False, scope={"path": path})
@@ -274,6 +274,18 @@ def test_an_answer_that_nobody_takes_is_given_up() -> None:
     assert taken.spent([stuck, lasting], after_s) == [stuck]
     stuck.cycle = asked("/")
     assert taken.spent([stuck], 2 * after_s) == [], "it is another request"
+
+
+def test_a_slow_line_is_no_silent_client() -> None:
+    """The answer is written; a phone takes it bit by bit, and then for too long nothing of it."""
+    taken, unsent = patience.Patience(()), [50_000]
+    transport = SimpleNamespace(get_write_buffer_size=lambda: unsent[0])
+    slow = Connection(cycle=SimpleNamespace(response_complete=True, scope={"path": "/"}), transport=transport)
+    for now_s in range(0, 100, 20):
+        assert taken.spent([slow], now_s) == []
+        unsent[0] -= 5_000
+    assert taken.spent([slow], 100) == taken.spent([slow], 100 + patience.ANSWER_S) == []
+    assert taken.spent([slow], 101 + patience.ANSWER_S) == [slow]
 
 
 class Connection(SimpleNamespace):

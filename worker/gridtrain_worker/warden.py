@@ -97,6 +97,7 @@ class Warden:
         """What its owner said while it ran before holds on, and is said."""
         if self._kept.paused:
             self._controls.pause(self._kept.until)
+            self._tell("its owner paused it before it ended; it goes on with: gridtrain worker resume")
         for key, text in self._kept.later(self._given).items():
             if key in self._given:
                 self._tell(f"{key}={text}, as it was set later than {self._given[key]} of this start")

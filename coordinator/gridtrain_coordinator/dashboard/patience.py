@@ -1,8 +1,8 @@
 """Connections that hold a place without using it: who is hung up on, and when.
 
 Decides that a client has `REQUEST_S` from one answer to the end of its next request's head, and `ANSWER_S` to
-take an answer.  uvicorn itself waits for both as long as it takes, and `MOST_CONNECTIONS` clients that say
-nothing would lock everybody else out.  Streams look after themselves (`live.Stream`).
+take a further piece of an answer.  uvicorn itself waits for both as long as it takes, and `MOST_CONNECTIONS`
+clients that say nothing would lock everybody else out.  Streams look after themselves (`live.Stream`).
 
     connect ...... request's head | answer ........ | request's head | ...
     `- REQUEST_S at most -------' `- ANSWER_S ----' `- REQUEST_S --'
@@ -34,6 +34,10 @@ class Connection(Protocol):
     transport: asyncio.Transport
 
 
+_Where = tuple[Cycle | None, bool, int]
+"""Which request, whether it is still being answered, bytes of the answer that the client has not taken."""
+
+
 class Patience:
     """Remembers since when each connection is where it is.
 
@@ -43,22 +47,22 @@ class Patience:
 
     def __init__(self, lasting: Collection[str]) -> None:
         self._lasting = frozenset(lasting)
-        self._since: dict[Connection, tuple[Cycle | None, bool, float]] = {}
+        self._since: dict[Connection, tuple[_Where, float]] = {}
 
     def spent(self, connections: Collection[Connection], now_s: float) -> list[Connection]:
         """Those whose time is over."""
-        since: dict[Connection, tuple[Cycle | None, bool, float]] = {}
+        since: dict[Connection, tuple[_Where, float]] = {}
         over = []
         for one in connections:
             cycle = one.cycle
-            answering = cycle is not None and not cycle.response_complete
-            before = self._since.get(one)
-            same = before is not None and before[0] is cycle and before[1] == answering
-            since_s = before[2] if same and before is not None else now_s
-            since[one] = cycle, answering, since_s
-            if cycle is not None and answering and cycle.scope.get("path") in self._lasting:
+            unsent_bytes = one.transport.get_write_buffer_size()
+            computing = cycle is not None and not cycle.response_complete
+            where, answering = (cycle, computing, unsent_bytes), computing or unsent_bytes > 0
+            before, since_s = self._since.get(one, (where, now_s))
+            since[one] = where, since_s if where == before else now_s
+            if cycle is not None and computing and cycle.scope.get("path") in self._lasting:
                 continue
-            if now_s - since_s > (ANSWER_S if answering else REQUEST_S):
+            if now_s - since[one][1] > (ANSWER_S if answering else REQUEST_S):
                 over.append(one)
         self._since = since
         return over
