@@ -277,6 +277,9 @@ def test_a_pause_with_an_end_ends_over_a_restart_too(
         assert again.decision.text() == "its owner said so, until 14:00"
         clock.now = datetime(2026, 3, 2, 14, 0)
         until(lambda: again.decision.run)
+    said: list[str] = []
+    with Warden(folder, "anna", {}, said.append, sensors=sensors, now=clock) as later:
+        assert later.decision.run and not said
 
 
 def test_a_log_that_cannot_be_written_costs_no_rule(folder: Path, sensors: FakeSensors, clock: Clock) -> None:

@@ -95,8 +95,9 @@ class Warden:
 
     def _take_up(self) -> None:
         """What its owner said while it ran before holds on, and is said."""
-        if self._kept.paused:
-            self._controls.pause(self._kept.until)
+        until = self._kept.until
+        if self._kept.paused and (until is None or until > self._now()):
+            self._controls.pause(until)
             self._tell("its owner paused it before it ended; it goes on with: gridtrain worker resume")
         for key, text in self._kept.later(self._given).items():
             if key in self._given:
