@@ -9,6 +9,7 @@ opened, and what is greeted with.  The loop itself is `daemon.Coordinator`, in t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -219,13 +220,16 @@ def _make(folder: Path) -> None:
 
 
 def _outward_host() -> str:
-    """The address of the interface that leads outwards (nothing is sent); without one, loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    """The address of the interface that leads outwards (nothing is sent), of IPv6 where there is no other;
+    without one, loopback."""
+    for family, elsewhere, form in (  # addresses that nobody has: RFC 5737, RFC 3849
+        (socket.AF_INET, "192.0.2.1", "{}"),
+        (socket.AF_INET6, "2001:db8::1", "[{}]"),
+    ):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            return form.format(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def _greeting(

@@ -117,6 +117,7 @@ def _say(shown: Mapping[str, Any], as_json: bool) -> None:
     if not shown["obeyed"]:
         click.echo("  its script is in the middle of a step, and leaves after it")
     click.echo("  " + "  ".join(f"{key}={value}" for key, value in shown["rules"].items()))
+    click.echo(f"  its clock: {shown['clock']}")
     click.echo(f"  sent and received today: {shown['moved_today_bytes'] / 1e6:,.1f} MB")
     for name, value in shown["readings"].items():
         text = f"cannot be read: {shown['absent'].get(name)}" if value is None else value

@@ -25,7 +25,7 @@ from gridtrain.errors import CoordinatorUnreachable, JoinRefused
 from gridtrain.protocol.messages import Held
 from gridtrain.runtime.acquaintances import Acquaintances
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.owner import Owner, Wish
+from gridtrain.runtime.owner import SPENT, Owner, Wish
 from gridtrain.transport.credits import CreditTransport
 
 log = logging.getLogger("gridtrain")
@@ -169,13 +169,19 @@ class Pauses:
         return self._session.moved_bytes + needed_bytes > wish.most_bytes
 
     def _spent(self) -> str:
-        """In the loop's thread."""
+        """In the loop's thread, which asks all the time: also while a state of gigabytes is taken over, or a
+        step waits for a slow line, and a new cap is meant for just that."""
         wish = self._owner.wish
+        self._obey_rates(wish)
         if wish.most_bytes == math.inf:
             return ""
         margin_bytes = max(TALK_BYTES, self._dearest_bytes) // 2
-        spent = self._session.moved_bytes + margin_bytes > wish.most_bytes
-        return f"paused in the middle of a step: {wish.spent_text}" if spent else ""
+        if self._session.moved_bytes + margin_bytes <= wish.most_bytes:
+            return ""
+        self._owner.tell(
+            state=SPENT
+        )  # or the agent, which sees that there is a little left, takes it for a failure
+        return f"paused in the middle of a step: {wish.spent_text}"
 
     def _obey_rates(self, wish: Wish) -> None:
         rates = wish.upload_Bps, wish.download_Bps

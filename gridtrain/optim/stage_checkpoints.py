@@ -149,7 +149,7 @@ class StageCheckpoints:
             log.warning("the state of step %d is not in memory any more", held.applied + 1)
             return
         folder = self.folder_of(held.blocks)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         checkpoint.save(snapshot, self._comes_anew(held.blocks, held))
 
     def give(self, held: Held) -> Sequence[bytes]:
@@ -193,7 +193,7 @@ class StageCheckpoints:
 
     def copy_folder(self, held: Held) -> Path:
         """Raises `OSError`."""
-        self.folder_of(held.blocks).mkdir(parents=True, exist_ok=True)
+        self.folder_of(held.blocks).mkdir(parents=True, exist_ok=True, mode=0o700)
         for left in self.folder_of(held.blocks).glob(".copy-*"):
             shutil.rmtree(left, ignore_errors=True)  # whoever sent it was lost
         folder = self.folder_of(held.blocks) / f".copy-{held.applied + 1:08d}"

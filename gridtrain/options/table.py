@@ -483,7 +483,19 @@ OTHER_VARIABLES: dict[str, str] = {
     **{
         f"GRIDTRAIN_{name}": ""
         for name in (
-            *("INVITATION_FILE", "JOB", "SCRIPT", "IMAGE", "TAG", "CPUS", "MEMORY", "BIND", "PORT"),
+            *(
+                "INVITATION_FILE",
+                "ACCEPT_FILE",
+                "COORDINATOR_IMAGE",
+                "JOB",
+                "SCRIPT",
+                "IMAGE",
+                "TAG",
+                "CPUS",
+                "MEMORY",
+                "BIND",
+                "PORT",
+            ),
             *("PROMETHEUS_PORT", "DASHBOARD_PORT", "LOCAL_USES", "LOCAL_EXPIRES"),
         )
     },

@@ -28,6 +28,9 @@ log = logging.getLogger("gridtrain")
 
 VARIABLE = ENV_PREFIX + "CONTROL"
 MAX_LINE_BYTES = 16_384
+SPENT = "spent"
+"""The state of a script that ends itself, as the step it is in would cost more than is left of the day."""
+
 TELL_S = 0.25
 
 

@@ -115,8 +115,8 @@ class Incoming:
 
     @property
     def host(self) -> str:
-        """Where the connection comes from."""
-        return _property(self.first, "Peer-Address")
+        """Where the connection comes from; over IPv4 in that form, whatever the socket is open for."""
+        return _property(self.first, "Peer-Address").removeprefix("::ffff:")
 
 
 def open_router(context: Context, identity: Identity | None) -> zmq.Socket[bytes]:
@@ -170,6 +170,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
     endpoint = f"{address[:-1]}0" if address.endswith(":*") else address
     try:
         _check_address(address)
+        _open_for(router, address)
         router.bind(endpoint)
     except zmq.ZMQError as error:
         raise _bind_error(address, error) from None
@@ -180,6 +181,7 @@ def connect(dealer: zmq.Socket[bytes], address: str) -> None:
     """Begin to connect.  Raises `TransportError` if the address can never work."""
     try:
         _check_address(address)
+        _open_for(dealer, address)
         dealer.connect(address)
     except zmq.ZMQError as error:
         raise TransportError(
@@ -307,6 +309,13 @@ def _check_address(address: str) -> None:
         raise zmq.ZMQError(errno.EINVAL)
 
 
+def _open_for(socket: zmq.Socket[bytes], address: str) -> None:
+    """libzmq speaks IPv6 only where it is told to.  Not for names: it would then take their IPv6 addresses
+    first, where a coordinator may not listen."""
+    if ":" in _host(address):
+        socket.setsockopt(zmq.IPV6, 1)
+
+
 def _host(address: str) -> str:
     match = _ADDRESS.fullmatch(address)
     return "" if match is None else match[1].removeprefix("[").removesuffix("]")
@@ -329,9 +338,9 @@ def _bind_error(address: str, error: zmq.ZMQError) -> TransportError:
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EAGAIN):
         return TransportError(
             f"cannot listen at {address}: no interface of this machine has that address",
-            remedy='listen at "tcp://*:PORT" for all interfaces',
+            remedy='listen at "tcp://0.0.0.0:PORT" for all interfaces',
         )
     return TransportError(
         f"cannot listen at {address!r}: {error.strerror}",
-        remedy='an address looks like "tcp://*:7000", with port 0 for any free one',
+        remedy='an address looks like "tcp://0.0.0.0:7000", with port 0 for any free one',
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -9,11 +10,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gridtrain.protocol.messages import Done, Expel
+from gridtrain_coordinator.dashboard import patience
 from gridtrain_coordinator.dashboard.places import Place, bind
 from showing.chromium import until
 from showing.simulated import Run
@@ -226,3 +229,75 @@ def test_slow_senders_of_headers_are_bounded(running: Running) -> None:
             if slow.recv(4096).startswith(b"HTTP/1.1 4"):
                 raise OSError
     assert running.get("/healthz")[0] == 200
+
+
+def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are places, in three ways; an open page beside them is left alone."""
+    monkeypatch.setattr(patience, "REQUEST_S", 0.3)
+    monkeypatch.setattr(patience, "LOOK_S", 0.1)
+    running = Running()
+    try:
+        running.shown()
+        page = Stream(running.port)
+        events = iter(page)
+        next(events)
+        silent = []
+        for i in range(service.MOST_CONNECTIONS + 2):
+            one = socket.create_connection(("127.0.0.1", running.port), timeout=WITHIN_S)
+            one.sendall((b"", b"GET / HT", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nG")[i % 3])
+            silent.append(one)
+        for one in silent:
+            with contextlib.suppress(ConnectionResetError):  # as good an end as any
+                while one.recv(65536):
+                    pass
+            one.close()
+        assert running.get("/api/v1/run")[0] == 200, "there is room again"
+        running.shown()
+        assert next(events)[0] in ("tick", "whole"), "the page is still served"
+        page.socket.close()
+    finally:
+        running.service.close()
+
+
+def test_an_answer_that_nobody_takes_is_given_up() -> None:
+    taken = patience.Patience(("/lasting",))
+
+    def one(path: str) -> Any:
+        return Connection(cycle=asked(path), transport=SimpleNamespace(get_write_buffer_size=lambda: 0))
+
+    def asked(path: str) -> SimpleNamespace:
+        return SimpleNamespace(response_complete=False, scope={"path": path})
+
+    stuck, lasting = one("/api/v1/history"), one("/lasting")
+    after_s = patience.ANSWER_S + 1
+    assert taken.spent([stuck, lasting], 0.0) == taken.spent([stuck, lasting], patience.ANSWER_S) == []
+    assert taken.spent([stuck, lasting], after_s) == [stuck]
+    stuck.cycle = asked("/")
+    assert taken.spent([stuck], 2 * after_s) == [], "it is another request"
+
+
+def test_a_slow_line_is_no_silent_client() -> None:
+    """The answer is written; a phone takes it bit by bit, and then for too long nothing of it."""
+    taken, unsent = patience.Patience(()), [50_000]
+    transport = SimpleNamespace(get_write_buffer_size=lambda: unsent[0])
+    slow = Connection(cycle=SimpleNamespace(response_complete=True, scope={"path": "/"}), transport=transport)
+    for now_s in range(0, 100, 20):
+        assert taken.spent([slow], now_s) == []
+        unsent[0] -= 5_000
+    assert taken.spent([slow], 100) == taken.spent([slow], 100 + patience.ANSWER_S) == []
+    assert taken.spent([slow], 101 + patience.ANSWER_S) == [slow]
+
+
+class Connection(SimpleNamespace):
+    """One connection is not another that looks the same."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def test_the_head_of_the_stream_ends(running: Running) -> None:
+    running.shown()
+    with socket.create_connection(("127.0.0.1", running.port), timeout=WITHIN_S) as asks:
+        asks.sendall(b"HEAD /api/v1/stream HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        answer = b"".join(iter(lambda: asks.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")

@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 from gridtrain.cli.status import ANSWER_S
+from gridtrain.options.table import known_variables, option
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -161,3 +162,43 @@ def test_a_busy_machine_is_not_taken_for_a_sick_coordinator(file: str) -> None:
         r"^ +timeout: (\d+)s|--timeout=(\d+)s", text.split("prometheus:")[0], re.MULTILINE
     )
     assert int("".join(limit_s)) >= ANSWER_S + 20
+
+
+TEMPLATES = ROOT / "gridtrain" / "templates" / "new"
+
+
+def test_every_variable_that_our_files_name_means_something() -> None:
+    """A program that is started beside them, as `compose exec` does, would refuse any other."""
+    files = [*DOCKER.glob("*.yaml"), *DOCKER.glob("*.Dockerfile"), *DOCKER.glob("*.sh"), *TEMPLATES.iterdir()]
+    files += [*(ROOT / "packaging").rglob("*.service")]
+    named = {
+        name
+        for file in files
+        if file.is_file()
+        for name in re.findall(r"GRIDTRAIN_[A-Z_]+", file.read_text())
+    }
+    assert len(named) > 20 and sorted(named - known_variables()) == []
+
+
+def test_a_volunteer_in_a_container_has_every_limit() -> None:
+    """What is not handed on is what .env says in vain; hours are those of the volunteer's clock."""
+    text = (DOCKER / "compose.volunteer.yaml").read_text()
+    limits = ("upload_limit", "download_limit", "donate_limit", "relay", "set", "accept", "name", "data_dir")
+    for variable in (*(option("worker", name).variable for name in limits), "TZ"):
+        assert f'    {variable}: "${{{variable}:-}}"' in text, variable
+
+
+def test_documented_orders_to_compose_name_the_profile() -> None:
+    """The plugin takes services of other profiles for none, and stops none of them; 1.29 stops them all.
+
+    docker compose -f compose.volunteer.yaml --profile cpu stop
+    """
+    files = [
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "README.md",
+        *DOCKER.glob("*.yaml"),
+        *TEMPLATES.glob("*.yaml"),
+    ]
+    orders = [line for file in files for line in re.findall(r"docker compose (.*)", file.read_text())]
+    ends = [line for line in orders if re.search(r"(?:^|\s)(?:stop|down|logs)\b", line)]
+    assert len(ends) > 6 and [line for line in ends if "--profile" not in line] == []

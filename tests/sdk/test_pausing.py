@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch import nn
 
 import gridtrain
 from gridtrain.optim.grid import Grid
-from gridtrain.runtime.owner import Unled, Wish
+from gridtrain.optim.pausing import Pauses
+from gridtrain.runtime.owner import SPENT, Unled, Wish
 from gridtrain.testing import FakeSensors
 from gridtrain_worker.controls import Controls, Rules, pairs
 
@@ -279,3 +281,30 @@ def test_the_days_bytes_are_never_exceeded(new_group: Any) -> None:
     assert scene.results == {f"worker-{number}": None for number in range(3)}
     assert spent <= budget
     assert paused or scene.last("worker-1")[0] == STEPS - 1, "it was small enough to matter, or never reached"
+
+
+def test_the_agent_is_told_that_a_step_does_not_fit() -> None:
+    """A little of the day is left: without a word the agent would take the script's end for a failure."""
+    session, owner = SimpleNamespace(moved_bytes=900_000), Unled()
+    asked: list[Callable[[], str]] = []
+    session.spend_while = asked.append
+    Pauses(session, owner, lambda: None, lambda up, down: None)  # type: ignore[arg-type,return-value]
+    owner.wish = Wish(most_bytes=10_000_000)
+    assert asked[0]() == "" and not owner.told
+    owner.wish = Wish(most_bytes=910_000)
+    assert asked[0]() == "paused in the middle of a step: the day's bytes are used up"
+    assert owner.told == [{"state": SPENT}]
+
+
+def test_a_cap_is_obeyed_in_the_middle_of_a_step() -> None:
+    """Also while a newcomer takes over the state, which may last for hours: no turn begins then."""
+    session, owner = SimpleNamespace(moved_bytes=0), Unled()
+    asked: list[Callable[[], str]] = []
+    limits: list[tuple[float | None, float | None]] = []
+    session.spend_while = asked.append
+    Pauses(session, owner, lambda: None, lambda up, down: limits.append((up, down)))  # type: ignore[arg-type,return-value]
+    owner.wish = Wish(upload_Bps=1e6)
+    assert asked[0]() == "" == asked[0]()
+    owner.wish = Wish(download_Bps=2e6)
+    assert asked[0]() == ""
+    assert limits == [(None, None), (1e6, None), (None, 2e6)]

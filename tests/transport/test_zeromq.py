@@ -225,6 +225,36 @@ def test_addresses_that_can_never_work(zeromq_net, address):
         anna.transport.listen(address)
 
 
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine speaks no IPv6")
+@pytest.mark.parametrize(
+    ("listen", "dialled", "host"),
+    [
+        ("tcp://[::1]:0", "[::1]", "::1"),
+        ("tcp://[::]:0", "[::1]", "::1"),
+        ("tcp://[::]:0", "127.0.0.1", "127.0.0.1"),
+    ],
+    ids=["its own address", "all", "over IPv4"],
+)
+def test_ipv6(zeromq_net, listen, dialled, host):
+    """As coordinators and workers of lines without an IPv4 address of their own listen and dial."""
+    anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert")
+    port = bert.transport.listen(listen).rpartition(":")[2]
+    anna.transport.dial(bert.key, f"tcp://{dialled}:{port}")
+    zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
+    anna.transport.send(bert.key, Ping(1))
+    zeromq_net.until(lambda: bert.got(), anna, bert)
+    assert [up.host for up in bert.of(PeerUp)] == [host]
+
+
 @pytest.mark.parametrize("wildcard", ["tcp://*:0", "tcp://*:*", "tcp://0.0.0.0:0"])
 def test_all_interfaces_become_an_address_that_can_be_dialled(zeromq_net, wildcard):
     anna = zeromq_net.add("anna")

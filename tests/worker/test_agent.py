@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -109,6 +111,18 @@ def test_the_script_finds_its_run_in_the_environment(
         "GRIDTRAIN_RELAY": "yes",
         "GRIDTRAIN_CONTRIBUTION": str(identities(state, invitation) / "worker-0.now.json"),
     }
+
+
+def test_a_script_begins_with_the_caps_that_were_set(
+    invitation: Invitation, state: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By `gridtrain worker set` in an earlier stay: they hold before the script has asked the agent."""
+    folder = identities(state, invitation) / "worker-0"
+    folder.mkdir(parents=True)
+    (folder / "controls.json").write_text('{"upload": "5Mbit"}')
+    shows = "import os; print(os.environ['GRIDTRAIN_UPLOAD_LIMIT'], os.environ['GRIDTRAIN_DOWNLOAD_LIMIT'])"
+    assert supervise(Job(python(shows), invitation, download_limit="50Mbit")) == 0
+    assert capfd.readouterr().out == "5Mbit 50Mbit\n"
 
 
 def test_a_prefix_only_if_asked(invitation: Invitation, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,8 +314,10 @@ def test_one_refused_handshake_does_not_put_a_worker_out(
 AGENT = """
 import json, sys
 from gridtrain.protocol.invitation import parse
+from gridtrain_worker import warden
 from gridtrain_worker.agent import Job, supervise
 options = json.loads(sys.stdin.readline())
+warden.OBEY_S = options.pop("obey_s", warden.OBEY_S)
 sys.exit(supervise(Job(**options | {"invitation": parse(options["invitation"])})))
 """
 LEAVES_GRACEFULLY = """
@@ -323,6 +339,18 @@ IGNORES_SIGNALS = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("ready", flush=True)
+while True: time.sleep(600)
+"""
+TAKES_ITS_TIME = """
+import signal, sys, time
+def leave(number, frame):
+    with open(FEEL, "w") as file:
+        file.write('{"on_battery": false}')
+    print("plugged in again", flush=True)
+    time.sleep(2)  # the agent looks twice a second
+    sys.exit(7)
+signal.signal(signal.SIGTERM, leave)
 print("ready", flush=True)
 while True: time.sleep(600)
 """
@@ -381,6 +409,35 @@ def test_a_script_that_ignores_the_signal_is_killed_after_its_grace(agent: Start
     assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked at in /proc")
+def test_ctrl_z_stops_the_script_too(agent: StartAgent) -> None:
+    """The script is in a group of its own, which the terminal does not stop."""
+    process = agent(SAYS_WHO_IT_IS)
+    assert process.stdout is not None
+    script = [process.stdout.readline() for _ in range(2)][1].strip()
+
+    def state(pid: object) -> str:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+    def both(wanted: str) -> bool:
+        return state(process.pid) in wanted and state(script) in wanted
+
+    process.send_signal(signal.SIGTSTP)
+    until(lambda: both("T"))
+    process.send_signal(signal.SIGCONT)
+    until(lambda: both("RS"))
+    process.terminate()
+    process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def until(true: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WITHIN_S
+    while not true():
+        assert time.monotonic() < until_s
+        threading.Event().wait(0.02)
+
+
 def test_a_second_signal_kills_at_once(agent: StartAgent) -> None:
     process = agent(IGNORES_SIGNALS, grace_s=60)
     process.send_signal(signal.SIGINT)
@@ -401,6 +458,24 @@ def test_what_a_script_leaves_running_ends_with_it(agent: StartAgent) -> None:
     process = agent(LEAVES_A_CHILD)
     process.communicate(timeout=WITHIN_S)
     assert process.returncode == 0
+
+
+def test_a_script_that_was_ended_as_it_did_not_pause_is_started_again(
+    agent: StartAgent, tmp_path: Path
+) -> None:
+    """Also where the reason for the pause goes while the script is still ending: no restart is used up."""
+    feel = tmp_path / "sensors.json"
+    feel.write_text('{"on_battery": false}')
+    ends = TAKES_ITS_TIME.replace("FEEL", repr(str(feel)))
+    process = agent(ends, sensors=str(feel), controls=[["battery", "pause"]], obey_s=0.1)
+    feel.write_text('{"on_battery": true}')
+    assert process.stdout is not None
+    assert process.stdout.readline() == "plugged in again\n"
+    assert process.stdout.readline() == "ready\n", "the second script"
+    process.terminate()
+    _, err = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "it is started again when it may train (now)" in err
 
 
 @pytest.mark.parametrize("code", [LEAVES_GRACEFULLY, IGNORES_SIGNALS], ids=["graceful", "ignores signals"])

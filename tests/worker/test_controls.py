@@ -11,7 +11,7 @@ import pytest
 
 from gridtrain.errors import ConfigError
 from gridtrain.testing import FakeSensors, FileSensors
-from gridtrain_worker.budget import FILE, Budget
+from gridtrain_worker.budget import FILE, MOST_DAYS, Budget
 from gridtrain_worker.controls import KEYS, Controls, Readings, Rules, pairs
 from gridtrain_worker.sensors import MachineSensors
 
@@ -150,6 +150,8 @@ def test_rules_survive_being_written_and_read() -> None:
         ("budget=lots", "500MB"),
         ("budget=-1", "500MB"),
         ("budget=0", "off: any number"),
+        ("budget=" + "9" * 400, "500MB"),
+        ("hours=00:00-24:00", "shorter than a day"),
         ("idle=soon", "such as 10m"),
         ("temperature=80/90", "80/70"),
         ("temperature=500", "80/70"),
@@ -174,7 +176,29 @@ def test_the_days_bytes_survive_a_restart_and_end_with_the_day(tmp_path: Path) -
     assert Budget(tmp_path).today_bytes(today) == 750
     assert Budget(tmp_path).today_bytes(tomorrow) == 0
     again.add(5, tomorrow)
-    assert json.loads((tmp_path / FILE).read_text()) == {"day": "2026-03-03", "bytes": 5}
+    assert json.loads((tmp_path / FILE).read_text()) == {
+        "day": "2026-03-03", "bytes": 5, "others": {"2026-03-02": 750},
+    }  # fmt: skip
+
+
+def test_a_clock_that_is_wrong_for_a_while_loses_nothing(tmp_path: Path) -> None:
+    """A machine that begins in 1970 until it hears the time: what was moved on this day still counts."""
+    today = date(2026, 3, 2)
+    Budget(tmp_path).add(700, today)
+    Budget(tmp_path).add(5, date(1970, 1, 1))
+    assert Budget(tmp_path).today_bytes(today) == 700
+    Budget(tmp_path).add(50, today)
+    assert json.loads((tmp_path / FILE).read_text()) == {
+        "day": "2026-03-02", "bytes": 750, "others": {"1970-01-01": 5},
+    }  # fmt: skip
+    for day in range(1, 29):
+        Budget(tmp_path).add(1, date(2026, 2, day))
+    assert len(json.loads((tmp_path / FILE).read_text())["others"]) == MOST_DAYS - 1
+
+
+def test_what_an_older_gridtrain_has_counted_counts(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"day": "2026-03-02", "bytes": 700}')
+    assert Budget(tmp_path).today_bytes(date(2026, 3, 2)) == 700
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from brisk import WITHIN_S
 
 from gridtrain.runtime.contribution import EVERY_S, Contribution, Tally
 from gridtrain_worker.giving import LOOK_EVERY_S, Giving
-from gridtrain_worker.voice import CLEAR, Machine, Terminal
+from gridtrain_worker.voice import CLEAR, Machine, Silent, Terminal, Voice
 
 GIVEN = Contribution(
     step=410,
@@ -72,6 +75,38 @@ def test_programs_get_json_lines_and_not_too_many() -> None:
     assert [line["event"] for line in said] == ["says", "contribution", "contributed"]
     assert said[0]["fields"] == {"text": "hello"}
     assert (said[1]["fields"]["samples"], said[1]["fields"]["share"]) == (12160, 0.2432)
+
+
+class Full(io.StringIO):
+    """On a disk without room, or in a pipe that nobody reads."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error: OSError | None = error
+
+    def flush(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    "kind", [Terminal, Machine, lambda stream: Silent()], ids=["terminal", "lines", "none"]
+)
+def test_a_log_without_room_costs_its_lines_and_a_reader_that_went_ends_it(
+    kind: Callable[[TextIO], Voice],
+) -> None:
+    out = Full(OSError(errno.ENOSPC, "no room"))
+    voice = kind(out)
+    voice.say("hello")
+    voice.show(GIVEN, 0.0)
+    voice.pass_on("loss 1.0\n", out)
+    voice.end(GIVEN, GIVEN)
+    out.error = BrokenPipeError(errno.EPIPE, "nobody reads")
+    with pytest.raises(BrokenPipeError):
+        voice.pass_on("loss 0.9\n", out)
+    out.error = None
+    voice.pass_on("loss 0.8\n", out)
+    assert out.getvalue().endswith("loss 0.8\n")
 
 
 def test_a_tally_is_written_once_a_second_and_read_back(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +20,14 @@ from typing import Any
 import pytest
 
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.owner import AgentLine
+from gridtrain.runtime.owner import SPENT, AgentLine
 from gridtrain.testing import FakeSensors
+from gridtrain.testing.sensors import FileSensors
 from gridtrain_worker import warden as warden_module
 from gridtrain_worker.budget import FILE
-from gridtrain_worker.control import SOCKET, ask, running, the_worker
-from gridtrain_worker.warden import RULES_FILE, Warden
+from gridtrain_worker.control import MOST_PATH_BYTES, SOCKET, ask, running, the_worker
+from gridtrain_worker.kept import RULES_FILE
+from gridtrain_worker.warden import Warden
 
 WITHIN_S = 60.0
 
@@ -126,6 +129,22 @@ def test_a_long_path_gets_a_short_stand_in(tmp_path: Path, sensors: FakeSensors)
     assert not (folder / SOCKET).is_symlink() and not Path(warden.path).parent.exists()
 
 
+def test_the_stand_in_lies_where_a_services_owner_sees_it(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, sensors: FakeSensors
+) -> None:
+    """A service has a /tmp of its own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        folder = tmp_path_factory.mktemp("x") / ("y" * 90)
+        with Warden(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
+            assert warden.path.startswith(f"{runtime}/") and len(os.fsencode(warden.path)) <= MOST_PATH_BYTES
+            assert ask(folder / SOCKET, {"ask": "show"})["name"] == "anna"
+        assert os.listdir(runtime) == []
+        monkeypatch.setenv("XDG_RUNTIME_DIR", f"{runtime}/gone")
+        with Warden(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
+            assert not warden.path.startswith(runtime), "there is none after all"
+
+
 def test_rules_are_changed_live_and_kept(
     make: Callable[..., Warden], folder: Path, sensors: FakeSensors
 ) -> None:
@@ -216,18 +235,120 @@ def test_a_line_that_broke_is_made_anew_and_nothing_is_counted_twice(
     assert line.wish.most_bytes == 1000 and warden._budget.today_bytes(Clock().now.date()) == 300
 
 
-def test_where_bytes_cannot_be_counted_a_budget_pauses(
+def test_a_restart_knows_what_its_owner_said_last(
+    make: Callable[..., Warden], folder: Path, sensors: FakeSensors
+) -> None:
+    """A service starts with the same options again and again; whoever edits them says something new.
+
+    start   upload=20Mbit   download=50Mbit
+    set     upload=5Mbit    hours=22:00-07:00      pause
+    start   upload=20Mbit   download=50Mbit    ->  5Mbit, 50Mbit, 22:00-07:00, paused
+    start   upload=8Mbit                       ->  8Mbit
+    """
+    said: list[str] = []
+    first = make(upload="20Mbit", download="50Mbit")
+    ask(folder / SOCKET, {"ask": "set", "settings": {"upload": "5Mbit", "hours": "22:00-07:00"}})
+    ask(folder / SOCKET, {"ask": "pause"})
+    first.__exit__()
+    given = {"upload": "20Mbit", "download": "50Mbit"}
+    with Warden(folder, "anna", given, said.append, sensors=sensors) as again:
+        rules = again._controls.rules.texts()
+        assert (rules["upload"], rules["download"], rules["hours"]) == ("5Mbit", "50Mbit", "22:00-07:00")
+        assert again.decision.reasons[0] == "its owner said so" and not again.decision.run
+        assert "upload=5Mbit, as it was set later than 20Mbit of this start" in said
+        ask(folder / SOCKET, {"ask": "resume"})
+    with Warden(folder, "anna", {"upload": "8Mbit"}, said.append, sensors=sensors) as edited:
+        assert edited._controls.rules.upload == "8Mbit"
+        assert "its owner said so" not in edited.decision.reasons
+        ask(folder / SOCKET, {"ask": "set", "settings": {"hours": "off"}})
+        ask(folder / SOCKET, {"ask": "pause"})
+        ask(folder / SOCKET, {"ask": "stop"})
+    with Warden(folder, "anna", {}, said.append, sensors=sensors) as afresh:
+        assert afresh.decision.run, "who starts a worker again after `stop` means it"
+
+
+def test_a_pause_with_an_end_ends_over_a_restart_too(
+    make: Callable[..., Warden], folder: Path, sensors: FakeSensors, clock: Clock
+) -> None:
+    first = make()
+    ask(folder / SOCKET, {"ask": "pause", "for": "2h"})
+    first.__exit__()
+    with Warden(folder, "anna", {}, lambda line: None, sensors=sensors, now=clock) as again:
+        assert again.decision.text() == "its owner said so, until 14:00"
+        clock.now = datetime(2026, 3, 2, 14, 0)
+        until(lambda: again.decision.run)
+    said: list[str] = []
+    with Warden(folder, "anna", {}, said.append, sensors=sensors, now=clock) as later:
+        assert later.decision.run and not said
+
+
+def test_a_log_that_cannot_be_written_costs_no_rule(folder: Path, sensors: FakeSensors, clock: Clock) -> None:
+    def full(line: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Warden(folder, "anna", {"battery": "pause"}, full, sensors=sensors, now=clock) as warden:
+        for on_battery in (True, False, True):
+            sensors.say(on_battery=on_battery)
+            until(lambda on=on_battery: warden.decision.run is not on)  # type: ignore[misc]
+
+
+def test_rules_that_nobody_keeps_any_more_are_no_secret(
     make: Callable[..., Warden], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of our own ends the agent, and with it the script, instead of the rules alone."""
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+    warden = make()
+    warden.check()
+    monkeypatch.setattr(warden, "_look", lambda: 1 // 0)
+    until(lambda: not warden._thread.is_alive())
+    with pytest.raises(RuntimeError, match="rules are not kept any more"):
+        warden.check()
+
+
+def test_a_file_of_sensors_that_goes_away_pauses(tmp_path: Path, folder: Path) -> None:
+    file, said = tmp_path / "sensors.json", list[str]()
+    file.write_text('{"on_battery": false}')
+    with Warden(folder, "anna", {"battery": "pause"}, said.append, sensors=FileSensors(file)) as warden:
+        assert warden.decision.run
+        file.unlink()
+        until(lambda: not warden.decision.run)
+        assert "the sensor of battery cannot be read (the sensors in" in warden.decision.text()
+        file.write_text('{"on_battery": false}')
+        until(lambda: warden.decision.run)
+    assert len(said) == 2, said
+
+
+def test_a_script_that_ends_itself_for_want_of_bytes_waits_for_the_next_day(
+    make: Callable[..., Warden], folder: Path, clock: Clock
+) -> None:
+    """A little of the budget is left, which its step did not fit into."""
+    warden = make(budget="1kB")
+    warden._hear({"state": SPENT, "moved_bytes": 900})
+    assert not warden.decision.run
+    assert warden.decision.text() == "the day's bytes are used up, until 00:00"
+    ask(folder / SOCKET, {"ask": "set", "settings": {"budget": "2kB"}})
+    until(lambda: warden.decision.run)
+    ask(folder / SOCKET, {"ask": "set", "settings": {"budget": "1kB"}})
+    until(lambda: not warden.decision.run)
+    clock.now = datetime(2026, 3, 3, 0, 1)
+    until(lambda: warden.decision.run)
+
+
+def test_where_bytes_cannot_be_counted_a_budget_pauses(
+    make: Callable[..., Warden], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warden = make(budget="1kB")
 
     def full(*_: Any, **__: Any) -> None:
         raise ConfigError("the disk is full, so the day's bytes cannot be counted")
 
-    monkeypatch.setattr(warden._budget, "add", full)
+    monkeypatch.setattr(warden._budget, "keep", full)
     line = AgentLine(warden.path, lambda: 300)
     until(lambda: not line.wish.run)
     assert line.wish.reason == "the disk is full, so the day's bytes cannot be counted"
+    monkeypatch.undo()
+    until(lambda: line.wish.run)
+    assert json.loads((folder / FILE).read_text())["bytes"] == 300, "there is room again"
 
 
 def test_what_is_no_question_is_refused_and_noise_is_dropped(

@@ -13,7 +13,7 @@ The owner's rules hold all the time (`warden`): while they say pause, no script 
 leaves the group and waits; one that does not obey is ended, and started again when it may train.
 
 A signal goes to the script, which leaves the run gracefully; after `grace_s`, or at a second signal,
-the whole group is killed.
+the whole group is killed.  Ctrl-Z stops the script with the agent, and `fg` lets both go on.
 """
 
 from __future__ import annotations
@@ -256,7 +256,9 @@ def _run(
         in_a_row = failures = 0
         while _await_leave(warden, signals):
             started_s = time.monotonic()
-            variables = job.environment(machine, entry, warden.path, giving.path)
+            rules = warden.rules  # of now: a cap holds from the first byte, not from when the script asks
+            capped = replace(job, upload_limit=rules.upload, download_limit=rules.download)
+            variables = capped.environment(machine, entry, warden.path, giving.path)
             code = _run_once(job, variables, machine, signals, warden, voice, giving)
             giving.script_ended()
             if signals.first:
@@ -265,10 +267,9 @@ def _run(
                 return 128 + signals.first
             if warden.stopping or (code == 0 and not warden.ended_it):
                 return code
-            if not warden.decision.run:
-                tell(
-                    f"the script has ended; it is started again when it may train ({warden.decision.text()})"
-                )
+            if warden.ended_it or not warden.decision.run:
+                why = warden.decision.text() or "now"
+                tell(f"the script has ended; it is started again when it may train ({why})")
                 continue
             if failures == job.restarts:
                 giving.end()  # before what went wrong, likewise
@@ -303,6 +304,7 @@ def _is_put_out(entry: Entry, signals: Signals) -> bool:
 def _await_leave(warden: Warden, signals: Signals) -> bool:
     """Until the owner's rules let a script be started; False: it is to be none."""
     while not warden.stopping and not signals.count:
+        warden.check()
         if warden.decision.run:
             return True
         signals.wait(LOOK_S)
@@ -310,7 +312,8 @@ def _await_leave(warden: Warden, signals: Signals) -> bool:
 
 
 class Signals:
-    """SIGINT and SIGTERM, counted instead of obeyed; a context manager that puts the old handlers back.
+    """SIGINT and SIGTERM, counted instead of obeyed, and SIGTSTP (Ctrl-Z), kept until somebody looks; a
+    context manager that puts the old handlers back.
 
     Plain attributes: a handler must not wait for a lock that the interrupted code may hold.
     """
@@ -318,11 +321,13 @@ class Signals:
     def __init__(self) -> None:
         self.first = 0
         self.count = 0
+        self._stop_asked = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._on_signal)
+        self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -333,10 +338,26 @@ class Signals:
         self.first = self.first or number
         self.count += 1
 
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_asked = True
+
+    def obey_stop(self, group: int = 0) -> None:
+        """If Ctrl-Z was pressed: stand still until SIGCONT.  So does the script's group, which the terminal
+        knows nothing of: it would train on, and nobody would keep the rules."""
+        if not self._stop_asked:
+            return
+        self._stop_asked = False
+        if group:
+            _signal_group(group, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if group:
+            _signal_group(group, signal.SIGCONT)
+
     def wait(self, pause_s: float) -> bool:
         """Pause, shorter if a signal comes; True if one did."""
         until_s = time.monotonic() + pause_s
         while not self.count and (left_s := until_s - time.monotonic()) > 0:
+            self.obey_stop()
             time.sleep(min(left_s, TICK_S))
         return self.count > 0
 
@@ -359,7 +380,9 @@ def _run_once(
         warden.script_runs(script.pid)
         kill_at_s = math.inf
         while (code := _poll(script)) is None:
+            signals.obey_stop(script.pid)
             giving.look(time.monotonic())
+            warden.check()
             if (signals.count or warden.overdue) and kill_at_s == math.inf:
                 warden.ended_it = not signals.count
                 script.send_signal(signals.first or signal.SIGTERM)

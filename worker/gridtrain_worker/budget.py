@@ -3,7 +3,11 @@
 Decides what counts as today, and what is believed of a file.  Never decides what follows: that is
 `controls.Controls`.
 
-    {"day": "2026-11-21", "bytes": 1234567}      replaced as a whole, and on the disk before `add` returns
+    {"day": "2026-11-21", "bytes": 1234567, "others": {"1970-01-01": 890}}
+                     replaced as a whole, and on the disk before `add` returns
+
+`others` are days before, or after: a machine whose clock is wrong until somebody has told it the time does
+not lose what it has counted.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from gridtrain.errors import ConfigError
 
 MAX_FILE_BYTES = 4096
 FILE = "budget.json"
+MOST_DAYS = 8
 
 
 class Budget:
@@ -25,22 +30,33 @@ class Budget:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
-        self._day, self._bytes = self._read()
+        self._days = self._read()  # the one that was counted last is the last one
+        self._kept = True
 
     def today_bytes(self, today: date) -> int:
-        return self._bytes if self._day == today.isoformat() else 0
+        return self._days.get(today.isoformat(), 0)
 
     def add(self, nbytes: int, today: date, *, sure: bool = True) -> None:
         """More was moved.  Bytes count when they are told of: some of yesterday's last ones count as today's,
         which is the careful side.  `sure`: it is on the disk when this returns."""
-        total = self.today_bytes(today) + nbytes
-        if (self._day, self._bytes) == (today.isoformat(), total):
+        if nbytes:
+            total = self._days.pop(today.isoformat(), 0) + nbytes
+            self._days[today.isoformat()] = total
+            while len(self._days) > MOST_DAYS:
+                del self._days[next(iter(self._days))]
+            self._kept = False
+        self.keep(sure=sure)
+
+    def keep(self, *, sure: bool = True) -> None:
+        """What could not be written before, if there is room again."""
+        if self._kept:
             return
-        self._day, self._bytes = today.isoformat(), total
+        *others, (day, nbytes) = self._days.items()
         partial = self._path.with_suffix(".partial")
         try:
-            with open(partial, "w", encoding="utf-8") as file:
-                json.dump({"day": self._day, "bytes": self._bytes}, file)
+            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"day": day, "bytes": nbytes, "others": dict(others)}, file)
                 file.flush()
                 if sure:
                     os.fsync(file.fileno())
@@ -50,18 +66,23 @@ class Budget:
                 f"{self._path} cannot be written: {error.strerror}, so the day's bytes cannot be counted",
                 remedy="make room, or check who may write there",
             ) from None
+        self._kept = True
 
-    def _read(self) -> tuple[str, int]:
+    def _read(self) -> dict[str, int]:
         try:
             with open(self._path, "rb") as file:
                 body = json.loads(file.read(MAX_FILE_BYTES))
-            day, nbytes = str(date.fromisoformat(body["day"])), body["bytes"]
-            if type(nbytes) is not int or nbytes < 0:
-                raise ValueError(f"{nbytes!r} bytes")
-            return day, nbytes
+            found = [
+                *body.get("others", {}).items(),
+                (body["day"], body["bytes"]),
+            ]  # once there were no others
+            for day, nbytes in found:
+                if date.fromisoformat(day).isoformat() != day or type(nbytes) is not int or nbytes < 0:
+                    raise ValueError(f"{nbytes!r} bytes on {day!r}")
+            return dict(found)
         except FileNotFoundError:
-            return "", 0
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{self._path} does not say how many bytes were moved today: {error}",
                 remedy="remove the file; the day then counts from nothing",

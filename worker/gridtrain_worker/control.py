@@ -160,9 +160,16 @@ def _free(place: Path) -> tuple[str, Path | None]:
     place.unlink(missing_ok=True)
     if len(os.fsencode(place)) <= MOST_PATH_BYTES:
         return str(place), None
-    folder = Path(tempfile.mkdtemp(prefix="gridtrain-"))
+    folder = Path(tempfile.mkdtemp(prefix="gridtrain-", dir=_short_folder()))
     place.symlink_to(folder / SOCKET)
     return str(folder / SOCKET), folder
+
+
+def _short_folder() -> str | None:
+    """This user's own for sockets, which a service shares with its owner and /tmp it may not; None: /tmp."""
+    place = os.environ.get("XDG_RUNTIME_DIR", "")
+    room = MOST_PATH_BYTES - len(f"/gridtrain-12345678/{SOCKET}")
+    return place if place and len(os.fsencode(place)) <= room and os.access(place, os.W_OK) else None
 
 
 # -- the owner's end -------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ MOST_WINDOWS = 16
 MOST_BYTES = 1 << 50
 
 _WINDOW = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)i?B?")
+_BYTES = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([kKmMgGtT]?)i?B?")
 _PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _UNIT_s = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -165,7 +165,7 @@ def _hours(rules: Rules, text: str) -> Rules:
         if not numbers or numbers[0] > 23 or numbers[2] > 24 or max(numbers[1], numbers[3]) > 59:
             raise _wrong("hours", text, "write for instance 22:00-07:00 or 22:00-07:00,12:00-13:00")
         since, until = numbers[0] * 60 + numbers[1], numbers[2] * 60 + numbers[3]
-        if until > 1440 or since == until:
+        if until > 1440 or since == until % 1440:
             raise _wrong("hours", text, "each part has to be shorter than a day; off: at any time")
         windows.append(Window(since, until % 1440))
     if len(windows) > MOST_WINDOWS:

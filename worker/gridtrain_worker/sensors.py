@@ -4,7 +4,7 @@ Decides which source is asked, and what is said where there is none.  Never deci
 (`controls`).  The fake beside it, for tests and for users: `gridtrain.testing.FakeSensors`.
 
     battery      psutil                                     the mains are assumed where there is no battery
-    gpu          nvidia-ml-py: processes that are not ours
+    gpu          nvidia-ml-py: processes that are not ours; not where those of others are hidden (containers)
     idle         logind (Linux desktop), terminals, HIDIdleTime (macOS): whatever was touched last
     temperature  nvidia-ml-py: GPUs; psutil: the rest
 
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, Protocol
 
 from gridtrain_worker.controls import SENSORS, Readings
@@ -27,6 +28,15 @@ from gridtrain_worker.controls import SENSORS, Readings
 EVERY_S = 2.0
 ASK_S = 1.0
 GPU_BUSY_PERCENT = 5
+GPU_DRAWN_PERCENT = 10
+"""Of a GPU on which we compute ourselves: so much for one other program is a game, less the desktop."""
+
+UTMP = Path("/var/run/utmp")
+"""Who is logged in, on Linux; a container has none, and some systems have none any more."""
+
+PID_NAMESPACE, OF_THE_HOST = Path("/proc/self/ns/pid"), 0xEFFFFFFC
+"""The kernel's own number of the first one, in which every process is seen."""
+
 NO_PSUTIL = "psutil is not installed: pip install 'gridtrain[controls]'"
 NO_NVML = "nvidia-ml-py is not installed: pip install 'gridtrain[controls]'"
 
@@ -97,15 +107,29 @@ class MachineSensors:
         return [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
 
     def _gpu_used(self, ours: Collection[int]) -> bool:
-        """Another program computes on a GPU, or it is busy while we are not there."""
+        """Another program computes on a GPU or draws, which is all that most games do."""
+        gpus = self._gpus()
+        if not _sees_all_processes():
+            raise _Absent("in a container nobody can tell who else uses the GPU")
         known = _family(self._psutil, ours)
-        for gpu in self._gpus():
+        for gpu in gpus:
             running = {p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
             if running - known:
                 return True
-            if not running & known and self._busy_percent(gpu) > GPU_BUSY_PERCENT:
-                return True  # a game draws, and computes nothing
+            if running & known:  # also while our script rests: it stays on the GPU
+                if self._another_draws(gpu, known):
+                    return True
+            elif self._busy_percent(gpu) > GPU_BUSY_PERCENT:
+                return True
         return False
+
+    def _another_draws(self, gpu: Any, known: Collection[int]) -> bool:
+        since_us = int((time.time() - 2 * EVERY_S) * 1e6)
+        try:
+            told = self._nvml.nvmlDeviceGetProcessUtilization(gpu, since_us)
+        except self._nvml.NVMLError:  # nobody has used it since, or an old card that does not tell
+            return False
+        return any(one.pid not in known and one.smUtil > GPU_DRAWN_PERCENT for one in told)
 
     def _busy_percent(self, gpu: Any) -> float:
         return float(self._nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
@@ -126,23 +150,27 @@ class MachineSensors:
 
     def _idle_s(self) -> float:
         """Whatever was touched last counts."""
-        asked = (_logind_idle_s, _hid_idle_s, self._terminals_idle_s)
-        found = [idle_s for ask in asked if (idle_s := ask()) is not None]
+        desktops = [idle_s for ask in (_logind_idle_s, _hid_idle_s) if (idle_s := ask()) is not None]
+        terminals_s = self._terminals_idle_s(desktop_told=bool(desktops))
+        found = [*desktops, *([] if terminals_s is None else [terminals_s])]
         if not found:
             raise _Absent(
                 NO_PSUTIL if self._psutil is None else "neither a desktop session nor a terminal tells"
             )
         return min(found)
 
-    def _terminals_idle_s(self) -> float | None:
-        """A terminal's file is touched by each key.  Nobody logged in: nobody there."""
-        if self._psutil is None:
+    def _terminals_idle_s(self, *, desktop_told: bool) -> float | None:
+        """A terminal's file is touched by each key.  Nobody logged in: nobody there.  None: nobody can tell,
+        as there is no list of who is, or somebody is at a desktop that says nothing."""
+        if self._psutil is None or (sys.platform == "linux" and not UTMP.exists()):
             return None
         idle_s = EMPTY_S
         for user in self._psutil.users():
-            with contextlib.suppress(OSError):
-                touched_s = os.stat(f"/dev/{user.terminal}").st_atime
+            touched_s = _touched_s(user.terminal)
+            if touched_s is not None:
                 idle_s = min(idle_s, max(0.0, time.time() - touched_s))
+            elif not desktop_told:
+                return None
         return idle_s
 
 
@@ -194,14 +222,18 @@ def _logind_idle_s() -> float | None:
     for line in listed.splitlines()[:32]:
         session = line.split()[0] if line.split() else ""
         facts = _said(
-            "loginctl", "show-session", session, "-p", "Type", "-p", "IdleHint", "-p", "IdleSinceHint"
+            *("loginctl", "show-session", session),
+            *("-p", "Type", "-p", "IdleHint", "-p", "IdleSinceHint", "-p", "TTY"),
         )
         said = dict(fact.partition("=")[::2] for fact in facts.splitlines())
-        if said.get("Type") not in ("x11", "wayland", "mir"):
-            continue  # terminals are looked at themselves
-        since_us = said.get("IdleSinceHint", "0")
-        is_idle = said.get("IdleHint") == "yes" and since_us.isdecimal()
-        one_s = max(0.0, time.time() - int(since_us) / 1e6) if is_idle else 0.0
+        if said.get("Type") in ("x11", "wayland", "mir"):
+            since_us = said.get("IdleSinceHint", "0")
+            is_idle = said.get("IdleHint") == "yes" and since_us.isdecimal()
+            one_s = max(0.0, time.time() - int(since_us) / 1e6) if is_idle else 0.0
+        elif (touched_s := _touched_s(said.get("TTY", ""))) is not None:
+            one_s = max(0.0, time.time() - touched_s)
+        else:
+            continue
         idle_s = one_s if idle_s is None else min(idle_s, one_s)
     return idle_s
 
@@ -212,6 +244,24 @@ def _hid_idle_s() -> float | None:
         return None
     match = _HID_IDLE.search(_said("ioreg", "-c", "IOHIDSystem", "-d", "4"))
     return int(match[1]) / 1e9 if match is not None else None
+
+
+def _touched_s(terminal: str | None) -> float | None:
+    """When a key was last pressed there, by the wall clock; None: it is none."""
+    try:
+        return os.stat(f"/dev/{terminal}").st_atime if terminal else None
+    except OSError:
+        return None
+
+
+def _sees_all_processes() -> bool:
+    """Whether this process sees those of others: it is in no container, nor in WSL."""
+    if sys.platform != "linux":
+        return True
+    try:
+        return PID_NAMESPACE.stat().st_ino == OF_THE_HOST
+    except OSError:
+        return False
 
 
 def _said(*command: str) -> str:

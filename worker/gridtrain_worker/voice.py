@@ -52,8 +52,7 @@ class Silent:
     def end(self, given: Contribution, total: Contribution) -> None: ...
 
     def pass_on(self, text: str, stream: TextIO) -> None:
-        stream.write(text)
-        stream.flush()
+        _put(stream, text)
 
 
 class Machine:
@@ -77,15 +76,13 @@ class Machine:
         self._line("contributed", {**_figures(given), "total": _figures(total)})
 
     def pass_on(self, text: str, stream: TextIO) -> None:
-        stream.write(text)
-        stream.flush()
+        _put(stream, text)
 
     def _line(self, event: str, fields: dict[str, object]) -> None:
         ts = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"ts": ts, "level": "info", "event": event, "fields": fields})
         with self._lock:
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            _put(self._stream, line + "\n")
 
 
 class Terminal:
@@ -101,7 +98,7 @@ class Terminal:
     def say(self, text: str) -> None:
         with self._lock:
             self._wipe()
-            self._stream.write(f"{chr(10) if self._mid_line else ''}gridtrain worker: {text}\n")
+            _put(self._stream, f"{chr(10) if self._mid_line else ''}gridtrain worker: {text}\n")
             self._mid_line = False
             self._draw()
 
@@ -122,23 +119,32 @@ class Terminal:
     def pass_on(self, text: str, stream: TextIO) -> None:
         with self._lock:
             self._wipe()
-            stream.write(text)
-            stream.flush()
+            _put(stream, text)
             self._mid_line = not text.endswith("\n")
             self._draw()
 
     def _wipe(self) -> None:
         if self._drawn:
-            self._stream.write(CLEAR)
-            self._stream.flush()
+            _put(self._stream, CLEAR)
             self._drawn = False
 
     def _draw(self) -> None:
         if self._live and not self._mid_line:
             width = shutil.get_terminal_size().columns
-            self._stream.write(self._live[: max(1, width - 1)])
+            _put(self._stream, self._live[: max(1, width - 1)])
             self._drawn = True
-        self._stream.flush()
+
+
+def _put(stream: TextIO, text: str) -> None:
+    """What cannot be written (a full disk, a terminal that was closed) costs the line, not the worker.  A
+    reader that has gone ends it, as with any program in a pipe."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def voice_for(stream: TextIO) -> Terminal | Machine:

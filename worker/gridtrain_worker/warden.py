@@ -10,29 +10,27 @@ Decides when the script is told to go and to come, and when it has had its time 
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
 import threading
 import time
-from collections.abc import Callable
-from datetime import datetime, timedelta
+from collections.abc import Callable, Collection
+from datetime import date, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from gridtrain.errors import ConfigError
+from gridtrain.runtime.owner import SPENT
 from gridtrain.testing.sensors import FileSensors
 from gridtrain.transport.limits import parse_rate
 from gridtrain_worker.budget import Budget
 from gridtrain_worker.control import Body, Control
-from gridtrain_worker.controls import SENSORS, Controls, Decision, Rules, seconds
+from gridtrain_worker.controls import SENSORS, Controls, Decision, Readings, Rules, seconds
+from gridtrain_worker.kept import Kept
 from gridtrain_worker.sensors import MachineSensors, Sensors
 
 LOOK_S = 0.5
 OBEY_S = 120.0
 """So long a script has to get to the end of its step; then it is sent SIGTERM, and started again later."""
 
-RULES_FILE = "controls.json"
-MAX_FILE_BYTES = 16_384
 LONGEST_PAUSE_S = 366 * 86_400.0
 
 
@@ -67,7 +65,7 @@ class Warden:
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self._run, self._key = run, key
-        self._folder, self._name, self._tell, self._now = folder, name, tell, now
+        self._name, self._tell, self._now = name, _unfailing(tell), now
         self._sensors = sensors or sensors_of("")
         self._lock = threading.RLock()
         self._ended = threading.Event()
@@ -77,12 +75,16 @@ class Warden:
         self._since_s: float | None = None
         self._greeted: set[int] = set()
         self._uncounted = ""  # why the day's bytes cannot be counted
+        self._spent: tuple[date, int] | None = None  # the day, and the budget that the script found too small
+        self._fault: BaseException | None = None
         self.stopping = False
         self.ended_it = False  # the agent has, since the script did not obey
         self._pushed: Body = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._budget = Budget(folder)
-        self._controls = Controls(Rules().changed({**_read(folder / RULES_FILE), **given}))
+        self._given, self._kept = given, Kept(folder)
+        self._controls = Controls(Rules().changed(self._kept.rules(given)))
+        self._take_up()
         self._readings = self._sensors.read((), self._controls.rules.sensors)
         self._refuse_unreadable(self._controls)
         self.decision = Decision(True)
@@ -90,6 +92,16 @@ class Warden:
         self._control = Control(folder, self._answer, self._greet, self._hear)
         self.path = self._control.path
         self._thread = threading.Thread(target=self._main, name="gridtrain-warden", daemon=True)
+
+    def _take_up(self) -> None:
+        """What its owner said while it ran before holds on, and is said."""
+        until = self._kept.until
+        if self._kept.paused and (until is None or until > self._now()):
+            self._controls.pause(until)
+            self._tell("its owner paused it before it ended; it goes on with: gridtrain worker resume")
+        for key, text in self._kept.later(self._given).items():
+            if key in self._given:
+                self._tell(f"{key}={text}, as it was set later than {self._given[key]} of this start")
 
     def __enter__(self) -> Warden:
         self._thread.start()
@@ -110,6 +122,16 @@ class Warden:
             self.ended_it = self.ended_it and not pid
 
     @property
+    def rules(self) -> Rules:
+        with self._lock:
+            return self._controls.rules
+
+    def check(self) -> None:
+        """Raises if nobody keeps the rules any more, by a fault of ours: then nothing may train."""
+        if self._fault is not None:
+            raise RuntimeError("this worker's rules are not kept any more") from self._fault
+
+    @property
     def overdue(self) -> bool:
         """The script was told to rest, and has not obeyed for too long."""
         with self._lock:
@@ -125,15 +147,18 @@ class Warden:
         with self._lock:
             match question.get("ask"):
                 case "show":
-                    self._readings = self._sensors.read(self._pids, SENSORS)
+                    self._readings = self._sensed(SENSORS)
                 case "set":
                     self._set({str(key): str(value) for key, value in dict(question["settings"]).items()})
                 case "pause":
-                    self._controls.pause(self._until(str(question.get("for", ""))))
+                    self._controls.pause(until := self._until(str(question.get("for", ""))))
+                    self._remember(lambda: self._kept.pause(until))
                 case "resume":
                     self._controls.resume()
+                    self._remember(self._kept.resume)
                 case "stop":
                     self.stopping = True
+                    self._remember(self._kept.resume)  # who starts it again means it
                 case other:
                     raise ConfigError(
                         f"a worker cannot be asked to {other!r}", remedy="see gridtrain worker --help"
@@ -142,13 +167,27 @@ class Warden:
             self._push()
             return self._shown()
 
+    def _remember(self, write: Callable[[], None]) -> None:
+        """The owner's word holds now, whatever becomes of it at the next start."""
+        try:
+            write()
+        except ConfigError as error:
+            self._tell(f"{error.reason}: a restart of this worker will not know of this")
+
     def _set(self, settings: dict[str, str]) -> None:
         changed = Controls(self._controls.rules.changed(settings))
-        self._readings = self._sensors.read(self._pids, changed.rules.sensors)
+        self._readings = self._sensed(changed.rules.sensors)
         self._refuse_unreadable(changed)
-        _write(self._folder / RULES_FILE, {**_read(self._folder / RULES_FILE), **settings})
+        self._kept.set(settings, self._given)
         self._controls.rules = changed.rules
         self._tell("its rules are now " + ", ".join(f"{k}={v}" for k, v in settings.items()))
+
+    def _sensed(self, names: Collection[str]) -> Readings:
+        """Where none of them can be read all are absent: what was read before says nothing of now."""
+        try:
+            return self._sensors.read(self._pids, names)
+        except ConfigError as error:
+            return Readings(absent=dict.fromkeys(SENSORS, error.reason))
 
     def _refuse_unreadable(self, controls: Controls) -> None:
         missing = controls.unreadable(self._readings)
@@ -177,6 +216,7 @@ class Warden:
             "reason": self.decision.text(),
             "obeyed": self.decision.run or self._script.get("state") == "paused" or not self._pids,
             "stopping": self.stopping,
+            "clock": f"{self._now():%H:%M} {time.strftime('%Z')}".rstrip(),
             "rules": self._controls.rules.texts(),
             "moved_today_bytes": self._budget.today_bytes(self._now().date()),
             "readings": {
@@ -204,6 +244,9 @@ class Warden:
         with self._lock:
             self._script = said
             self._is_called(str(said.get("name") or self._name))
+            if said.get("state") == SPENT:
+                self._spent = self._now().date(), self._controls.rules.budget_bytes
+                self._look()
             if isinstance(moved_bytes, int) and moved_bytes > self._moved_bytes:
                 more, self._moved_bytes = moved_bytes - self._moved_bytes, moved_bytes
                 try:
@@ -220,23 +263,35 @@ class Warden:
     # -- every half second -----------------------------------------------------------------------
 
     def _main(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            with self._lock:
-                try:
-                    self._readings = self._sensors.read(self._pids, self._controls.rules.sensors)
-                except ConfigError as error:
-                    self._tell(str(error))
-                self._look()
-                self._push()
+        try:
+            while not self._ended.wait(LOOK_S):
+                with self._lock:
+                    self._readings = self._sensed(self._controls.rules.sensors)
+                    self._look()
+                    self._push()
+        except BaseException as fault:  # a bug: the agent learns of it, and ends the script
+            self._fault = fault
+            raise
 
     def _look(self) -> None:
         now = self._now()
         before = self.decision
-        self.decision = self._controls.decide(self._readings, self._budget.today_bytes(now.date()), now)
+        moved_bytes, budget_bytes = self._budget.today_bytes(now.date()), self._controls.rules.budget_bytes
+        if self._spent == (now.date(), budget_bytes):
+            moved_bytes = max(moved_bytes, budget_bytes)
+        self.decision = self._controls.decide(self._readings, moved_bytes, now)
+        if self._uncounted:
+            self._count_again()
         if self._uncounted and self._controls.rules.budget_bytes:
             self.decision = Decision(False, (*self.decision.reasons, self._uncounted))
         if self.decision.text() != before.text():
             self._tell(f"paused: {self.decision.text()}" if not self.decision.run else "may train again")
+
+    def _count_again(self) -> None:
+        """There may be room now for what could not be counted."""
+        with contextlib.suppress(ConfigError):
+            self._budget.keep()
+            self._uncounted = ""
 
     def _push(self) -> None:
         wish = self._wish()
@@ -260,28 +315,11 @@ class Warden:
         }
 
 
-def _read(path: Path) -> dict[str, str]:
-    """What `set` has written.  Raises `ConfigError`."""
-    try:
-        with open(path, "rb") as file:
-            body: Any = json.loads(file.read(MAX_FILE_BYTES))
-        if not isinstance(body, dict):
-            raise ValueError("it holds no JSON object")
-        return {str(key): str(value) for key, value in body.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"the rules in {path} cannot be read: {error}", remedy="remove the file, and set them again"
-        ) from None
+def _unfailing(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """A line that cannot be written (a full disk, a closed terminal) costs the line, not the rules."""
 
+    def told(line: str) -> None:
+        with contextlib.suppress(OSError):
+            tell(line)
 
-def _write(path: Path, settings: dict[str, str]) -> None:
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_text(json.dumps(settings, indent=1))
-        os.replace(partial, path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}", remedy="make room, or check who may write there"
-        ) from None
+    return told

@@ -40,6 +40,7 @@ STALE_S = 10.0
 
 ORDER_S = 5.0
 MOST_LISTED = 1000
+STREAM = "/api/v1/stream"
 _KEY = re.compile(r"[0-9a-f]{64}")
 STATIC = {
     "index.html": "text/html; charset=utf-8",
@@ -127,6 +128,8 @@ class Api:
         return Response(_packaged("openapi.json"), media_type="application/json")
 
     async def stream(self, request: Request) -> Any:
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream; charset=utf-8")  # its answer would never end
         if self._stream.full:
             refusal = problem(503, "full", f"{self._stream.pages} pages are open", "close one, or try again")
             refusal.headers["retry-after"] = "10"
@@ -186,7 +189,7 @@ def application(api: Api, *, named: Collection[str] = ()) -> ASGIApp:
         Route(f"{v1}/topology", api.topology, methods=get),
         Route(f"{v1}/events", api.events, methods=get),
         Route(f"{v1}/history", api.history, methods=get),
-        Route(f"{v1}/stream", api.stream, methods=get),
+        Route(STREAM, api.stream, methods=get),
         Route(f"{v1}/openapi.json", api.openapi, methods=get),
         Route(f"{v1}/door", api.door, methods=get),
         Route(f"{v1}/workers/{{key}}/kick", api.kick, methods=post),

@@ -27,9 +27,10 @@ from typing import Any
 import uvicorn
 
 from gridtrain.protocol.messages import Done, Expel, Pardon, Refused
-from gridtrain_coordinator.dashboard.app import Api, application
+from gridtrain_coordinator.dashboard.app import STREAM, Api, application
 from gridtrain_coordinator.dashboard.board import Board
 from gridtrain_coordinator.dashboard.live import Stream
+from gridtrain_coordinator.dashboard.patience import watch
 from gridtrain_coordinator.log import Log
 
 MOST_ORDERS = 16
@@ -166,7 +167,12 @@ class Service:
         self._socket.listen(64)
         self._socket.setblocking(False)
         self._started.set()
-        await self._server.serve(sockets=[self._socket])
+        server = self._server
+        watching = asyncio.create_task(watch(lambda: server.server_state.connections, (STREAM,)))
+        try:
+            await server.serve(sockets=[self._socket])
+        finally:
+            watching.cancel()
 
     def _take(self) -> None:
         """In the loop: once a second, whatever happens in the browsers."""

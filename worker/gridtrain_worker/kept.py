@@ -1,0 +1,115 @@
+"""What a worker's owner has said, kept for the next start: the rules that were set, and a pause.
+
+Decides whose word is the later one.  Never what follows from it: that is `controls.Controls`.
+
+    controls.json   {"upload": "5Mbit"}                                          gridtrain worker set
+    word.json       {"paused": true, "until": null, "over": {"upload": "20Mbit"}}
+
+`over` is what the start had said of a rule that was set then.  Where the next start says the same, as a
+service does that is started again, `set` was later; where it says something else, that is the later word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from gridtrain.errors import ConfigError
+
+RULES_FILE, WORD_FILE = "controls.json", "word.json"
+MAX_FILE_BYTES = 16_384
+
+
+class Kept:
+    """The two files in a worker's folder.  Everything raises `ConfigError` where they cannot be used."""
+
+    def __init__(self, folder: Path) -> None:
+        self._rules_file, self._word_file = folder / RULES_FILE, folder / WORD_FILE
+        self._rules = _texts(self._rules_file, _read(self._rules_file))
+        word = _read(self._word_file)
+        self._over = _texts(self._word_file, word.get("over", {}))
+        self.paused = word.get("paused") is True
+        self.until = _time(self._word_file, word.get("until")) if self.paused else None
+
+    def rules(self, given: Mapping[str, str]) -> dict[str, str]:
+        """All that hold, by key; `given`: at this start."""
+        return dict(given) | self.later(given)
+
+    def later(self, given: Mapping[str, str]) -> dict[str, str]:
+        """Those that were set, and that this start says nothing newer of."""
+        return {
+            key: text
+            for key, text in self._rules.items()
+            if key not in given or self._over.get(key) == given[key]
+        }
+
+    def set(self, settings: Mapping[str, str], given: Mapping[str, str]) -> None:
+        """Rules were set while those of `given` held from the start."""
+        rules = {**self._rules, **settings}
+        over = {key: text for key, text in self._over.items() if key not in settings}
+        over |= {key: given[key] for key in settings if key in given}
+        _write(self._rules_file, rules)
+        self._rules, self._over = rules, over
+        self._write_word()
+
+    def pause(self, until: datetime | None) -> None:
+        self.paused, self.until = True, until
+        self._write_word()
+
+    def resume(self) -> None:
+        if self.paused:
+            self.paused, self.until = False, None
+            self._write_word()
+
+    def _write_word(self) -> None:
+        until = None if self.until is None else self.until.isoformat()
+        _write(self._word_file, {"paused": self.paused, "until": until, "over": self._over})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            body: Any = json.loads(file.read(MAX_FILE_BYTES))
+        if not isinstance(body, dict):
+            raise ValueError("it holds no JSON object")
+        return body
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _texts(path: Path, body: object) -> dict[str, str]:
+    if not isinstance(body, dict):
+        raise _unreadable(path, "it holds no rules")
+    return {str(key): str(value) for key, value in body.items()}
+
+
+def _time(path: Path, text: object) -> datetime | None:
+    try:
+        return None if text is None else datetime.fromisoformat(str(text)).replace(tzinfo=None)
+    except ValueError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, why: object) -> ConfigError:
+    return ConfigError(
+        f"the rules in {path} cannot be read: {why}", remedy="remove the file, and set them again"
+    )
+
+
+def _write(path: Path, body: Mapping[str, object]) -> None:
+    partial = path.with_suffix(".partial")
+    try:
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(body, file, indent=1)
+        os.replace(partial, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}", remedy="make room, or check who may write there"
+        ) from None
