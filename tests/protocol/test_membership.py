@@ -112,6 +112,34 @@ def test_a_worker_of_another_run_or_with_another_model_is_refused() -> None:
     assert "model is huge here and tiny in the run" in refused.reason
 
 
+UNBALANCED = m.Held(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=19))
+REFUSED_FIRST = {
+    "batch-size": replace(SETUP, facts=(("model", "mine"),), batch_size=0),
+    "checkpoint": replace(SETUP, facts=(("model", "mine"),), held=UNBALANCED),
+    "stage": replace(SETUP, facts=(("model", "mine"),), stages=2, kept=(UNBALANCED,)),
+    "ledger": replace(SETUP, facts=(("model", "mine"),), ledger=m.LedgerSpec(0, 0, epochs=1)),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED_FIRST.values(), ids=REFUSED_FIRST)
+def test_who_is_refused_does_not_define_the_run(wrong: m.Setup) -> None:
+    """Was: honest workers were told of a "different-run" that no journal knew, until a restart."""
+    core = Membership(me=ME, run="r", term=1, deadlines=Deadlines(), software="")
+
+    def sets_up(peer: m.PeerId, setup: m.Setup) -> list[Effect]:
+        core.handle(Heard(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
+        return core.handle(Heard(peer, setup), 1.0)
+
+    effects = sets_up(A, wrong)
+    assert [e.message.code for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    assert core.run.reference is None and not core.snapshot(1.0)["facts"]
+    effects = sets_up(B, SETUP)
+    assert [e.body["facts"] for e in effects if isinstance(e, Journal) and e.kind == "run"] == [
+        {"model": "tiny"}
+    ]
+    assert core.run.accepted == {B}
+
+
 def test_a_suspect_that_shows_no_progress_is_taken_out() -> None:
     run = Run(A, B, C)
     run.beat(A, B)
