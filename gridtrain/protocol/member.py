@@ -85,6 +85,7 @@ from gridtrain.protocol.passing_on import PassingOn
 from gridtrain.protocol.recutting import cuts_of
 from gridtrain.protocol.round import HISTORY_START, ROOT, Failed, Moved, Prepared, extend_history
 from gridtrain.protocol.routes import relay_of
+from gridtrain.protocol.unmet import Unmet
 from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
 
 MAX_EXPECTED = 512
@@ -157,6 +158,7 @@ class MemberCore:
         self._expected: dict[m.PeerId, int] = {}  # who may measure its link to us, since which generation
         self._offenders: set[m.PeerId] = set()  # of this generation
         self._donors: tuple[m.PeerId, ...] = ()  # this worker follows them
+        self._unmet = Unmet(deadlines.route_s)
         self._followers: frozenset[m.PeerId] = frozenset()
         self._caught: m.Caught | None = None
         self._formed_s = math.inf  # when the way into the generation began; infinite: NoRoute is sent
@@ -291,6 +293,8 @@ class MemberCore:
     def deadline_s(self) -> float:
         """When `tick` has something to do."""
         mine = self._attempts
+        if self.seat is None:
+            return self._unmet.deadline_s(self._donors, self._up)
         if self.stage is Stage.FORMING:
             route_s = self._formed_s + self._deadlines.route_s if self._missing_edges() else math.inf
             return route_s if self.synced else min(route_s, self._passing.deadline_s)
@@ -396,7 +400,9 @@ class MemberCore:
         """To be called when `deadline_s` has passed: tell the coordinator what does not move."""
         self._second_chance(now_s)
         mine = self._attempts
-        if mine is None or now_s < self.deadline_s:
+        if mine is None:
+            return self._not_met(now_s)
+        if now_s < self.deadline_s:
             return []
         missing = self._missing_edges()
         if self.stage is Stage.FORMING:
@@ -429,6 +435,7 @@ class MemberCore:
         if self._attempts is not None:
             self._attempts.second_chance(until_s)
         self._passing.second_chance(until_s)
+        self._unmet.second_chance(until_s)
         self._formed_s = no_earlier(self._formed_s, limits.route_s, until_s)
         self._edges_down_since_s = no_earlier(self._edges_down_since_s, 2 * limits.regreet_s, until_s)
 
@@ -520,7 +527,7 @@ class MemberCore:
             case m.Drifted():
                 return self._drifted(message)
             case m.Fetch(term, donors):
-                return self._follow(term, donors)
+                return self._follow(term, donors, now_s)
             case m.Donate(term, step, to):
                 if term < self.term or self.seat is None:
                     return []
@@ -612,17 +619,26 @@ class MemberCore:
             self.synced, self.applied, self.history = False, -1, HISTORY_START
             self.ledger = m.LedgerState()
 
-    def _follow(self, term: int, donors: Sequence[tuple[m.PeerId, str]]) -> list[Effect]:
+    def _follow(self, term: int, donors: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[Effect]:
         """Take over the donors' state while they train on.  A member has no use for it."""
         if term < self.term:
             return []
         if self.seat is not None:  # it was a member, and what it holds is replaced when it is one again
             return [Post(self.coordinator, m.Caught(self.applied, self.history))]
         before, self._donors = self._donors, tuple(peer for peer, _ in donors)
+        self._unmet.told(now_s)
         effects: list[Effect] = [] if before else [Follow()]
         effects += self._dial(donors)
         effects += [DonorDown(peer) for peer in before if peer not in self._donors]
         return effects + [DonorUp(p) for p in self._donors if p in self._up and p not in before]
+
+    def _not_met(self, now_s: float) -> list[Effect]:
+        """No donor could be reached: there may be another way."""
+        peers = self._unmet.named(self._donors, self._expected, self._up, now_s)
+        if not peers:
+            return []
+        named = ", ".join(peer.hex()[:8] for peer in self._donors)
+        return [Note("no_route", {"peers": named}), Post(self.coordinator, m.NoRoute(self.term, 0, peers))]
 
     def _view(self, view: m.View, now_s: float) -> list[Effect]:
         if view.term < self.term or view.generation <= self.generation:
@@ -1133,6 +1149,8 @@ class MemberCore:
 
     def _edge_down(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:
         effects: list[Effect] = [DonorDown(peer)] if peer in self._donors else []
+        if peer in self._donors:
+            self._unmet.told(now_s)
         return effects + self._edge_is_down(peer, reason, now_s)
 
     def _edge_is_down(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:

@@ -115,7 +115,7 @@ class Membership:
         whereabouts = self._whereabouts = Whereabouts(me)
         drifts, drifted = Drifts(), Drifted()
         self._drifted, self._resting = drifted, Resting()
-        self._followers = Followers(run, whereabouts.address)
+        self._followers = Followers(run, whereabouts)
         plans = self._plans = Plans(run, making, whereabouts, by_links=by_links)
         partings = self._partings = Partings(run, making, plans, whereabouts, drifted)
         readying = self._readying = Readying(run, making, plans, partings)
@@ -334,6 +334,8 @@ class Membership:
             case m.Stalled():
                 self._freezing.stalled(message.round.generation, now_s)
                 return self._complaints.stalled(worker, message, now_s)
+            case m.NoRoute() if peer not in run.members:
+                return self._followers.no_route(worker, message, now_s)
             case m.NoRoute():
                 return self._complaints.no_route(worker, message)
             case m.Fingerprint():
