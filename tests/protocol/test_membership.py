@@ -140,6 +140,24 @@ def test_who_is_refused_does_not_define_the_run(wrong: m.Setup) -> None:
     assert core.run.accepted == {B}
 
 
+def test_who_waits_is_told_how_many_there_are() -> None:
+    core = Membership(me=ME, run="r", term=1, deadlines=Deadlines(), software="", min_workers=3)
+    said = [core.run.reason]
+    for peer in (A, B):
+        effects = core.handle(Heard(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
+        said += [
+            e.message.reason for e in effects if isinstance(e, Send) and isinstance(e.message, m.RunState)
+        ]
+    core.handle(Heard(A, m.Leave("enough")), 1.0)
+    said.append(core.snapshot(1.0)["reason"])
+    assert said == [
+        "waiting for 3 workers",
+        "waiting for 3 workers; 1 of 3 has joined",
+        "waiting for 3 workers; 2 of 3 have joined",
+        "waiting for 3 workers; 1 of 3 has joined",
+    ]
+
+
 def test_a_suspect_that_shows_no_progress_is_taken_out() -> None:
     run = Run(A, B, C)
     run.beat(A, B)
