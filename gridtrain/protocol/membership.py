@@ -216,6 +216,11 @@ class Membership:
         """Members that can be dialled, and where; they expect a guest now that measures its line to them."""
         return self._whereabouts.lend(guest, self.run.order, most)
 
+    def name_of(self, peer: m.PeerId) -> str:
+        """By which people know it; empty: they do not."""
+        worker = self.run.workers.get(peer)
+        return worker.name if worker is not None else self._resting.name_of(peer)
+
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """What `gridtrain status` shows; JSON-able."""
         run, exchanging = self.run, self._plans.exchanging

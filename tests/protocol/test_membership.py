@@ -158,6 +158,14 @@ def test_who_waits_is_told_how_many_there_are() -> None:
     ]
 
 
+def test_a_worker_that_rests_is_still_known_by_its_name() -> None:
+    """So that it can be banned, and the ban lifted, by that."""
+    run = Run(A, B)
+    assert run.core.name_of(B) == "b" and run.core.name_of(C) == ""
+    run.say(B, m.Pausing("a game"))
+    assert B not in run.core.run.workers and run.core.name_of(B) == "b"
+
+
 def test_a_suspect_that_shows_no_progress_is_taken_out() -> None:
     run = Run(A, B, C)
     run.beat(A, B)
