@@ -182,6 +182,7 @@ class GroupSession:
         driver.allow_following(*self._following)
         driver.allow_residual(self._residual_n)
         driver.spent = self.spent
+        driver.wanted_elsewhere = lambda: self.wanted_elsewhere()
         if self._no_replay:
             driver.cannot_replay(self._no_replay)
         if self._disk is not None:

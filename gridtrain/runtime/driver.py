@@ -255,6 +255,7 @@ class Driver:
         self._denied_since_s: float | None = None
         self._figures: dict[str, float] = {}
         self._pulse_s = 0.0
+        self.wanted_elsewhere: Callable[[], bool] = lambda: False  # asked while a lost round is waited for
         self.spent: Callable[[], str] = lambda: (
             ""
         )  # asked each turn: why nothing more may be sent or received
@@ -373,9 +374,7 @@ class Driver:
         if mine.spoilt:
             # The others go on from what they have, and cannot send what is missing here: all begin anew.
             self.command(io.Broke("what came in an earlier attempt was refused here"))
-        self.wait(lambda _: mine.outcome is not None)
-        assert mine.outcome is not None
-        return mine.outcome
+        return self.end_round(mine)
 
     def open_round(self, round_id: m.RoundId, parts: Mapping[m.Channel, Part], settings: bytes) -> OpenRound:
         """Open a round whose collectives are not all known yet; `extend` brings the others."""
@@ -402,10 +401,20 @@ class Driver:
         return self.end_round(mine)
 
     def end_round(self, mine: OpenRound) -> RoundOutcome:
-        """Wait for the outcome, whatever this worker's part in it was."""
-        self.wait(lambda _: mine.outcome is not None)
+        """Wait for the outcome, whatever this worker's part in it was.
+
+        Whoever is wanted elsewhere does not wait for a root that is gone, or for a coordinator that is, to be
+        told of a round that it has voted NO on.
+        """
+        self.wait(lambda here: mine.outcome is not None or self._may_withdraw(mine, here))
+        if mine.outcome is None:
+            self.command(io.Withdraw())
+            self.wait(lambda _: mine.outcome is not None)
         assert mine.outcome is not None
         return mine.outcome
+
+    def _may_withdraw(self, mine: OpenRound, here: Picture) -> bool:
+        return here.doomed == mine.id and self.wanted_elsewhere()
 
     def fail_round(self, mine: OpenRound, reason: str) -> None:
         """Vote NO in this round, unless it is over already or voted on."""
