@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from gridtrain.protocol import door_rules
 from gridtrain.protocol import membership_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.door import Door, Judgement
+from gridtrain.protocol.door import Answer, Door, Judgement
 from gridtrain.protocol.door import Standing as DoorStanding
 from gridtrain.protocol.strikes import STRIKES
 from gridtrain.transport.base import PeerUp, Standing
@@ -28,6 +28,8 @@ ASK_PARDON = "ask the run's owner to lift the ban (gridtrain unban {digits}), an
 
 class Core(Protocol):
     def handle(self, event: io.Event, now_s: float) -> list[io.Effect]: ...
+
+    def name_of(self, peer: m.PeerId) -> str: ...
 
 
 class Reception:
@@ -80,7 +82,7 @@ class Reception:
 
     def obey(self, order: m.Expel | m.Pardon, now_s: float) -> tuple[list[io.Effect], m.Done | m.Refused]:
         """An order of the operator that came another way than over the wire; what to do, and the answer."""
-        answer = self._door.order(self._operator or b"", order, self._wall())
+        answer = self._ordered(self._operator or b"", order)
         assert isinstance(answer.reply, m.Done | m.Refused)
         return [*answer.entries, *self._out(answer.kicked, now_s, _is_ban(order))], answer.reply
 
@@ -123,8 +125,13 @@ class Reception:
         note = io.Note("info", "enrolled" if let_in else "not_enrolled", {"peer": message.peer.hex()[:12]})
         return [*answer.entries, note, io.Send(peer, answer.reply)]
 
+    def _ordered(self, sender: m.PeerId, order: m.Invite | m.Expel | m.Pardon) -> Answer:
+        """A ban is lifted by the name that it was given by: who is banned has none on any roll."""
+        name = self._core.name_of(order.peer) if isinstance(order, m.Expel) else ""
+        return self._door.order(sender, order, self._wall(), name)
+
     def _obeyed(self, peer: m.PeerId, order: m.Invite | m.Expel | m.Pardon, now_s: float) -> list[io.Effect]:
-        answer = self._door.order(peer, order, self._wall())
+        answer = self._ordered(peer, order)
         out = self._out(answer.kicked, now_s, _is_ban(order))
         return [*answer.entries, *out, io.Send(peer, answer.reply)]
 

@@ -104,7 +104,8 @@ def _invitations(door: Any) -> Iterator[str]:
 
 def _banned(door: Any) -> Iterator[str]:
     for line in _lines(door, "banned")[:MAX_LINES]:
-        yield f"banned {_key(line)}: {line.get('reason', '')!s}"
+        name = f"{line['name']!s} " if line.get("name") else ""
+        yield f"banned {name}{_key(line)}: {line.get('reason', '')!s}"
 
 
 def _strikes(door: Any, known: Mapping[str, str]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 Decides which of several members is meant, and says so if that is not clear.  Gives no order itself.
 
     kick WHO     a member's name, or the first 6 or more digits of its key
-    unban KEY    the first 6 or more digits of a banned key
+    unban WHO    the name that a banned one had, or the first 6 or more digits of its key
 """
 
 from __future__ import annotations

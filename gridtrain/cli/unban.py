@@ -8,16 +8,20 @@ import click
 
 from gridtrain.cli.chosen import of_a_run
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import known_keys, operator_of, whom
+from gridtrain.cli.orders import known_keys, named, operator_of, whom
 
 
 @click.command(epilog=EXIT_CODES)
-@click.argument("key")
+@click.argument("who")
 @of_a_run
-def unban(key: str, run: str, state: Path | None) -> None:
-    """Lift the ban of KEY, at least 6 digits of it: with a new invitation it may come back."""
+def unban(who: str, run: str, state: Path | None) -> None:
+    """Lift a ban: with a new invitation its worker may come back.
+
+    WHO is the name that it had when it was banned, or at least 6 digits of its key.
+    """
     from gridtrain.protocol.messages import Pardon
 
     with operator_of(run, state) as operator:
-        peer = whom(key, known_keys(operator.status(), banned=True), any_key=True)
-        click.echo(operator.order(Pardon(peer)))
+        known = known_keys(operator.status(), banned=True)
+        peer = whom(who, known, any_key=True)
+        click.echo(named(peer, known, operator.order(Pardon(peer))))

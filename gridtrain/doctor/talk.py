@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import SystemRandom
 from types import TracebackType
@@ -21,6 +21,7 @@ from gridtrain._version import __version__
 from gridtrain.errors import GridtrainError, TransportError
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.invitation import Invitation
+from gridtrain.runtime.bursts import LEAST_S, rate_Bps
 from gridtrain.runtime.naming import listen_address
 from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, Standing, TransportEvent, Violation
 from gridtrain.transport.credits import CreditTransport, needs_credit
@@ -31,7 +32,6 @@ from gridtrain.transport.zeromq import ZeroMQTransport
 SOFTWARE = f"gridtrain {__version__} doctor"
 PINGS = 5
 SLICE_S = 0.02
-LEAST_S = 1e-5
 
 
 @dataclass(slots=True)
@@ -171,13 +171,11 @@ class Talk:
             tail = end if index == m.BURSTS - 1 else bytes(8)
             self._send(transport, peer, m.Burst(nonce, index, bytes(m.BURST_BYTES - 8) + tail))
         if self._until(lambda: nonce in self.heard.landed, half_s):
-            took_s = self.heard.landed[nonce] - sent_s - (found.rtt_s or 0.0)
-            found.up_Bps = m.BURSTS * m.BURST_BYTES / max(LEAST_S, took_s)
-        nonce = self._nonce()
+            found.up_Bps = rate_Bps(self.heard.landed[nonce] - sent_s, found.rtt_s or 0.0)
+        nonce, sent_s = self._nonce(), time.monotonic()
         self._send(transport, peer, m.BurstAsk(nonce))
         if self._until(lambda: len(self.heard.bursts.get(nonce, ())) == m.BURSTS, until_s):
-            times_s = self.heard.bursts[nonce]
-            found.down_Bps = (m.BURSTS - 1) * m.BURST_BYTES / max(LEAST_S, times_s[-1] - times_s[0])
+            found.down_Bps = down_Bps(sent_s, self.heard.bursts[nonce], found.rtt_s or 0.0)
         return found
 
     def _nonce(self) -> int:
@@ -233,3 +231,10 @@ class Talk:
                         heard.refused = message
                     case _:
                         pass
+
+
+def down_Bps(asked_s: float, times_s: Sequence[float], rtt_s: float) -> float:
+    """Of a burst that was asked for, read at these times: what waited in a buffer is read in no time, so it
+    counts as no faster than from the asking on."""
+    read_Bps = (m.BURSTS - 1) * m.BURST_BYTES / max(LEAST_S, times_s[-1] - times_s[0])
+    return min(read_Bps, rate_Bps(times_s[-1] - asked_s, rtt_s))

@@ -18,7 +18,7 @@ from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import Effect, Journal, Note
 from gridtrain.protocol.names import Names
-from gridtrain.protocol.on_disks import OnDisks
+from gridtrain.protocol.on_disks import OnDisks, impossible
 from gridtrain.protocol.partings import Partings
 from gridtrain.protocol.plans import Plans
 from gridtrain.protocol.recutting import refuse_nonsense
@@ -86,19 +86,14 @@ class Admission:
         run, peer = self._run, worker.peer
         if run.over:
             return self._partings.too_late(peer)
+        if misfit := self._misfit(setup):  # who is refused defines nothing
+            return self._partings.refuse(peer, *misfit)
         effects: list[Effect] = []
         if run.reference is None:
-            try:
-                ledger.validate(setup.ledger)
-                refuse_nonsense(setup)
-            except ConfigError as error:
-                return self._partings.refuse(peer, "ledger", error.reason, error.remedy)
             run.define(setup)
             self._plans.exchanging.defined(setup)
             run.name_stages(setup.stages)
             effects += [Journal("run", _definition(setup)), Note("info", "run_defined", dict(setup.facts))]
-        if misfit := self._misfit(setup):
-            return self._partings.refuse(peer, *misfit)
         run.accepted.add(peer)
         worker.setup, worker.kept = setup, setup.kept
         worker.caught = worker.caught or setup.stages > 1  # nobody can follow before it knows its stage
@@ -109,8 +104,15 @@ class Admission:
 
     def _misfit(self, setup: m.Setup) -> tuple[str, str, str] | None:
         """Code, reason and remedy; None: it fits."""
-        assert self._run.reference is not None
-        if differing := differences(self._run.reference, setup):
+        reference = self._run.reference
+        if reference is None:
+            reference = setup
+            try:
+                ledger.validate(setup.ledger)
+                refuse_nonsense(setup)
+            except ConfigError as error:
+                return "ledger", error.reason, error.remedy
+        if differing := differences(reference, setup):
             reason = "this worker would train something else: " + "; ".join(differing)
             return "different-run", reason, "start every worker with the same script, data and options"
         held = setup.held
@@ -120,7 +122,7 @@ class Admission:
         if setup.batch_size < 1 and setup.global_batch_size is None:
             reason = f"batch_size is {setup.batch_size}; it must be >= 1"
             return "batch-size", reason, "give grid.batches a batch_size"
-        if any(self._disks.impossible(held) for held in setup.kept):
+        if any(impossible(held, reference) for held in setup.kept):
             reason = "a checkpoint has a stage that the run has not, or a ledger that does not add up"
             return "checkpoint", reason, "move this worker's checkpoints away"
         return None

@@ -86,7 +86,7 @@ class Course:
             case m.Admitted(probe):
                 return [*edges.expect(probe, self.number), Probe(probe)]
             case m.Fetch(term, donors):
-                return self._follow(term, donors)
+                return self._follow(term, donors, now_s)
             case m.Donate(term, step, to):
                 return self._donate(term, step, to)
             case m.Drifted():
@@ -123,14 +123,14 @@ class Course:
         effects = [*seated(here.seat), *lasting.introduction(), *here.ready_again(), *here.no_route_again()]
         return effects + (lasting.tell_finished() if here.is_running else [])
 
-    def _follow(self, term: int, donors: Sequence[tuple[m.PeerId, str]]) -> list[Effect]:
+    def _follow(self, term: int, donors: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[Effect]:
         """Take over the donors' state while they train on.  A member has no use for it."""
         lasting = self._lasting
         if term < self._allegiance.term:
             return []
         if self.here is not None:  # it was a member, and what it holds is replaced when it is one again
             return [Post(self._coordinator, m.Caught(*lasting.holding.at))]
-        return lasting.following.follow(donors, lasting.edges)
+        return lasting.following.follow(donors, lasting.edges, now_s)
 
     def _donate(self, term: int, step: int, to: tuple[m.PeerId, ...]) -> list[Effect]:
         if term < self._allegiance.term or self.here is None:

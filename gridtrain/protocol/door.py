@@ -110,6 +110,7 @@ class Door:
         self._serial = 0
         self._members: dict[m.PeerId, str] = {}  # and the id of the invitation that they came with
         self._banned: dict[m.PeerId, str] = {}  # and why
+        self._banned_names: dict[m.PeerId, str] = {}  # by which people knew them, where they did
         self._kicked: dict[m.PeerId, _Kick] = {}
         self._book = StrikeBook()
         self._enrols: list[tuple[float, str]] = []  # when, and from which range
@@ -182,15 +183,17 @@ class Door:
 
     # -- the run's owner -----------------------------------------------------------------------
 
-    def order(self, sender: m.PeerId, message: m.Invite | m.Expel | m.Pardon, wall_s: float) -> Answer:
-        """An order, from whomever it comes."""
+    def order(
+        self, sender: m.PeerId, message: m.Invite | m.Expel | m.Pardon, wall_s: float, name: str = ""
+    ) -> Answer:
+        """An order, from whomever it comes; `name`: of the worker that is expelled, if it is known."""
         if not self.is_operator(sender):
             return Answer(rules.NOT_OPERATOR)
         match message:
             case m.Invite(key, uses, expires_s):
                 return self.invite(key, uses, expires_s, wall_s)
             case m.Expel(peer, ban, reason):
-                return self.expel(peer, ban, reason)
+                return self.expel(peer, ban, reason, name)
             case m.Pardon(peer):
                 return self.pardon(peer)
 
@@ -223,7 +226,7 @@ class Door:
         times = "once" if uses == 1 else f"{uses} times"
         return Answer(m.Done(f"the invitation {name[:8]} can be used {times}"), (entry,))
 
-    def expel(self, peer: m.PeerId, ban: bool, reason: str) -> Answer:
+    def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> Answer:
         """Kick a member, or ban a key, member or not."""
         reason = rules.tidy(reason) or "the run's owner decided so"
         if peer in self._ours:
@@ -237,7 +240,7 @@ class Door:
         if ban and len(self._banned) >= rules.MAX_BANNED:
             return _refused("too-many", f"{rules.MAX_BANNED} keys are banned", "unban some")
         cause = "liar" if self._book.suspected(peer) else "order"
-        entries, _ = self._expelled(peer, ban, reason, cause)
+        entries, _ = self._expelled(peer, ban, reason, cause, rules.tidy(name) if ban else "")
         done = "is banned until you unban it" if ban else "is out; it needs a new invitation to come back"
         return Answer(m.Done(f"{_short(peer)} {done}"), tuple(entries), ((peer, reason),))
 
@@ -293,11 +296,12 @@ class Door:
         )
 
     def _expelled(
-        self, peer: m.PeerId, ban: bool, reason: str, cause: str
+        self, peer: m.PeerId, ban: bool, reason: str, cause: str, name: str = ""
     ) -> tuple[list[Journal], list[m.PeerId]]:
         """What to write down, and who is a member again because it was kicked by the word of this liar."""
         victims = self._book.accused_by(peer) if cause == "liar" else []
-        entries = [self._do("expelled", peer=peer.hex(), ban=ban, reason=reason, cause=cause)]
+        named = {"name": name} if name else {}
+        entries = [self._do("expelled", peer=peer.hex(), ban=ban, reason=reason, cause=cause, **named)]
         innocent = [victim for victim in victims if self._kicked_in_error(victim)]
         entries += [self._do("enrolled", peer=victim.hex(), invitation="") for victim in innocent]
         return entries, innocent
@@ -323,12 +327,14 @@ class Door:
             case "enrolled":
                 self._apply_enrolled(rules.key_of(body["peer"]), rules.text_of(body["invitation"]))
             case "expelled":
-                self._apply_expelled(
-                    rules.key_of(body["peer"]), body["ban"], rules.text_of(body["reason"]), body["cause"]
-                )
+                peer, name = rules.key_of(body["peer"]), rules.text_of(body.get("name", ""))
+                self._apply_expelled(peer, body["ban"], rules.text_of(body["reason"]), body["cause"])
+                if body["ban"] and name:
+                    self._banned_names[peer] = name
             case "pardoned":
                 peer = rules.key_of(body["peer"])
                 self._banned.pop(peer, None)
+                self._banned_names.pop(peer, None)
                 self._kicked.pop(peer, None)
                 if not self._open_to_all:
                     self._kicked[peer] = _Kick(
@@ -394,13 +400,17 @@ class Door:
                 {"peer": peer.hex(), "invitation": self._members[peer][:8], "strikes": self._book.count(peer)}
                 for peer in members
             ],
-            "banned": [{"peer": peer.hex(), "reason": reason} for peer, reason in banned],
+            "banned": [self._banned_line(peer, reason) for peer, reason in banned],
             "strikes": [self._strikes_line(peer) for peer in self._book.accused()[-MAX_LISTED:]],
         }
 
     def strikes(self, peer: m.PeerId) -> int:
         """How many count against it now."""
         return self._book.count(peer)
+
+    def _banned_line(self, peer: m.PeerId, reason: str) -> dict[str, Any]:
+        name = self._banned_names.get(peer, "")
+        return {"peer": peer.hex(), **({"name": name} if name else {}), "reason": reason}
 
     def _strikes_line(self, peer: m.PeerId) -> dict[str, Any]:
         strikes = self._book.of(peer)[-10:]

@@ -45,6 +45,11 @@ class Edges:
         members = {member.peer for member in seat.roster} if seat is not None else set()
         return frozenset(({self._coordinator, *others} | members | set(self._expected)) - self.offenders)
 
+    @property
+    def expected(self) -> Collection[PeerId]:
+        """Who was announced."""
+        return self._expected.keys()
+
     def dial(self, peers: Sequence[tuple[PeerId, str]]) -> list[Effect]:
         """Whoever has no address will come, or is reached through the coordinator.
 

@@ -4,6 +4,7 @@ Decides who follows, from which members, and after which step these take their i
 enters a generation: that is `protocol.membership`, which lets a follower in when it has said Caught.
 
     admitted --Fetch(donors)--> follows --Caught--> enters the next generation
+                                   | +-- NoRoute: no donor is connected --> Fetch with other ways
                                    |
                                    +-- no progress for `STUCK_S`: enters all the same, and the others wait
     donors <--Donate(step, followers)-- the eldest members that hold the state; told again when it changes
@@ -12,13 +13,14 @@ enters a generation: that is `protocol.membership`, which lets a follower in whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median_low
 
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import Effect, Note, Send
 from gridtrain.protocol.roll import Worker
 from gridtrain.protocol.run import MOST_STEPS, Run
+from gridtrain.protocol.whereabouts import Whereabouts
 
 MOST_DONORS = 3
 MOST_FOLLOWERS = 64
@@ -33,17 +35,14 @@ LATE_S = 4.0
 
 
 class Followers:
-    """What was told to whom.
+    """What was told to whom."""
 
-    Args:
-        address: how the first of two workers reaches the second.
-    """
-
-    def __init__(self, run: Run, address: Callable[[m.PeerId, m.PeerId], str]) -> None:
-        self._run, self._address = run, address
+    def __init__(self, run: Run, whereabouts: Whereabouts) -> None:
+        self._run, self._whereabouts = run, whereabouts
         self._since_s: dict[m.PeerId, float] = {}
         self._donors: tuple[m.PeerId, ...] = ()
         self._told: tuple[m.PeerId, ...] = ()
+        self._fetches_s: dict[m.PeerId, float] = {}  # who was told how to reach the donors, and when last
         self._named: tuple[int, float] | None = None  # the step of the images, and when it was named
 
     @property
@@ -105,15 +104,35 @@ class Followers:
         effects += [Send(peer, m.Donate(self._run.term, step, peers)) for peer in donors]
         for worker in following:
             if donors != self._donors or worker.peer not in self._told:
-                named = tuple((donor, self._address(worker.peer, donor)) for donor in donors)
-                effects.append(Send(worker.peer, m.Fetch(self._run.term, named)))
+                effects += self._fetch(worker.peer, donors, now_s)
         new = [worker.name for worker in following if worker.peer not in self._told]
         if new:
             told: dict[str, object] = {"names": ", ".join(new), "donors": len(donors), "after_step": step}
             effects.append(Note("info", "following", told))
         self._donors, self._told = donors, peers
+        self._fetches_s = {peer: told_s for peer, told_s in self._fetches_s.items() if peer in peers}
         self._named = (step, now_s) if donors and step > latest else None
         return effects
+
+    def _fetch(self, peer: m.PeerId, donors: Sequence[m.PeerId], now_s: float) -> list[Effect]:
+        """Both ends are told: the generation may be another one since the newcomer was announced."""
+        self._fetches_s[peer] = now_s
+        named = tuple((donor, self._whereabouts.address(peer, donor)) for donor in donors)
+        return [*self._whereabouts.meet(peer, donors), Send(peer, m.Fetch(self._run.term, named))]
+
+    def no_route(self, worker: Worker, message: m.NoRoute, now_s: float) -> list[Effect]:
+        """A follower is connected with no donor: it goes another way, without waiting for a generation."""
+        run, peer, limits = self._run, worker.peer, self._run.limits
+        told_s = self._fetches_s.get(peer)
+        missed = run.members & set(message.peers) - {peer}
+        if message.term != run.term or peer not in self._told or not missed & set(self._donors):
+            return []
+        if told_s is None or now_s < told_s + limits.route_s / 2:
+            return []  # it was told since, and has not tried that yet
+        tried = self._whereabouts.go_round(peer, sorted(missed))
+        names = ", ".join(run.named(other) for other in self._donors if other in missed)
+        note = Note("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})
+        return [note, *self._fetch(peer, self._donors, now_s)]
 
     def missed(self, peer: m.PeerId) -> None:
         """Its connection is back: what it was told may have been lost, and is told again."""

@@ -80,4 +80,4 @@ class Lasting:
         if not self.edges.cut_off(peer):
             return [HangUp(peer)]
         note = Note("offence", {"peer": peer.hex()[:8], "reason": reason})
-        return [note, HangUp(peer), *self.following.edge_down(peer)]
+        return [note, HangUp(peer), *self.following.gone(peer)]

@@ -18,8 +18,6 @@ opens a payload, never touches a socket, a clock, a tensor or a thread.
 
 from __future__ import annotations
 
-import math
-
 from gridtrain.config import Deadlines
 from gridtrain.errors import LocalProtocolError
 from gridtrain.protocol import messages as m
@@ -89,7 +87,7 @@ class MemberCore:
         self._edges = Edges(me, coordinator)
         self._holding = Holding()
         self._checkpoints = Checkpoints(self._holding, self._allegiance)
-        self._following = Following()
+        self._following = Following(deadlines.route_s)
         self._handover = Handover()
         self._pace = Pace(deadlines)
         self._lasting = Lasting(
@@ -160,7 +158,8 @@ class MemberCore:
     @property
     def deadline_s(self) -> float:
         """When `tick` has something to do."""
-        return self._course.here.deadline_s if self._course.here is not None else math.inf
+        here = self._course.here
+        return here.deadline_s if here is not None else self._following.deadline_s(self._edges.up)
 
     # -- what the trainer asks -----------------------------------------------------------------
 
@@ -366,16 +365,26 @@ class MemberCore:
     def tick(self, now_s: float) -> list[Effect]:
         """To be called when `deadline_s` has passed: tell the coordinator what does not move."""
         self._second_chance(now_s)
-        if self._course.here is None or now_s < self.deadline_s:
+        if self._course.here is None:
+            return self._not_met(now_s)
+        return self._course.here.tick(now_s) if now_s >= self.deadline_s else []
+
+    def _not_met(self, now_s: float) -> list[Effect]:
+        peers = self._following.unmet(self._edges, now_s)
+        if not peers:
             return []
-        return self._course.here.tick(now_s)
+        named = ", ".join(peer.hex()[:8] for peer in self._following.donors)
+        return [Note("no_route", {"peers": named}), Post(self.coordinator, m.NoRoute(self.term, 0, peers))]
 
     def _second_chance(self, now_s: float) -> None:
         """If this worker itself stood still, nobody is to blame for a silence that it slept through."""
         if not self._wakefulness.is_late(now_s):
             self._wakefulness.called(now_s)
-        elif self._wakefulness.overslept(self.deadline_s, now_s) and self._course.here is not None:
-            self._course.here.second_chance(now_s + 2 * self._deadlines.beat_s)
+        elif self._wakefulness.overslept(self.deadline_s, now_s):
+            until_s = now_s + 2 * self._deadlines.beat_s
+            self._following.second_chance(until_s)
+            if self._course.here is not None:
+                self._course.here.second_chance(until_s)
 
     def _enter(self, entered: Enter) -> list[Effect]:
         setup = entered.setup
@@ -403,7 +412,7 @@ class MemberCore:
         return effects + (here.edge_up(peer, now_s) if here is not None else [])
 
     def _edge_down(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:
-        effects, here = self._following.edge_down(peer), self._course.here
+        effects, here = self._following.edge_down(peer, now_s), self._course.here
         self._edges.up.discard(peer)
         if peer == self.coordinator:
             return effects + self._allegiance.lost(reason)

@@ -115,7 +115,7 @@ class Membership:
         whereabouts = self._whereabouts = Whereabouts(me)
         drifts, drifted = Drifts(), Drifted()
         self._drifted, self._resting = drifted, Resting()
-        self._followers = Followers(run, whereabouts.address)
+        self._followers = Followers(run, whereabouts)
         plans = self._plans = Plans(run, making, whereabouts, by_links=by_links)
         partings = self._partings = Partings(run, making, plans, whereabouts, drifted)
         readying = self._readying = Readying(run, making, plans, partings)
@@ -215,6 +215,11 @@ class Membership:
     def lend(self, guest: m.PeerId, most: int) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
         """Members that can be dialled, and where; they expect a guest now that measures its line to them."""
         return self._whereabouts.lend(guest, self.run.order, most)
+
+    def name_of(self, peer: m.PeerId) -> str:
+        """By which people know it; empty: they do not."""
+        worker = self.run.workers.get(peer)
+        return worker.name if worker is not None else self._resting.name_of(peer)
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """What `gridtrain status` shows; JSON-able."""
@@ -334,6 +339,8 @@ class Membership:
             case m.Stalled():
                 self._freezing.stalled(message.round.generation, now_s)
                 return self._complaints.stalled(worker, message, now_s)
+            case m.NoRoute() if peer not in run.members:
+                return self._followers.no_route(worker, message, now_s)
             case m.NoRoute():
                 return self._complaints.no_route(worker, message)
             case m.Fingerprint():

@@ -20,7 +20,7 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.making import Making
 from gridtrain.protocol.membership_io import Effect, Note, Strike
 from gridtrain.protocol.recovery import checkpoint_entry
-from gridtrain.protocol.recutting import spans_of
+from gridtrain.protocol.recutting import cuts_of, spans_of
 from gridtrain.protocol.roll import Worker
 from gridtrain.protocol.run import Run
 from gridtrain.protocol.seating import Seating
@@ -42,18 +42,11 @@ class OnDisks:
 
     # -- what is told ------------------------------------------------------------------------------
 
-    def impossible(self, held: m.Held) -> bool:
-        reference = self._run.reference
-        if reference is None or not ledger.balances(held.ledger):
-            return True
-        sound = ledger.is_sound(ledger.released(reference.ledger, held.ledger), ())
-        return not sound or held.ledger.step != held.applied + 1 or held.blocks.stop > self._run.cut[-1]
-
     def keeps(self, worker: Worker, kept: m.Kept) -> list[Effect]:
         """What is on its disk now; what cannot be so is an offence: it may decide where the run goes on."""
         told = kept.generation == self._run.generation  # else it crossed the View on its way
         for held in kept.states:
-            if self.impossible(held):
+            if impossible(held, self._run.reference):
                 reason = f"tells of a checkpoint of step {held.applied + 1} that cannot be"
                 return [Strike(worker.peer, reason), *self.plan_without(worker, told=told)]
         if set(kept.states) - set(worker.kept):
@@ -169,3 +162,11 @@ class OnDisks:
         """Somebody is to take what another one has in memory alone, and cannot write down."""
         full = {peer for peer, worker in self._run.workers.items() if worker.unwritten}
         return bool(full) and leans_on(seated, outcome, full, live, self.trusted())
+
+
+def impossible(held: m.Held, reference: m.Setup | None) -> bool:
+    """It is no checkpoint of a run as `reference` defines it; None: nobody has, so nobody can have one."""
+    if reference is None or not ledger.balances(held.ledger):
+        return True
+    sound = ledger.is_sound(ledger.released(reference.ledger, held.ledger), ())
+    return not sound or held.ledger.step != held.applied + 1 or held.blocks.stop > cuts_of(reference)[-1]

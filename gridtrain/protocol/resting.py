@@ -44,6 +44,10 @@ class Resting:
         """For people, and for the group's log."""
         return f"paused by its owner: {self._rests[peer].reason}"
 
+    def name_of(self, peer: m.PeerId) -> str:
+        """Empty: it does not rest."""
+        return self._rests[peer].name if peer in self._rests else ""
+
     def names(self, besides: m.PeerId) -> set[str]:
         """Names that are kept for others."""
         return {rest.name for peer, rest in self._rests.items() if peer != besides}

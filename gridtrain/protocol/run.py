@@ -40,7 +40,7 @@ class Run:
 
     Attributes:
         limits: see `gridtrain.config.Deadlines`.
-        phase, reason: what people see.
+        phase: what people see, with `reason`.
         generation: the latest; 0: none was made.
         reference: what all workers must agree with; None: nobody has defined the run yet.
         workers: the roll, in the order of joining.
@@ -61,7 +61,7 @@ class Run:
         self.term = term
         self.limits = limits
         self.phase = RunPhase.WAITING
-        self.reason = f"waiting for {said(min_workers)}"
+        self._reason = f"waiting for {said(min_workers)}"
         self.generation = 0
         self.reference: m.Setup | None = None
         self.workers: dict[m.PeerId, Worker] = {}
@@ -82,12 +82,12 @@ class Run:
         self.reached = view.applied + 1 if view is not None else recovered.reached
         if recovered.finished:
             self.phase = RunPhase.FINISHED
-            self.reason = "the run was finished before the coordinator restarted"
+            self._reason = "the run was finished before the coordinator restarted"
         elif view is not None:
             self.roster, self.started = recovered.roster, recovered.started
             self.view, self.cuts = replace(view, term=self.term), view.cuts
             self.phase = RunPhase.PAUSED
-            self.reason = f"the coordinator restarted; waiting for {len(self.roster)} members to come back"
+            self._reason = f"the coordinator restarted; waiting for {len(self.roster)} members to come back"
 
     # -- members -----------------------------------------------------------------------------------
 
@@ -187,16 +187,24 @@ class Run:
     def name_stages(self, stages: int) -> None:
         """While workers are waited for: why of so many."""
         if stages > self._min_workers and self.phase is RunPhase.WAITING:
-            self.reason = f"waiting for {said(stages)}: the model has so many stages"
+            self._reason = f"waiting for {said(stages)}: the model has so many stages"
 
     # -- what is said ------------------------------------------------------------------------------
+
+    @property
+    def reason(self) -> str:
+        """Why the run is where it is; while workers are waited for, how many there are."""
+        here = len(self.workers)
+        if self.phase is not RunPhase.WAITING or not 0 < here < self.least_workers:
+            return self._reason
+        return f"{self._reason}; {here} of {self.least_workers} {'has' if here == 1 else 'have'} joined"
 
     def entry(self, phase: RunPhase, reason: str, **more: Any) -> Journal:
         return Journal("state", {"state": str(phase), "reason": reason, **more})
 
     def enter(self, phase: RunPhase, reason: str, **more: Any) -> Journal:
         """Another phase, for another reason: its entry in the journal."""
-        self.phase, self.reason = phase, reason
+        self.phase, self._reason = phase, reason
         return self.entry(phase, reason, **more)
 
     def term_entry(self) -> Journal:

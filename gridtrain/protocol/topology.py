@@ -33,6 +33,10 @@ MOST_REPLANNED = 64  # members; above the order stays until somebody comes or go
 MOST_LISTED = 32  # members whose links the status shows
 USUAL_Bps = 12.5e6  # 100 Mbit/s: what a line counts as where nothing has been measured
 MOST_Bps, LEAST_Bps = 1e11, 1e3
+MOST_ALONE_Bps = 125e6
+"""1 Gbit/s: what one end alone has told counts as no more where nobody else has told anything.  A loop that
+was too busy to answer in time is just the one that reads a burst from a buffer, in no time."""
+
 """What a rate counts as at most and at least: it is a worker's word."""
 
 Pair = tuple[PeerId, PeerId]
@@ -181,7 +185,7 @@ class Measured:
             return rates
         lone = {pair: next(iter(said)) for pair, said in words.items() if len(said) == 1}
         bounds = {
-            who: median([r for pair, r in rates.items() if lone.get(pair) != who] or [math.inf])
+            who: median([r for pair, r in rates.items() if lone.get(pair) != who] or [MOST_ALONE_Bps])
             for who in set(lone.values())
         }
         return {pair: min(r, bounds[lone[pair]]) if pair in lone else r for pair, r in rates.items()}

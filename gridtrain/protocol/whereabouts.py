@@ -138,6 +138,29 @@ class Whereabouts:
             known = self._as_told[member.peer, address] = member, replace(member, address=address)
         return known[1]
 
+    def go_round(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
+        """A worker outside of the generation is connected with none of these, whoever of the two was to dial;
+        returns the ways that are not taken again."""
+        pairs = ((newcomer, other) for other in others)
+        ways = [
+            self._routes.block(*pair, self._relays) or self._routes.block(*pair[::-1], self._relays)
+            for pair in pairs
+        ]
+        return list(dict.fromkeys(ways))
+
+    def meet(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[Effect]:
+        """These are told how to connect with a worker outside of the generation, which is told the rest."""
+        told: dict[m.PeerId, dict[m.PeerId, str]] = {}
+        for other in others:
+            way = self.address(other, newcomer)
+            ends = [(other, newcomer)]
+            relay = relay_of(way)
+            if relay is not None and relay in self._relays:
+                ends += [(relay, other), (other, relay), (relay, newcomer), (newcomer, relay)]
+            for viewer, seen in ends:
+                told.setdefault(viewer, {})[seen] = self.address(viewer, seen)
+        return [Send(viewer, m.Expect(tuple(ways.items()))) for viewer, ways in told.items()]
+
     def give_up(self, viewer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
         """These could not be reached as planned; returns the ways that are not taken again.
 

@@ -183,6 +183,7 @@ class GroupSession:
         driver.catching_up.allow(*self._following)
         driver.residuals.allow(self._residual_n)
         driver.spent = self.spent
+        driver.meeting.wanted_elsewhere = lambda: self.wanted_elsewhere()
         if self._no_replay:
             driver.donating.cannot(self._no_replay)
         if self._disk is not None:

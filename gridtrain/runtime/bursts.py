@@ -11,7 +11,8 @@ The last 8 bytes of the last message are drawn, and Landed repeats them: nobody 
 All messages have to come, in their order.  A peer that does not answer costs its part of the time only.
 
 A new connection speeds up as it goes, so a fast long line is told slower than it is: as slow as an exchange
-of so few bytes would find it.  Of both ends' words the coordinator believes the smaller one.
+of so few bytes would find it.  Of both ends' words the coordinator believes the smaller one: a receiver whose
+loop was busy reads at once what waited in a buffer, and takes the line for far faster than it is.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ FRESH_S = 300.0
 """What was measured is told again, and not measured again, where this process is admitted anew so soon."""
 
 LEAST_S = 1e-5
+LEAST_PART = 0.25
+"""Of the time until a burst's answer, at least so much is the burst's own: see `rate_Bps`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +128,7 @@ class Bursts:
         sent = self._under_way
         if sent is None or (sent.peer, sent.answer) != (peer, answer):
             return
-        took_s = now_s - sent.left_s - self._rtt_s[peer]
-        self._sent_Bps[peer] = BURSTS * BURST_BYTES / max(LEAST_S, took_s)
+        self._sent_Bps[peer] = rate_Bps(now_s - sent.left_s, self._rtt_s[peer])
         self._known[peer] = self._sent_Bps[peer], now_s
         self._under_way, self._untold = None, True
 
@@ -171,3 +173,12 @@ class Bursts:
         self._sent_Bps.clear()
         self._came_Bps.clear()
         return told
+
+
+def rate_Bps(whole_s: float, rtt_s: float) -> float:
+    """Of a burst whose end was seen `whole_s` after it was sent, or asked for.
+
+    Pings that met a busy loop tell a round trip that is too long, and a burst that is answered about as soon
+    would seem to have taken no time at all.
+    """
+    return BURSTS * BURST_BYTES / max(LEAST_S, whole_s - rtt_s, LEAST_PART * whole_s)

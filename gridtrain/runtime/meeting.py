@@ -34,6 +34,7 @@ class Meeting:
         stopping: the trainer wants the loop to end.
         error: what ended the loop.
         progress: grows when something has moved; `inside`: the trainer waits in one of our calls.
+        wanted_elsewhere: whether the trainer is, asked while it waits.
     """
 
     def __init__(self, ring: Callable[[], None]) -> None:
@@ -44,6 +45,7 @@ class Meeting:
         self.error: BaseException | None = None
         self.progress = 0
         self.inside = False
+        self.wanted_elsewhere: Callable[[], bool] = lambda: False
         self._ring = ring
         self._commands: deque[io.Event] = deque()
         self._awaited: Callable[[Picture], bool] | None = None  # the trainer sleeps until that is so

@@ -147,6 +147,7 @@ class SimWorker:
         self._estates: dict[m.PeerId, Any] = {}  # complete residuals of leavers that do not count yet
         self._leaves_by_s: float | None = None
         self._handing = False
+        self._met: set[m.PeerId] = set()  # donors that are connected
 
     def freeze(self, for_s: float) -> None:
         """As SIGSTOP: connections stay, nothing is read or said; all of it comes later, at once."""
@@ -249,6 +250,10 @@ class SimWorker:
                 world.log.state_transfers += 1
                 self._offered = self._came = block
                 self._pass_on()
+            case io.DonorUp(peer):
+                self._met.add(peer)
+            case io.DonorDown(peer):
+                self._met.discard(peer)
             case io.Follow():
                 # What it copies meanwhile is not simulated: it gets the state when it enters.
                 world.later(world.follow_s(), self.peer, self._catch_up)
@@ -306,7 +311,9 @@ class SimWorker:
             self.world.crash(self.peer)
 
     def _catch_up(self) -> None:
-        if self.core.seat is None and not self._frozen:
+        if self.core.seat is None and not self._met:
+            self.world.later(0.2, self.peer, self._catch_up)
+        elif self.core.seat is None and not self._frozen:
             fails = self.world.follow_s() > MOST_FOLLOWING_S * 0.9
             self.handle(io.Strayed("on purpose") if fails else io.CaughtUp(0, b""))
             self.world.log.followed += 1
@@ -808,7 +815,7 @@ class World:
         )
         if pair in self._connections or not living or (COORDINATOR in pair and pair & self._haunted):
             return
-        if (dialler, peer) in self._holes or (peer, dialler) in self._holes:
+        if not (self._passes(dialler, peer, relay) and self._passes(peer, dialler, relay)):
             self.at(self.now_s + 0.2, lambda: self.connect(dialler, peer, relay))
             return
         if pair in self._unaware:
@@ -819,10 +826,15 @@ class World:
         self.network.send(dialler, peer, _Link(True))
         self.network.send(peer, dialler, _Link(True))
 
+    def _passes(self, src: m.PeerId, dst: m.PeerId, relay: m.PeerId | None) -> bool:
+        """Nothing is in the way of the one direction."""
+        hops = {(src, dst)} if relay is None else {(src, relay), (relay, dst)}
+        return not hops & self._holes
+
     def send(self, src: m.PeerId, dst: m.PeerId, message: m.Message) -> None:
         if dst == COORDINATOR and src in self._haunted:
             self._ghost_hears(cio.Heard(src, message))
-        elif self.connected(src, dst) and (src, dst) not in self._holes:
+        elif self.connected(src, dst) and self._passes(src, dst, self._relayed.get(frozenset((src, dst)))):
             self.network.send(src, dst, message)
             if isinstance(message, m.Decision) and self._losing is not None and message.verdict:
                 self._lose(src, dst, *self._losing)

@@ -74,7 +74,9 @@ class Desk:
 
     def answer(self, peer: m.PeerId, message: m.Message) -> m.Message:
         if isinstance(message, m.Invite | m.Expel | m.Pardon):
-            return self.door.order(peer, message, time.time()).reply
+            expelled = message.peer.hex() if isinstance(message, m.Expel) else ""
+            name = next((str(line["name"]) for line in self.members if line["peer"] == expelled), "")
+            return self.door.order(peer, message, time.time(), name).reply
         picture = {"run": "default", "members": self.members, "door": self.door.picture(time.time())}
         return m.StatusReply(json.dumps(picture).encode())
 
@@ -256,9 +258,20 @@ def test_kick_by_name_and_ban_by_key(desk: Desk) -> None:
     assert fine(desk, "kick anna") == "anna: a1a1a1a1a1a1 is out; it needs a new invitation to come back\n"
     assert desk.standing(ANNA) == "stranger"
     assert fine(desk, "ban b2B2b2 --reason spam") == "[red]bert: b2b2b2b2b2b2 is banned until you unban it\n"
-    assert desk.door.picture(time.time())["banned"] == [{"peer": BERT, "reason": "spam"}]
+    assert desk.door.picture(time.time())["banned"] == [{"peer": BERT, "name": "[red]bert", "reason": "spam"}]
     assert "can come back" in fine(desk, "unban b2b2b2")
     assert desk.door.picture(time.time())["banned"] == []
+
+
+def test_a_ban_is_lifted_by_the_name_that_it_was_given_by(desk: Desk) -> None:
+    desk.members = MEMBERS
+    desk.enrol(ANNA, BERT)
+    fine(desk, "ban anna --reason spam")
+    desk.members = [{**MEMBERS[1], "name": "anna"}]  # another one of that name, who is not banned
+    assert "banned anna a1a1a1a1a1a1: spam" in fine(desk, "members")
+    lifted = "anna: a1a1a1a1a1a1 is not banned any more; with a new invitation it can come back\n"
+    assert fine(desk, "unban anna") == lifted
+    assert "means nobody" in complaint(gridtrain(desk, "unban anna"), 2)
 
 
 def test_a_key_that_never_came_can_be_banned(desk: Desk) -> None:

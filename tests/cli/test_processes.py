@@ -391,7 +391,8 @@ def test_an_invitation_to_another_coordinator_at_this_address(start_coordinator:
     """Whoever answers there cannot prove to be the one that invited: nothing is said to it."""
     foreign = replace(parse(start_coordinator().invitation()), coordinator=Identity.generate().public).text()
     line = one_sentence(gridtrain("status", foreign), code=3)
-    assert "no coordinator can be reached at tcp://127.0.0.1:" in line
+    assert "something listens at tcp://127.0.0.1:" in line and "a coordinator with another key" in line
+    assert "ask its owner for a new invitation" in line
 
 
 # -- without encryption ------------------------------------------------------------------------------

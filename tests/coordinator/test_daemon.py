@@ -67,6 +67,9 @@ class FakeCore:
     def snapshot(self, now_s: float) -> dict[str, Any]:
         return self.picture
 
+    def name_of(self, peer: m.PeerId) -> str:
+        return peer[:4].decode()
+
 
 class ScriptedTransport:
     """Hands out prepared events, one list for each poll, and writes down what it is told."""
@@ -353,6 +356,13 @@ def test_who_is_banned_is_not_sent_for_a_new_invitation_alone() -> None:
     (expelled,) = core.heard
     assert isinstance(expelled, Expelled) and expelled.reason == "was put out of the run: rude"
     assert f"gridtrain unban {ANNA.hex()[:12]}" in expelled.remedy
+
+
+def test_a_ban_is_written_down_with_the_name_that_people_know() -> None:
+    reception = reception_of(FakeCore(), ANNA)
+    effects = reception.hear(OPERATOR, m.Expel(ANNA, True, "rude"), 0.0)
+    (entry,) = [effect.body for effect in effects or () if isinstance(effect, Journal)]
+    assert (entry["name"], entry["ban"]) == ("aaaa", True)
 
 
 @pytest.mark.parametrize("order", [m.Invite(b"n" * 32, 1, 60.0), m.Expel(ANNA, False, ""), m.Pardon(ANNA)])

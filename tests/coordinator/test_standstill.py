@@ -88,6 +88,9 @@ class Scene:
 
     # -- as a core
 
+    def name_of(self, peer: m.PeerId) -> str:
+        return ""
+
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         self.heard.append((now_s, event))
         return self.answers.get(type(event), [])

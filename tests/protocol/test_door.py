@@ -191,6 +191,16 @@ def test_kick_ban_and_unban() -> None:
     assert house.enrol(b"p" * 32, ANNA) == "Enrolled"
 
 
+def test_the_name_of_a_banned_one_outlives_a_restart_until_the_ban_is_lifted() -> None:
+    house = House(ANNA, BERT)
+    house.said(house.door.expel(ANNA, True, "spam", "anna\x1b"))
+    house.said(house.door.expel(BERT, False, "", "bert"))
+    for door in (house.door, house.restarted()):
+        assert door.picture(0.0)["banned"] == [{"peer": ANNA.hex(), "name": "anna", "reason": "spam"}]
+    house.pardon(ANNA), house.expel(ANNA, ban=True)
+    assert "name" not in house.restarted().picture(0.0)["banned"][0], "nobody knew it by a name any more"
+
+
 def test_orders_about_nobody() -> None:
     house = House(ANNA)
     assert house.expel(BERT) == f"Refused unknown: {BERT.hex()[:12]} is no member"

@@ -99,6 +99,27 @@ def test_an_edge_that_does_not_come_up_is_reported_once_by_whoever_was_to_dial()
     assert worker.core.deadline_s == float("inf")
 
 
+def test_a_follower_that_reaches_no_donor_says_so_once_for_each_way_that_it_is_told() -> None:
+    worker = Worker()
+    worker.say(m.Admitted(((A, "tcp://a:1"), (B, ""), (J, "tcp://j:1"))))
+    worker.say(m.Fetch(1, ((A, "tcp://a:1"), (B, ""))))
+    worker.hear(io.EdgeUp(J))
+    assert worker.core.deadline_s == LIMITS.route_s
+    assert worker.core.tick(LIMITS.route_s - 0.1) == []
+    worker.now_s = LIMITS.route_s
+    told = posts(worker.core.tick(worker.now_s))
+    assert told == [m.NoRoute(1, 0, (A, B))], "not of J, which might be a relay"
+    assert worker.core.deadline_s == float("inf")
+    relayed = "relay:" + J.hex()
+    assert dials(worker.say(m.Fetch(1, ((A, relayed), (B, ""))))) == {A: relayed}
+    worker.hear(io.EdgeUp(A))
+    assert worker.core.deadline_s == float("inf"), "one donor is enough"
+    worker.hear(io.EdgeDown(A, "reset"))
+    assert worker.core.deadline_s == worker.now_s + LIMITS.route_s, "it may come back by itself"
+    worker.hear(io.EdgeUp(A))
+    assert worker.core.tick(worker.now_s + 2 * LIMITS.route_s) == []
+
+
 def test_an_offender_is_dropped_accused_once_and_let_in_again_by_the_next_generation() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")

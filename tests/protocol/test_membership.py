@@ -30,7 +30,7 @@ from gridtrain.protocol.roll import Worker, numbered
 from gridtrain.protocol.sharing import Sharing
 
 ME = b"0" * 32
-A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
+A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
@@ -110,6 +110,60 @@ def test_a_worker_of_another_run_or_with_another_model_is_refused() -> None:
     (refused,) = [e.message for e in run.say(C, other) if isinstance(e, Send)]
     assert isinstance(refused, m.Refused)
     assert "model is huge here and tiny in the run" in refused.reason
+
+
+UNBALANCED = m.Held(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=19))
+REFUSED_FIRST = {
+    "batch-size": replace(SETUP, facts=(("model", "mine"),), batch_size=0),
+    "checkpoint": replace(SETUP, facts=(("model", "mine"),), held=UNBALANCED),
+    "stage": replace(SETUP, facts=(("model", "mine"),), stages=2, kept=(UNBALANCED,)),
+    "ledger": replace(SETUP, facts=(("model", "mine"),), ledger=m.LedgerSpec(0, 0, epochs=1)),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED_FIRST.values(), ids=REFUSED_FIRST)
+def test_who_is_refused_does_not_define_the_run(wrong: m.Setup) -> None:
+    """Was: honest workers were told of a "different-run" that no journal knew, until a restart."""
+    core = Membership(me=ME, run="r", term=1, deadlines=Deadlines(), software="")
+
+    def sets_up(peer: m.PeerId, setup: m.Setup) -> list[Effect]:
+        core.handle(Heard(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
+        return core.handle(Heard(peer, setup), 1.0)
+
+    effects = sets_up(A, wrong)
+    assert [e.message.code for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    assert core.run.reference is None and not core.snapshot(1.0)["facts"]
+    effects = sets_up(B, SETUP)
+    assert [e.body["facts"] for e in effects if isinstance(e, Journal) and e.kind == "run"] == [
+        {"model": "tiny"}
+    ]
+    assert core.run.accepted == {B}
+
+
+def test_who_waits_is_told_how_many_there_are() -> None:
+    core = Membership(me=ME, run="r", term=1, deadlines=Deadlines(), software="", min_workers=3)
+    said = [core.run.reason]
+    for peer in (A, B):
+        effects = core.handle(Heard(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
+        said += [
+            e.message.reason for e in effects if isinstance(e, Send) and isinstance(e.message, m.RunState)
+        ]
+    core.handle(Heard(A, m.Leave("enough")), 1.0)
+    said.append(core.snapshot(1.0)["reason"])
+    assert said == [
+        "waiting for 3 workers",
+        "waiting for 3 workers; 1 of 3 has joined",
+        "waiting for 3 workers; 2 of 3 have joined",
+        "waiting for 3 workers; 1 of 3 has joined",
+    ]
+
+
+def test_a_worker_that_rests_is_still_known_by_its_name() -> None:
+    """So that it can be banned, and the ban lifted, by that."""
+    run = Run(A, B)
+    assert run.core.name_of(B) == "b" and run.core.name_of(C) == ""
+    run.say(B, m.Pausing("a game"))
+    assert B not in run.core.run.workers and run.core.name_of(B) == "b"
 
 
 def test_a_suspect_that_shows_no_progress_is_taken_out() -> None:
@@ -482,6 +536,52 @@ def test_a_follower_is_served_until_it_is_a_member() -> None:
     effects = run.say(C, m.Caught(7, b"h"))
     assert not [donate for _, donate in donations(effects) if donate.to == ()], "there are updates to come"
     assert any(isinstance(e, Send) and isinstance(e.message, m.Freeze) for e in effects)
+
+
+def ways_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, str]]]:
+    """By the message that tells it."""
+    lists = {
+        type(e.message).__name__: e.message.donors if isinstance(e.message, m.Fetch) else e.message.peers
+        for e in effects
+        if isinstance(e, Send) and e.peer == peer and isinstance(e.message, m.Fetch | m.Expect)
+    }
+    return {kind: [(x[:1].decode(), way) for x, way in ways] for kind, ways in lists.items()}
+
+
+def test_a_follower_that_reaches_no_donor_goes_other_ways_and_at_last_over_a_relay() -> None:
+    """Was: for a minute nobody knew; what it said of that counts from members alone."""
+    run = Run(A, B)
+    run.now_s += 10.0
+    effects = newcomer(run, C)
+    assert ways_of(effects, C)["Fetch"] == [("a", "memory://a"), ("b", "memory://b")]
+    run.now_s -= 2.0
+    assert not run.say(C, m.NoRoute(1, 0, (A, B))), "it has not heard yet what it was told last"
+    for _ in range(2):  # seconds pass with each message
+        run.now_s += 10.0
+        effects = run.say(C, m.NoRoute(1, 0, (A, B)))
+    relay = "relay:" + ME.hex()
+    assert ways_of(effects, C)["Fetch"] == [("a", relay), ("b", relay)]
+    assert ways_of(effects, A) == {"Expect": [("c", relay)]} and ways_of(effects, B) == ways_of(effects, A)
+    assert not freezes(effects) and not run.core.run.workers[C].caught, "the members train on"
+    run.now_s += 10.0
+    assert not ways_of(run.say(C, m.NoRoute(1, 0, (D,))), C), "a stranger"
+    run.say(C, m.Caught(7, b"h")), run.report(A), run.report(B)
+    assert told(run, C) == {A: relay, B: relay, C: ""}, "where it enters, that is known"
+
+
+def test_a_followers_relay_is_a_member_that_it_has_reached() -> None:
+    """Of four members the eldest three are donors; C reaches the fourth, which may not know it any more."""
+    run = Run(A, B, E, D)
+    run.now_s += 10.0
+    newcomer(run, C)
+    for _ in range(2):
+        run.now_s += 10.0
+        effects = run.say(C, m.NoRoute(1, 0, (A, B, E)))
+    relay = "relay:" + D.hex()
+    assert ways_of(effects, C)["Fetch"] == [("a", relay), ("b", relay), ("e", relay)]
+    assert {x for x, _ in ways_of(effects, D)["Expect"]} == {"a", "b", "c", "e"}
+    assert ("d", "") in ways_of(effects, C)["Expect"], "it is dialled by D, with the larger key"
+    assert ("c", "memory://new") in ways_of(effects, D)["Expect"]
 
 
 def test_a_step_that_a_member_makes_up_delays_no_image() -> None:

@@ -189,7 +189,7 @@ def test_fewer_workers_than_stages_wait() -> None:
     run = StagedRun(3, A, B, start=False)
     snapshot = run.core.snapshot(run.now_s)
     assert (snapshot["phase"], snapshot["generation"]) == ("waiting", 0)
-    assert snapshot["reason"] == "waiting for 3 workers: the model has so many stages"
+    assert snapshot["reason"] == "waiting for 3 workers: the model has so many stages; 2 of 3 have joined"
     run.join(C)
     assert run.roster == "a b c"
 

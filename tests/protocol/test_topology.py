@@ -176,6 +176,17 @@ def test_what_one_end_alone_tells_is_no_more_than_the_others_median() -> None:
     assert list(network.up_Bps) == list(network.down_Bps) == [12.5e6] * 6
 
 
+def test_of_two_workers_the_word_of_one_end_alone_is_bounded() -> None:
+    """B's loop stood still for so long that A did not wait for its answer; then it read the burst at once."""
+    measured = Measured()
+    measured.told(B, [(A, 0.0, 4e9)])
+    network = measured.network([A, B])
+    assert network is not None and network.path_Bps(0, 1) == 125e6
+    measured.told(A, [(B, 5e9, 0.0)])
+    network = measured.network([A, B])
+    assert network is not None and network.path_Bps(0, 1) == 4e9, "both say so"
+
+
 def test_a_rate_that_is_told_again_is_no_news() -> None:
     measured = Measured()
     assert measured.told(A, [(B, 1e6, 0.0)]) is True

@@ -57,6 +57,16 @@ def test_both_ends_find_the_rate_of_the_line() -> None:
     assert sender.news() is None and receiver.news() is None
 
 
+def test_a_round_trip_that_a_busy_loop_lengthened_makes_no_line_endlessly_fast() -> None:
+    """Pings took 20 ms, as both ends' loops were busy; the burst of 100 Mbit/s is answered after 19 ms."""
+    sender, wire = Bursts(Random(1)), Sent()
+    sender.begin({BERT: 0.020}, until_s=100.0, now_s=0.0)
+    sender.turn(wire, 0.0)  # type: ignore[arg-type]
+    sender.landed(BERT, answer_to(wire), 0.019)
+    ((_, told_Bps, _),) = sender.news() or ()
+    assert told_Bps <= 4 * BURSTS * BURST_BYTES / 0.019, "and not 26 GB/s"
+
+
 def test_one_burst_at_a_time_and_no_more_than_a_sample() -> None:
     peers = {bytes([i]) * 32: 0.001 for i in range(40)}
     bursts, wire = Bursts(Random(3)), Sent()

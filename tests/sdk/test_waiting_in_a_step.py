@@ -23,6 +23,7 @@ import gridtrain
 from gridtrain.optim.grid import Grid
 from gridtrain.runtime.local import LocalGroup
 from gridtrain.runtime.owner import Unled, Wish
+from gridtrain.runtime.picture import Picture
 
 DATA = [torch.full((8,), float(i % 7) - 3.0) for i in range(64)]
 STEPS = 10
@@ -123,3 +124,64 @@ def test_who_waits_in_a_step_hears_its_owner(tmp_path: Path, kind: str) -> None:
     for (step, call), at in scene.rates.items():
         assert at == pytest.approx([0.01 * 0.9 ** (step * scene.calls + call)] * len(at)), (step, call)
     assert len(scene.rates[6, 0]) == 2, "its batch was given up, and came again"
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind: str) -> None:
+    """The round is open: worker-1 has sent its part to the root, which dies instead of sending its own, and
+    the coordinator stands still.  Was: it heard its owner when there was another generation."""
+    scene, owner = Scene(*EXCHANGES[kind]), Told()
+    at_root, dies = threading.Event(), threading.Event()
+    ends: dict[str, BaseException | None] = {}
+    sessions: dict[str, Any] = {}
+    at: dict[str, int] = {}
+
+    def train(grid: Grid, name: str) -> None:
+        torch.manual_seed(3)
+        model = nn.Linear(8, 4)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(inner, model, exchange=scene.exchange)
+        calls = 0
+        for batch in grid.batches(DATA, batch_size=2, steps=STEPS):
+            calls = calls + 1 if grid.step == 6 else 0
+            if name == "root" and calls == scene.calls:
+                at_root.set()
+                dies.wait(WITHIN_S)
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+            at[name] = grid.step
+
+    def work(name: str, owner: Unled | None) -> None:
+        try:
+            with group.join(name, export_dir=str(tmp_path), owner=owner) as grid:
+                sessions[name] = grid._session
+                train(grid, name)
+        except BaseException as error:
+            ends[name] = error
+
+    with LocalGroup(min_workers=2, deadlines=QUICK, log=scene.hear) as group:
+        root = threading.Thread(target=work, args=("root", None), daemon=True)
+        root.start()
+        while not group.snapshot()["members"]:
+            root.join(0.01)
+        other = threading.Thread(target=work, args=("other", owner), daemon=True)
+        other.start()
+        assert at_root.wait(WITHIN_S), ends
+        driver = sessions["other"]._driver
+        assert driver.look().rank == 1
+
+        def waits(here: Picture) -> bool:
+            return bool(here.applied == 5 and here.open_round is None and driver.rounds._submitted)
+
+        assert driver.wait(waits, WITHIN_S), ends
+        group.hub.kill(group.keys["root"])
+        assert driver.wait(lambda here: here.doomed is not None, WITHIN_S), ends
+        owner.wish = Wish(run=False, reason="its owner said so")
+        assert owner.paused.wait(WITHIN_S / 2), ends
+        assert at["other"] == 6, "the step was not done"
+        scene.goes_on.set()
+        dies.set()
+        owner.wish = Wish(stop=True)
+        other.join(WITHIN_S)
+        assert not other.is_alive() and "other" not in ends

@@ -66,6 +66,31 @@ def test_a_link_that_is_deaf_one_way_ends_as_one_that_is_cut() -> None:
     assert deaf.core.finished
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_newcomer_that_reaches_nobody_follows_over_a_relay(seed: int) -> None:
+    """Was: it waited for the members, and they for it, until 60 s without progress were over."""
+    world, book = group.build(seed, "gtopk", 3, compute_s=(0.3, 0.4), behind_nat=0.0, follows=True)
+    while len(world.log.commits) < 6:
+        world.run(world.now_s + 0.01)
+        assert world.now_s < 10.0
+    members, came_s = list(world.workers.values()), world.now_s
+    newcomer = world.join()
+    for member in members:  # each can be dialled by the coordinator, and this one has no way to any
+        world.cut_link(newcomer.peer, member.peer, 1e9)
+    while newcomer.core.seat is None or newcomer.core.next_round is None:
+        world.run(world.now_s + 0.01)
+        assert world.now_s < came_s + 15.0, "some times `route_s`, which is 2 s here"
+        assert not world.finished
+    assert world.log.followed == 1 and world.log.generations == 2, "nobody waited for its ways"
+    relayed = world.coordinator.snapshot(world.now_s)["relayed"]
+    ranks = {worker.peer: rank for rank, worker in enumerate(world.coordinator.run.roster)}
+    assert {(min(pair[:2]), max(pair[:2])) for pair in relayed} == {
+        tuple(sorted((ranks[newcomer.peer], ranks[member.peer]))) for member in members
+    }
+    world.run(120.0)
+    group.check(world, book)
+
+
 def test_an_old_coordinator_that_lives_on_is_not_obeyed_and_raises_no_term() -> None:
     world, book = running(3)
     world.take_over()

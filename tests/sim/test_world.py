@@ -154,10 +154,11 @@ class ToyTrainer:
 
 
 def build(
-    seed: int, kind: str, workers: int, **more: Any
+    seed: int, kind: str, workers: int, *, follows: bool | None = None, **more: Any
 ) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
-    follows = Random(seed).random() < 0.5  # newcomers take over the state while the others train on
+    if follows is None:  # newcomers take over the state while the others train on
+        follows = Random(seed).random() < 0.5
     begins = Random(seed ^ 0xA11CE).choice((b"", b"as built"))  # all build the same model: do they say so?
     spec = m.LedgerSpec(SAMPLES, 1, epochs=2)
     setup = m.Setup((("kind", kind),), spec, 3, None, follows=follows, begins=begins)

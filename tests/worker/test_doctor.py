@@ -25,7 +25,7 @@ from gridtrain.doctor import line, machine
 from gridtrain.doctor.examine import TOTAL_S, Examination
 from gridtrain.doctor.findings import Finding, Level
 from gridtrain.doctor.prediction import Run, predict
-from gridtrain.doctor.talk import Measured
+from gridtrain.doctor.talk import Measured, down_Bps
 from gridtrain.errors import ConfigError
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.protocol.lines import even
@@ -86,6 +86,14 @@ def test_a_machine_that_can_join(desk: Any) -> None:
     assert "nobody trains yet" in found["prediction"].text
     with enter(once, WITHIN_S):  # the use is still there
         pass
+
+
+def test_a_burst_that_waited_in_a_buffer_is_not_taken_for_a_fast_line() -> None:
+    """All 16 messages are there when the loop looks, 21 ms after it asked: 100 Mbit/s, and not 25 Gbit/s."""
+    read_s = [7.021 + 5e-6 * index for index in range(16)]
+    assert down_Bps(7.0, read_s, rtt_s=0.0005) == pytest.approx(12.8e6, rel=0.01)
+    in_turn_s = [7.0005 + 0.02 * (index + 1) / 16 for index in range(16)]
+    assert down_Bps(7.0, in_turn_s, rtt_s=0.0005) == pytest.approx(13.1e6, rel=0.01)
 
 
 def test_a_used_up_invitation_of_this_machine_still_finds_the_run(desk: Any) -> None:
