@@ -31,6 +31,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from gridtrain.adapters.loader import GridLoader
 from gridtrain.errors import ConfigError
+from gridtrain.optim import state_sync
 from gridtrain.optim.grid import Grid
 from gridtrain.optim.wrapper import GridOptimizer
 
@@ -67,7 +68,8 @@ class GridStrategy(SingleDeviceStrategy):
             )
         if trainer.training:  # newcomers receive them
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            self._grid.track(**{f"scheduler{n or ''}": each for n, each in enumerate(schedulers)})
+            ours = state_sync.OURS
+            self._grid.track(**{f"{ours}scheduler{n or ''}": each for n, each in enumerate(schedulers)})
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: LightningModule | None = None, **options: Any

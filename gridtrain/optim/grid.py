@@ -602,7 +602,8 @@ class Grid:
     def _track_scalers(self) -> None:
         """As soon as there is an optimizer to whose state they belong."""
         if isinstance(self._optimizer, GridOptimizer) and self._optimizer.shares_scale:
-            named = {f"scaler{number or ''}": scaler for number, scaler in enumerate(self._scalers)}
+            ours = state_sync.OURS
+            named = {f"{ours}scaler{number or ''}": each for number, each in enumerate(self._scalers)}
             self._optimizer.track(**named)
 
     def _wrapped(self) -> GridOptimizer | Pipeline:

@@ -22,7 +22,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim.flat import canonical_names, canonical_parameters
+
+_T = TypeVar("_T")
 
 _LENGTHS = struct.Struct("<2Q")
 _MAX_DEPTH = 32
@@ -49,6 +51,10 @@ class Stateful(Protocol):
 
 
 Trackers = Mapping[str, Stateful]
+
+OURS = ":"
+"""So begin names of trackers that no script has named: a worker may lack them, and keeps what it has where a
+state lacks them (of an older program, or of a worker without a loss scale)."""
 
 
 # -- the whole state -----------------------------------------------------------------------------
@@ -153,9 +159,14 @@ def begins(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Tracker
         "parameters": dict(canonical_parameters(model)),
         "buffers": dict(_buffers(model)),
         "optimizer": optimizer.state_dict(),
-        "trackers": {name: item.state_dict() for name, item in trackers.items()},
+        "trackers": {name: item.state_dict() for name, item in _scripts(trackers).items()},
     }
     return _digest_of(values)
+
+
+def _scripts(trackers: Mapping[str, _T]) -> dict[str, _T]:
+    """Those that have to be there on all workers."""
+    return {name: item for name, item in trackers.items() if not name.startswith(OURS)}
 
 
 def check_content(blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
@@ -264,9 +275,10 @@ def _load(
         raise _not_a_state("the optimizer's groups are not a list of named values")
     if not isinstance(tracked, dict) or not all(isinstance(name, str) for name in tracked):
         raise _not_a_state("the trackers are not named values")
-    if tracked.keys() != trackers.keys():
+    theirs, mine = _scripts(tracked), _scripts(trackers)
+    if theirs.keys() != mine.keys():
         raise RemoteProtocolError(
-            f"the state tracks {sorted(tracked)}, this worker tracks {sorted(trackers)}",
+            f"the state tracks {sorted(theirs)}, this worker tracks {sorted(mine)}",
             remedy="call grid.track(...) with the same names on all workers, before the first batch",
         )
     own_parameters, own_buffers = dict(canonical_parameters(model)), dict(_buffers(model))
@@ -285,7 +297,8 @@ def _load(
         else:
             load_settings(optimizer, settings)
         for name, item in trackers.items():
-            item.load_state_dict(tracked[name])
+            if name in tracked:
+                item.load_state_dict(tracked[name])
     except Exception as error:  # other people's code, given what a peer made up: it may raise anything
         raise RemoteProtocolError(
             f"the optimizer's or a tracker's state does not fit: {type(error).__name__}: {error}",

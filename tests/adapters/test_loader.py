@@ -181,3 +181,38 @@ def test_newcomers_receive_what_lightning_schedules(tmp_path) -> None:
     assert set(seen) == {0, 1}
     for step, rate in seen[1]:
         assert rate == pytest.approx(0.1 / (1 + step)), f"step {step}"
+
+
+def test_a_checkpoint_from_before_schedulers_were_tracked_is_resumed(tmp_path, monkeypatch) -> None:
+    L = pytest.importorskip("lightning", reason="lightning is not installed: make test-adapters")
+    from gridtrain.adapters.lightning import GridStrategy
+
+    class Scheduled(L.LightningModule):
+        def __init__(self, grid) -> None:
+            super().__init__()
+            self.net, self.grid = net(), grid
+
+        def training_step(self, x_BF, index):
+            return self.net(x_BF).square().mean()
+
+        def configure_optimizers(self):
+            inner = torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer = self.grid.optimizer(inner, self, exchange=gridtrain.Dense())
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1000)]
+
+    def life(steps: int) -> int:
+        with (
+            LocalGroup(min_workers=1) as group,
+            group.join("anna", state_dir=str(tmp_path), checkpoint_every=1) as grid,
+        ):
+            loader = GridLoader(grid, points(), steps=1000, batch_size=2)
+            quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar")}
+            strategy = GridStrategy(grid, loader)
+            trainer = L.Trainer(max_steps=steps, strategy=strategy, enable_model_summary=False, **quiet)
+            trainer.fit(Scheduled(grid), loader)
+            return grid.step
+
+    with monkeypatch.context() as before:
+        before.setattr(gridtrain.Grid, "track", lambda self, **trackers: None)
+        first = life(5)
+    assert life(5) > first, "it goes on where the first one has ended"

@@ -233,7 +233,7 @@ def test_slow_senders_of_headers_are_bounded(running: Running) -> None:
 
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than there are places, in three ways; an open page beside them is left alone."""
-    monkeypatch.setattr(patience, "REQUEST_S", 0.3)
+    monkeypatch.setattr(patience, "REQUEST_S", 2.0)  # this process itself may have to wait for a core
     monkeypatch.setattr(patience, "LOOK_S", 0.1)
     running = Running()
     try:
@@ -244,10 +244,11 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
         silent = []
         for i in range(service.MOST_CONNECTIONS + 2):
             one = socket.create_connection(("127.0.0.1", running.port), timeout=WITHIN_S)
-            one.sendall((b"", b"GET / HT", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nG")[i % 3])
+            with contextlib.suppress(ConnectionError):
+                one.sendall((b"", b"GET / HT", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nG")[i % 3])
             silent.append(one)
         for one in silent:
-            with contextlib.suppress(ConnectionResetError):  # as good an end as any
+            with contextlib.suppress(ConnectionError):  # as good an end as any
                 while one.recv(65536):
                     pass
             one.close()

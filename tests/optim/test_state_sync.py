@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.optim import state_sync
 from gridtrain.optim.flat import canonical_names, model_digest
+from gridtrain.optim.scaler import GridScaler
 from gridtrain.optim.state_sync import buffers_vector, capture, digest, restore
 
 
@@ -66,6 +68,35 @@ def test_the_joiner_goes_on_bit_for_bit(optimizer_name, scheduler_name):
         train(*one, steps=4, seed=2)
     assert digest(*donor[:2]) == digest(*joiner[:2])
     assert donor[2].state_dict().keys() == joiner[2].state_dict().keys()
+
+
+def test_a_loss_scale_is_taken_over_where_both_sides_have_one():
+    """A checkpoint from before it was tracked has none, nor has a worker beside the GPUs that needs none."""
+    ours = f"{state_sync.OURS}scaler"
+
+    def worker(scale, **others):
+        layer = nn.Linear(2, 1)
+        scaler = GridScaler(device="cpu", init_scale=scale)
+        return layer, torch.optim.SGD(layer.parameters(), lr=0.1), {ours: scaler} | others
+
+    donor, joiner = worker(8.0), worker(1024.0)
+    restore(capture(*donor), *joiner)
+    assert joiner[2][ours].get_scale() == 8.0
+    older, beside = (*worker(2.0)[:2], {}), (*worker(2.0)[:2], {})
+    restore(capture(*older), *joiner)
+    assert joiner[2][ours].get_scale() == 8.0, "it keeps its own"
+    restore(capture(*donor), *beside)
+    assert digest(*beside[:2]) == digest(*donor[:2])
+    with pytest.raises(RemoteProtocolError, match=r"the state tracks \['scaler'\], this worker tracks \[\]"):
+        restore(capture(*worker(8.0, scaler=GridScaler(device="cpu"))), *joiner)
+
+
+def test_who_has_no_loss_scale_begins_like_the_others():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with_one = {f"{state_sync.OURS}scaler": GridScaler(device="cpu")}
+    assert state_sync.begins(model, optimizer, with_one) == state_sync.begins(model, optimizer, {})
 
 
 class WideMoments(torch.optim.Optimizer):

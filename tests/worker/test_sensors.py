@@ -60,7 +60,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
     utmp.touch()
     monkeypatch.setattr(module, "UTMP", utmp)
     monkeypatch.setattr(module, "_sees_all_processes", lambda: True)
-    monkeypatch.setattr(module, "_said", lambda *command: "")
+    monkeypatch.setattr(module, "_said", lambda *command: None)
     monkeypatch.setattr(module.sys, "platform", "linux")
 
     def made(card: Card | None = None, users: tuple[str, ...] = ()) -> MachineSensors:
@@ -146,10 +146,36 @@ def test_where_nobody_lists_who_is_there_the_sensor_is_absent(
     assert idle_s is not None and 55 < idle_s < 600, "systemd knows the terminal"
 
 
+@pytest.mark.parametrize(
+    ("listed", "shown", "idle_s"),
+    [
+        ("", "", module.EMPTY_S),
+        ("c1 990 root -\n", "Type=unspecified\nClass=manager\n", module.EMPTY_S),
+        ("7 1000 anna -\n", "Type=unspecified\nClass=user\nTTY=\n", None),
+    ],
+    ids=["nobody has logged in", "services of root", "somebody, who knows where"],
+)
+def test_systemd_knows_who_has_logged_in_where_no_list_exists(
+    machine: Callable[..., MachineSensors],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    listed: str,
+    shown: str,
+    idle_s: float | None,
+) -> None:
+    """A machine of that kind at which nobody sits trains, after its start as well."""
+    monkeypatch.setattr(module, "UTMP", tmp_path / "none")
+    told = {"list-sessions": listed, "show-session": shown}
+    monkeypatch.setattr(module, "_said", lambda *command: told[command[1]])
+    assert machine().read((), ("idle",)).idle_s == idle_s
+
+
 def test_somebody_at_a_desktop_that_says_nothing_may_be_there(
     machine: Callable[..., MachineSensors], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert machine(users=(":0",)).read((), ("idle",)).why_absent("idle")
+    monkeypatch.setattr(module, "_said", lambda *command: "")
+    assert machine(users=(":0",)).read((), ("idle",)).why_absent("idle"), "systemd does not know of it"
     told = {"list-sessions": "2 1000 anna seat0\n", "show-session": "Type=x11\nIdleHint=no\nTTY=\n"}
     monkeypatch.setattr(module, "_said", lambda *command: told[command[1]])
     assert machine(users=(":0",)).read((), ("idle",)).idle_s == 0.0, "and there it says something"

@@ -134,15 +134,17 @@ def test_the_stand_in_lies_where_a_services_owner_sees_it(
 ) -> None:
     """A service has a /tmp of its own."""
     with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        monkeypatch.setenv("RUNTIME_DIRECTORY", f"{runtime}:/run/another")
         folder = tmp_path_factory.mktemp("x") / ("y" * 90)
         with Warden(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
             assert warden.path.startswith(f"{runtime}/") and len(os.fsencode(warden.path)) <= MOST_PATH_BYTES
             assert ask(folder / SOCKET, {"ask": "show"})["name"] == "anna"
         assert os.listdir(runtime) == []
-        monkeypatch.setenv("XDG_RUNTIME_DIR", f"{runtime}/gone")
-        with Warden(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
-            assert not warden.path.startswith(runtime), "there is none after all"
+        for gone in (f"{runtime}/gone", ""):
+            monkeypatch.setenv("RUNTIME_DIRECTORY", gone)
+            monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)  # it ends with the login
+            with Warden(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
+                assert not warden.path.startswith(runtime), "there is none after all"
 
 
 def test_rules_are_changed_live_and_kept(

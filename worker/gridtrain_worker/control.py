@@ -166,8 +166,9 @@ def _free(place: Path) -> tuple[str, Path | None]:
 
 
 def _short_folder() -> str | None:
-    """This user's own for sockets, which a service shares with its owner and /tmp it may not; None: /tmp."""
-    place = os.environ.get("XDG_RUNTIME_DIR", "")
+    """What systemd has made for this service, whose /tmp may be its own; None: /tmp.  Not a login's, which is
+    swept away when that ends."""
+    place = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
     room = MOST_PATH_BYTES - len(f"/gridtrain-12345678/{SOCKET}")
     return place if place and len(os.fsencode(place)) <= room and os.access(place, os.W_OK) else None
 

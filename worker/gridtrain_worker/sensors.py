@@ -31,6 +31,9 @@ GPU_BUSY_PERCENT = 5
 GPU_DRAWN_PERCENT = 10
 """Of a GPU on which we compute ourselves: so much for one other program is a game, less the desktop."""
 
+_NOBODYS = ("manager", "background")
+"""Classes of sessions that systemd opens by itself, for a user's services and timers."""
+
 UTMP = Path("/var/run/utmp")
 """Who is logged in, on Linux; a container has none, and some systems have none any more."""
 
@@ -216,16 +219,23 @@ def _family(psutil: Any, ours: Collection[int]) -> set[int]:
 
 
 def _logind_idle_s() -> float | None:
-    """Of the desktop sessions that systemd knows; None: there are none, or no systemd."""
+    """Of the sessions that systemd knows; where these are nobody's, and no list of logins may know of others,
+    very long.  None: they do not tell, or there is no systemd."""
     listed = _said("loginctl", "list-sessions", "--no-legend")
+    if listed is None:
+        return None
     idle_s: float | None = None
+    nobody = True
     for line in listed.splitlines()[:32]:
         session = line.split()[0] if line.split() else ""
         facts = _said(
             *("loginctl", "show-session", session),
-            *("-p", "Type", "-p", "IdleHint", "-p", "IdleSinceHint", "-p", "TTY"),
+            *("-p", "Type", "-p", "Class", "-p", "IdleHint", "-p", "IdleSinceHint", "-p", "TTY"),
         )
-        said = dict(fact.partition("=")[::2] for fact in facts.splitlines())
+        said = dict(fact.partition("=")[::2] for fact in (facts or "").splitlines())
+        if said.get("Class", "").startswith(_NOBODYS):
+            continue
+        nobody = False
         if said.get("Type") in ("x11", "wayland", "mir"):
             since_us = said.get("IdleSinceHint", "0")
             is_idle = said.get("IdleHint") == "yes" and since_us.isdecimal()
@@ -235,14 +245,14 @@ def _logind_idle_s() -> float | None:
         else:
             continue
         idle_s = one_s if idle_s is None else min(idle_s, one_s)
-    return idle_s
+    return EMPTY_S if nobody and not UTMP.exists() else idle_s
 
 
 def _hid_idle_s() -> float | None:
     """macOS: since a key or the mouse was touched."""
     if sys.platform != "darwin":
         return None
-    match = _HID_IDLE.search(_said("ioreg", "-c", "IOHIDSystem", "-d", "4"))
+    match = _HID_IDLE.search(_said("ioreg", "-c", "IOHIDSystem", "-d", "4") or "")
     return int(match[1]) / 1e9 if match is not None else None
 
 
@@ -264,10 +274,10 @@ def _sees_all_processes() -> bool:
         return False
 
 
-def _said(*command: str) -> str:
-    """What a program prints; empty: it is not there, fails, or takes too long."""
+def _said(*command: str) -> str | None:
+    """What a program prints; None: it is not there, fails, or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        return None
+    return done.stdout if done.returncode == 0 else None
