@@ -54,8 +54,8 @@ def collectives_of(parts: Mapping[m.Channel, Part]) -> dict[m.Channel, Collectiv
 def await_outcome(meeting: Meeting, mine: OpenRound) -> RoundOutcome:
     """Whatever this worker's part in it was.
 
-    Whoever is wanted elsewhere does not wait for a root that is gone, or for a coordinator that is, to hear of
-    a round that it has voted NO on.
+    Whoever is wanted elsewhere does not wait for a root that is gone, or a coordinator that is, to hear of a
+    round that it has voted NO on.
     """
     meeting.wait(
         lambda here: mine.outcome is not None or (here.doomed == mine.id and meeting.wanted_elsewhere())
