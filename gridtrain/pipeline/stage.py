@@ -56,6 +56,7 @@ class _Kept:
 
     received: Any
     result: Any
+    overflowed: bool = False
 
 
 class Stage:
@@ -184,6 +185,24 @@ class Stage:
             return None
         return self.output.replaced(result, lambda leaf, value: _plain(value))
 
+    def fails(self, m: int, received: Any) -> bool:
+        """Whether the forward of micro-batch m raises something with these values; changes nothing."""
+        try:
+            with torch.no_grad():
+                self._compute(m, received, first_time=False)
+        except Exception:  # a user's code may raise anything
+            return True
+        return False
+
+    def overflowed(self, m: int, received: Any) -> Any:
+        """In the place of a forward that cannot be computed, as `received` is not finite: nor is anything
+        that follows from it, here and in other stages, and the step is skipped."""
+        self._kept[m] = _Kept(self._leaves(received, m), None, overflowed=True)
+        if self.output is not None:
+            return self.output.overflowed(self._sizes[m], self.device)
+        self._losses.append(torch.full((), torch.nan, device=self.device))
+        return None
+
     def _leaves(self, received: Any, m: int) -> Any:
         """What arrived as the leaves of this stage's graph."""
         assert self.input is not None
@@ -253,6 +272,13 @@ class Stage:
         if m not in self._kept:
             raise LocalProtocolError(f"the backward of micro-batch {m} comes before its forward")
         kept = self._kept.pop(m)
+        if kept.overflowed:
+            assert self.input is not None
+            for parameter in self.parameters:
+                if parameter.requires_grad:
+                    parameter.grad = torch.full_like(parameter, torch.nan)
+            nothing: tuple[Tensor, ...] = self.input.gradients.overflowed(self._sizes[m], self.device)
+            return nothing
         result = self._compute(m, kept.received, first_time=False) if kept.result is None else kept.result
         if self.output is None:
             roots, seeds = [result * self._scale if self._scale != 1.0 else result], [None]
