@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.pipeline import randomness
-from gridtrain.pipeline.statistics import MiniBatchStatistics
+from gridtrain.pipeline.statistics import MiniBatchStatistics, MovingBuffers
 from gridtrain.pipeline.trees import Leaf, Spec, rebuilt, split
 
 Loss = Callable[[Any, Any], Tensor]
@@ -103,6 +103,7 @@ class Stage:
         self.parameters = list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
         self.device = device or (self.parameters[0].device if self.parameters else torch.device("cpu"))
         self._statistics = MiniBatchStatistics(self.layers)
+        self._buffers = MovingBuffers(self.layers)
         self._before: list[Tensor | None] | None = None
         self._forget()
 
@@ -139,7 +140,6 @@ class Stage:
             ConfigError: inputs or targets do not have that many samples.
         """
         self.abort()
-        self._statistics.drop()
         self._sizes, self._scale = tuple(sizes), loss_scale
         self._weights = [size / sum(sizes) for size in sizes]
         self._seeds = [] if self._deterministic else [self._seeds_of(seed, m) for m in range(len(sizes))]
@@ -217,10 +217,12 @@ class Stage:
         """The layers; on the last stage the loss, already weighted by the micro-batch's samples."""
         if self.input is not None:  # copies of leaves: a first layer may overwrite them (ReLU(inplace=True))
             x = self.input.replaced(x, lambda leaf, value: value.clone() if leaf.gradient else value)
-        with self._drawing(), self._statistics.forward(first_time=first_time):
+        again = nullcontext() if first_time else self._buffers.as_before(m)
+        with self._drawing(), self._statistics.forward(first_time=first_time), again:
             for i, layer in enumerate(self.layers):
                 self._seed_layer(m, i)
-                x = layer(x)
+                with self._buffers.watched(i, m) if first_time else nullcontext():
+                    x = layer(x)
             if self._loss is None:
                 assert self.output is not None
                 self.output.values(x, self._sizes[m])
@@ -327,14 +329,17 @@ class Stage:
     def commit(self) -> None:
         """The step went through: batch norms' running statistics move by one mini-batch."""
         self._statistics.commit()
+        self._buffers.commit()
 
     def abort(self) -> None:
-        """Drop a mini-batch that is not finished: gradients are as they were before `begin`."""
+        """Drop a mini-batch that is not committed: buffers are as they were before `begin`, and if it is not
+        finished either, so are gradients."""
         if self._before is not None:
             for parameter, before in zip(self.parameters, self._before, strict=True):
                 parameter.grad = before
         self._before = None
         self._statistics.drop()
+        self._buffers.drop()
         self._forget()
 
 

@@ -119,7 +119,7 @@ class Failing(nn.Module):
 
 def test_what_the_model_raises_comes_out_where_it_was_and_breaks_the_others() -> None:
     stages = stages_of(layers_of(), 3)
-    stages[1].layers.append(Failing())
+    stages[1].layers[-1] = Failing()
     raised = every_stage(stages, memory_lines(3))
     assert isinstance(raised[1], MemoryError)
     for other in (raised[0], raised[2]):
