@@ -292,7 +292,7 @@ def _described(tree: Any, path: str, samples: int, wire: Wire) -> Node:
             return Constant(tree)
         case bool() | int() | float():
             return Leaf(_NUMBERS[type(tree)], (), number=type(tree))
-        case dict():
+        case dict() if type(tree) is dict:
             inside = [_described(tree[key], f"{path}[{key!r}]", samples, wire) for key in tree]
             return Branch(dict, tuple(tree), tuple(inside))
         case tuple() | list():
