@@ -36,6 +36,9 @@ from gridtrain.protocol.messages import MOST_STAGES, Span
 from gridtrain.protocol.stage_costs import Order
 from gridtrain.wire.sparse import Sparse
 
+MOST_AHEAD = 1e6
+"""More cannot be told to the coordinator."""
+
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -69,6 +72,11 @@ class Options:
                 remedy="a function of the last layer's output and the targets, such as "
                 "torch.nn.functional.cross_entropy",
             )
+        if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
+            raise ConfigError(
+                f"loss_fn is a {type(self.loss).__name__} with parameters, which no stage's optimizer has",
+                remedy="make what is trained of it the model's last block, and the rest loss_fn",
+            )
         if not isinstance(self.exchange, Exchange):
             raise ConfigError(
                 f"exchange is {self.exchange!r}, and the replicas of a stage exchange gradients at each step",
@@ -92,7 +100,7 @@ def check_stages(stages: int) -> None:
 
 def made(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of these parameters.  Raises `ConfigError` if `make` makes none."""
-    found = make(parameters) if callable(make) else make
+    found = make(list(parameters)) if callable(make) else make  # to be gone through more than once
     if not callable(make) or not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer is {'a function that returned ' if callable(make) else ''}a {type(found).__name__}",
@@ -106,9 +114,11 @@ def planner(name: str, ahead: float) -> tuple[Planner, str]:
     """A schedule by its name, and what it is called.  Raises `ConfigError`."""
     if name == "fill-drain":
         return schedule.fill_drain, name
-    if name != "1f1b" or not ahead >= 0:
+    if name != "1f1b" or not 0 <= ahead <= MOST_AHEAD:
         raise ConfigError(
-            f'schedule="{name}", ahead={ahead:g}', remedy='schedule="1f1b" or "fill-drain", ahead >= 0'
+            f'schedule="{name}", ahead={ahead:g}',
+            remedy=f'schedule="1f1b" with ahead from 0 to {MOST_AHEAD:g}, or "fill-drain", which is '
+            "as far ahead as can be",
         )
     return partial(schedule.one_forward_one_backward, ahead=ahead), f"1F1B, {ahead:g} ahead"
 

@@ -171,7 +171,8 @@ class Runner:
                 targets=targets if last else None,
                 loss_scale=loss_scale,
             )
-            return _Step(self, line, sizes, inputs).run()
+            with torch.enable_grad():
+                return _Step(self, line, sizes, inputs).run()
         except LineBroken as broken:
             self.stage.abort()
             line.abort(broken.reason)

@@ -167,19 +167,15 @@ class Stage:
         if m in self._kept:
             raise LocalProtocolError(f"micro-batch {m} has had its forward already")
         received = self._inputs[m] if self.input is None else self._leaves(received, m)
-        if self._rematerialise and not backward_follows:
-            versions = _versions(received)
-            with torch.no_grad():
-                result = self._compute(m, received, first_time=True)
-            if _versions(received) != versions:
-                raise ConfigError(
-                    "a layer at the start of this stage overwrote its input, which is needed once more",
-                    remedy="inplace=False for this layer, or rematerialise=False",
-                )
-            self._kept[m] = _Kept(received, None)
-        else:
+        anew, versions = self._rematerialise and not backward_follows, _versions(received)
+        with torch.no_grad() if anew else nullcontext():
             result = self._compute(m, received, first_time=True)
-            self._kept[m] = _Kept(received, result)
+        if _versions(received) != versions:
+            raise ConfigError(
+                "a layer at the start of this stage overwrote its input, which is needed once more",
+                remedy="inplace=False for this layer",
+            )
+        self._kept[m] = _Kept(received, None if anew else result)
         if self.output is None:
             self._losses.append(result.detach())
             return None
@@ -228,11 +224,20 @@ class Stage:
                 self.output.values(x, self._sizes[m])
                 return x
             self._seed_layer(m, len(self.layers))
-            loss = self._loss_of(x, self._targets[m])
+            loss = self._loss_of(x, rebuilt(self._targets[m], _copied))  # a loss may overwrite its targets
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise ConfigError(
                 f"the loss is {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}",
                 remedy="it must be a tensor without dimensions: the mean over the samples",
+            )
+        if (
+            torch.is_grad_enabled()
+            and not loss.requires_grad
+            and any(p.requires_grad for p in self.parameters)
+        ):
+            raise ConfigError(
+                "the loss has no gradient, so nothing would be trained",
+                remedy="compute it from the output with torch functions alone: no .item(), .detach(), numpy",
             )
         return loss * self._weights[m]
 
@@ -341,6 +346,10 @@ class Stage:
         self._statistics.drop()
         self._buffers.drop()
         self._forget()
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _plain(value: Any) -> Any:
