@@ -206,20 +206,16 @@ class Pipeline(Unsent):
                 held = self._at(plan)
             held.inner.zero_grad()
             outcome, brought = self._attempt(held, plan, inputs, targets)
+            if (not outcome.committed or outcome.skip) and held.runner is not None:
+                held.runner.stage.abort()  # before anybody asks for the state
             self._session.ended(outcome)
             if not outcome.committed:
                 self._in_flight.ended()
-                self._undo(held)
             if brought is not None and not outcome.committed:
                 self._refuse_fork(plan, brought.seals)
             if outcome.committed:
                 assert brought is not None
                 return self._apply(held, plan, outcome, brought, begun_s)
-
-    def _undo(self, held: HeldStage) -> None:
-        """What an attempt that is not applied has left in the stage: buffers that its forwards moved."""
-        if held.runner is not None:
-            held.runner.stage.abort()
 
     def _end_failed(self) -> None:
         """The step is called again after the model or the loss raised something."""
@@ -367,7 +363,6 @@ class Pipeline(Unsent):
         loss = brought.seals.loss
         if outcome.skip:
             self._in_flight.ended()
-            self._undo(held)
             self.skipped_steps += 1
         else:
             held.flat.fill(self._in_flight.commit(held.exchanger, brought.attempt))

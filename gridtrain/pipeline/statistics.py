@@ -62,9 +62,11 @@ class MiniBatchStatistics:
         self._norms = [m for m in found if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._sums: dict[_BatchNorm, _Sums] = {}
 
-    def _before(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _before(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         assert isinstance(norm, _BatchNorm)
-        values = inputs[0].detach().float().transpose(0, 1).flatten(1)  # (C, count)
+        values = (
+            (inputs[0] if inputs else named["input"]).detach().float().transpose(0, 1).flatten(1)
+        )  # (C, count)
         mean_C = values.mean(dim=1)
         found = _Sums(values.shape[1], mean_C, (values - mean_C[:, None]).square().sum(dim=1))
         if norm in self._sums:
@@ -79,7 +81,9 @@ class MiniBatchStatistics:
     @contextmanager
     def _watched(self, first_time: bool) -> Iterator[None]:
         training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
-        hooks = [norm.register_forward_pre_hook(self._before) for norm in training if first_time]
+        hooks = [
+            norm.register_forward_pre_hook(self._before, with_kwargs=True) for norm in training if first_time
+        ]
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor moves the running statistics
         try:
@@ -134,13 +138,13 @@ class MovingBuffers:
         self._at_begin: dict[_Place, tuple[Tensor | None, Tensor | None]] = {}  # the tensor, its value
         self._before: dict[int, dict[_Place, Tensor | None]] = {}  # by micro-batch
 
-    @contextmanager
-    def watched(self, layer: int, m: int) -> Iterator[None]:
+    def watched(self, layer: int, m: int) -> AbstractContextManager[None]:
         """Around the first forward of a layer with a micro-batch."""
+        return self._watched(layer, m) if self._places[layer] else nullcontext()
+
+    @contextmanager
+    def _watched(self, layer: int, m: int) -> Iterator[None]:
         found = {place: _buffer(place) for place in self._places[layer]}
-        if not found:
-            yield
-            return
         versions = {place: None if tensor is None else tensor._version for place, tensor in found.items()}
         wanted = self._moving & found.keys() if self._ran[layer] else found.keys()
         values = {place: _value(found[place]) for place in wanted}
@@ -158,9 +162,12 @@ class MovingBuffers:
                     self._before.setdefault(m, {})[place] = values[place]
             self._ran[layer] = True
 
-    @contextmanager
-    def as_before(self, m: int) -> Iterator[None]:
+    def as_before(self, m: int) -> AbstractContextManager[None]:
         """Around a forward that is computed anew; nothing moves by it."""
+        return self._as_before(m) if self._moving else nullcontext()
+
+    @contextmanager
+    def _as_before(self, m: int) -> Iterator[None]:
         before = self._before.get(m, {})
         now = {place: _buffer(place) for place in self._moving}
         for place, tensor in now.items():

@@ -361,3 +361,49 @@ def test_buffers_that_a_forward_writes_move_once_and_gradients_are_the_model_s(r
             assert torch.equal(one, other), f"step {step}: {name}"
         for (name, p), (_, q) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
             assert p.grad is not None and torch.equal(p.grad, q.grad), f"step {step}: {name}"  # type: ignore[arg-type]
+
+
+def masked(logits_BTV: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    """As docs/pipeline.md says it."""
+    y_BT, weights_BT = targets
+    each_BT = F.cross_entropy(logits_BTV.transpose(1, 2), y_BT, reduction="none")
+    return (each_BT * weights_BT).sum(1).mean()
+
+
+def test_weights_that_know_the_batch_make_masked_losses_the_batch_s() -> None:
+    torch.manual_seed(6)
+    layers = [nn.Embedding(7, 5), nn.Linear(5, 7)]
+    x_BT, y_BT = torch.randint(0, 7, (2, 7, 4))
+    mask_BT = torch.rand(7, 4) > 0.6
+    mask_BT[:3] = False  # the first micro-batch of three has nothing
+    plain = F.cross_entropy(layers[1](layers[0](x_BT))[mask_BT], y_BT[mask_BT])
+    plain.backward()  # type: ignore[no-untyped-call]
+    wanted = [p.grad for layer in layers for p in layer.parameters()]
+    for layer in layers:
+        layer.zero_grad()
+    cut = boundaries(layers, x_BT)[0]
+    stages = [Stage(layers[:1], output=cut), Stage(layers[1:], input=cut, loss=masked, first_layer=1)]
+    lines, targets = memory_lines(2), (y_BT, mask_BT * (len(mask_BT) / mask_BT.sum()))
+    given = {"seed": 1, "sizes": divide(7, 3), "inputs": x_BT, "targets": targets}
+    works = [lambda s=s: Runner(stages[s], s, 2).run(lines[s], **given) for s in range(2)]
+    assert in_threads(works)[1].loss == pytest.approx(float(plain.detach()), rel=1e-6)
+    for one, other in zip(wanted, [p.grad for layer in layers for p in layer.parameters()], strict=True):
+        assert one is not None and other is not None
+        assert (one - other).abs().max() <= ROUNDING * one.abs().max()
+
+
+def test_a_batch_norm_may_be_called_by_the_name_of_its_input() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(input=x)
+            return y
+
+    stage = Stage([Named(), nn.Linear(4, 1)], loss=F.mse_loss)
+    given = {"seed": 1, "sizes": (4, 4), "inputs": MOVED_X, "targets": MOVED_Y}
+    Runner(stage, 0, 1, schedule=fill_drain).run(memory_lines(1)[0], **given)  # type: ignore[arg-type]
+    stage.commit()
+    assert torch.allclose(stage.layers[0].norm.running_mean, 0.1 * MOVED_X.mean(0))
