@@ -58,6 +58,22 @@ def boundaries(layers: Sequence[nn.Module], example: Any, *, wire: Wire = Wire.E
     return tuple(specs)
 
 
+def least_samples(layers: Sequence[nn.Module], example: Any) -> int:
+    """Of a micro-batch: 2 where a layer refuses to train on one sample, as `BatchNorm1d` does."""
+    meta = torch.device("meta")
+    way = _with_rows(example, 1, meta)
+    there = [copy.deepcopy(layer).to(meta) for layer in layers]
+    try:
+        with torch.no_grad(), MiniBatchStatistics(there).forward(first_time=False):
+            for layer in there:
+                way = layer(way)
+    except ValueError:
+        return 2
+    except Exception:  # a user's code may raise anything
+        return 1
+    return 1
+
+
 def _with_rows(tree: Any, samples: int, device: torch.device) -> Any:
     def resized(tensor: Tensor) -> Tensor:
         return torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device)

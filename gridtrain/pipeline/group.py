@@ -250,7 +250,7 @@ class Pipeline(Unsent):
     ) -> tuple[RoundOutcome, _Brought | None]:
         seats = self._seats(plan)
         runner = held.prepare(self._staging, self._options, inputs)
-        sizes = schedule.divide(plan.samples, self._division.number)
+        sizes = held.sizes(plan.samples, self._division.number)
         self._largest = max(sizes, default=0)
         line = GroupLine(seats, plan.rank, held.limit_bytes(self._largest))
         expected = list(self._expected(held.stage, len(sizes)))

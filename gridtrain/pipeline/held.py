@@ -24,7 +24,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.optim.averages import BufferAverage
 from gridtrain.optim.exchange import Exchanger, exchanger
 from gridtrain.optim.flat import FlatGradient
-from gridtrain.pipeline.boundaries import boundaries
+from gridtrain.pipeline.boundaries import boundaries, least_samples
 from gridtrain.pipeline.checks import check_on_way
 from gridtrain.pipeline.holding import SavedMeter
 from gridtrain.pipeline.narrow import Wire
@@ -144,6 +144,7 @@ class HeldStage:
         self.exchanger: Exchanger = exchanger(options.exchange, (0, self.flat.n), self.flat.flat_N.device)
         self.averages = BufferAverage(self.module, options.average_buffers_every)
         self.runner: Runner | None = None
+        self.least_samples = 1  # of a micro-batch
         self.stepped = False  # it is not any more what it was built as, or restored to
 
     def place(self, staging: Staging, stage: int) -> None:
@@ -157,6 +158,7 @@ class HeldStage:
         if self.runner is None:
             start, stop = staging.bounds(self.stage)
             cuts = boundaries(staging.blueprint.blocks, example, wire=options.wire)
+            self.least_samples = least_samples(staging.blueprint.blocks, example)
             if options.micro_batches is not None:
                 order = options.schedule(staging.stages, options.micro_batches)
                 check_on_way(order, max((len(cut.leaves) for cut in cuts[:-1]), default=1))
@@ -186,6 +188,10 @@ class HeldStage:
             else:
                 update = np.concatenate([update[: stop - size], np.zeros(size, np.float32), update[stop:]])
         return update
+
+    def sizes(self, samples: int, micro_batches: int) -> tuple[int, ...]:
+        """Of a batch's micro-batches: fewer than that many where the model cannot train on so few samples."""
+        return schedule.divide(samples, min(micro_batches, max(1, samples // self.least_samples)))
 
     def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
         """Of the micro-batches that wait for their backward, at most, but the one that is computed."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import gridtrain
 from gridtrain.errors import ConfigError, LineBroken
+from gridtrain.pipeline.boundaries import least_samples
 from gridtrain.pipeline.checks import Verdict, blamed, check_on_way, judged
 from gridtrain.pipeline.group import Pipeline
 from gridtrain.pipeline.runner import Runner, _Step, share_tied_parameters
@@ -441,3 +442,36 @@ def test_an_honest_stage_that_overflows_has_the_step_skipped_and_stays(tmp_path:
     given, ended = together(tmp_path, model, loss_fn=careful, init=init, cuts=(0, 2, 3))
     assert [skipped for _, skipped in given] == [True] * 8
     assert ended == {0: "finished", 1: "finished"}
+
+
+def test_the_tail_of_a_pass_has_no_micro_batch_that_batch_norm_refuses(tmp_path: Path) -> None:
+    def model() -> list[nn.Module]:
+        return [nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)]
+
+    sizes: list[int] = []
+
+    def train(grid: gridtrain.Grid) -> list[float | None]:
+        pipe = grid.pipeline(
+            model,
+            lambda p: torch.optim.SGD(p, lr=0.05),
+            stages=2,
+            loss_fn=loss_fn,
+            micro_batches=4,
+            exchange=gridtrain.Dense(),
+        )
+        losses = []
+        for x, y in grid.batches(DATA[:21], batch_size=8, epochs=1):  # 8, 8, 5: the last not as 2, 1, 1, 1
+            sizes.append(len(x))
+            losses.append(pipe.step(x, y))
+        return losses
+
+    one, other = local(train, workers=2, export_dir=str(tmp_path))
+    assert sorted(sizes) == [5, 5, 8, 8, 8, 8]
+    assert one == other and len(one) == 3 and None not in one
+
+
+@pytest.mark.parametrize(
+    ("layer", "least"), [(nn.BatchNorm1d(2), 2), (nn.LayerNorm(2), 1), (nn.BatchNorm1d(2).eval(), 1)]
+)
+def test_how_few_samples_a_model_trains_on(layer: nn.Module, least: int) -> None:
+    assert least_samples([nn.Linear(2, 2), layer], torch.ones(4, 2)) == least
