@@ -16,10 +16,12 @@ tensors that the part before it returned.
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -59,15 +61,50 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _held(function: Callable[..., Any]) -> Iterator[Any]:
-    if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values())
-        yield from _held(function.func)
-    elif inspect.ismethod(function):
-        yield function.__self__
-    elif inspect.isfunction(function):
-        yield from inspect.getclosurevars(function).nonlocals.values()
-        yield from function.__defaults__ or ()
+def _held(value: Any, known: set[int] | None = None) -> Iterator[Any]:
+    """All that a function may compute with: what it closes over, its script's globals, what these hold."""
+    known = set() if known is None else known
+    if id(value) in known:
+        return
+    known.add(id(value))
+    yield value
+    for inner in _within(value):
+        yield from _held(inner, known)
+
+
+def _within(value: Any) -> Iterator[Any]:
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif inspect.ismethod(value):
+        yield from (value.__self__, value.__func__)
+    elif inspect.isfunction(value):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_set(cell))
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        named = (value.__globals__.get(name) for name in _globals_of(value.__code__))
+        # What a library's functions use is the library's affair.
+        yield from (it for it in named if not inspect.isfunction(it) or it.__module__ == value.__module__)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif callable(value) and not isinstance(value, type | nn.Module | Tensor):
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # what it stands for comes later in the script
+        return False
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Names that it reads from its script, and so do functions that are made in it."""
+    found = (each for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    yield from (each.argval for each in found)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(constant)
 
 
 class Sequence(nn.Sequential):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.pipeline.narrow import Wire
 from gridtrain.pipeline.statistics import MiniBatchStatistics
 from gridtrain.pipeline.trees import Spec, rebuilt
@@ -44,14 +44,34 @@ def boundaries(layers: Sequence[nn.Module], example: Any, *, wire: Wire = Wire.E
         try:
             with MiniBatchStatistics([there]).forward(first_time=False):
                 ways = [there(way) for way in ways]
-        except (RuntimeError, NotImplementedError) as error:
+        except GridtrainError:
+            raise
+        except Exception as error:  # a user's code may raise anything
             raise ConfigError(
-                f"layer {i}, {type(layer).__name__}, cannot run without data: {error}",
-                remedy="describe the cuts with Spec.of(output, samples) instead",
+                f"layer {i}, {type(layer).__name__}, cannot run without data, on torch's meta device: "
+                f"{type(error).__name__}: {error}",
+                remedy="shapes must not depend on values: no .item(), .numpy(), `if` on tensors in forward; "
+                "or, with Stage alone, describe the cuts with Spec.of(output, samples)",
             ) from error
         specs.append(Spec.between(ways[0], _SAMPLES[0], ways[1], _SAMPLES[1], wire=wire))
         ways = [_cut_off(way) for way in ways]
     return tuple(specs)
+
+
+def least_samples(layers: Sequence[nn.Module], example: Any) -> int:
+    """Of a micro-batch: 2 where a layer refuses to train on one sample, as `BatchNorm1d` does."""
+    meta = torch.device("meta")
+    way = _with_rows(example, 1, meta)
+    there = [copy.deepcopy(layer).to(meta) for layer in layers]
+    try:
+        with torch.no_grad(), MiniBatchStatistics(there).forward(first_time=False):
+            for layer in there:
+                way = layer(way)
+    except ValueError:
+        return 2
+    except Exception:  # a user's code may raise anything
+        return 1
+    return 1
 
 
 def _with_rows(tree: Any, samples: int, device: torch.device) -> Any:

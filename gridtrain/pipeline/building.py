@@ -201,6 +201,15 @@ class Blueprint:
                         f'"{name}" of {self._called(index)} lies on {tensor.device}; its values would go',
                         remedy='make the model with torch.device("meta"), or give the function that makes it',
                     )
+            for path, module in block.named_modules():
+                for name, value in vars(module).items():
+                    if isinstance(value, Tensor) and value.device.type == "meta":
+                        raise ConfigError(
+                            f'"{f"{path}.{name}".lstrip(".")}" of {self._called(index)} is a tensor that '
+                            "is neither parameter nor buffer: no stage would have its values",
+                            remedy=f'self.register_buffer("{name}", ..., persistent=False), with its values '
+                            "given by init=; or make it in forward",
+                        )
 
     def _refuse_lost_values(self, index: int) -> None:
         """A parameter that its constructor wrote to more often than `reset_parameters` does."""

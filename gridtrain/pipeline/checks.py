@@ -5,19 +5,23 @@ stage that sent something, with a `LineBroken` that names it.  Never computes, n
 
     pipe.step(inputs, targets) --> check_batch        the same samples in every tensor, on every stage
     grid.pipeline(micro_batches=M) --> check_on_way   what a neighbour must hold that has not begun yet
-    Stage.forward(received) raises --> answered_for   floats not finite, integers that are not the batch's
+    Stage.forward(received) raises --> judged         with other values in their place it would not have
+
+An error alone says nothing of the sender: a bug of the user's raises too, with whatever came.  So the layers
+are tried again with numbers that cannot be the cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gridtrain.errors import ConfigError, GridtrainError, LineBroken
-from gridtrain.pipeline.trees import Spec, rebuilt
+from gridtrain.pipeline.trees import Leaf, Spec, rebuilt
 from gridtrain.protocol.attempts import MAX_HELD_MESSAGES
 from gridtrain.protocol.schedule import Schedule
 
@@ -68,63 +72,85 @@ def check_on_way(schedule: Schedule, buffers: int = 1) -> None:
         )
 
 
-class answered_for:
-    """Around computing with what stage `source` sent: who answers for what a layer raises.
+class Verdict(Enum):
+    """Why a layer raised something, as far as what came from the stage before is concerned."""
 
-    Floats that are not finite, and integers that nobody can have from the batch of this step, are the
-    sender's affair: on an honest one the step would have failed just so.  Without such values, for an error
-    that no value causes (memory), and where `gridtrain` itself says what is wrong, it is this worker's own
-    error and goes on as it is.
+    OWN = "not because of what came"
+    NOT_FINITE = "floats that are not finite came, and nobody need be at fault: a step that overflowed"
+    SENDER = "integers came that nobody can have from the batch of this step"
+
+
+def judged(
+    error: Exception,
+    agreed: Spec | None,
+    received: Any,
+    samples: int,
+    own: Any,
+    fails: Callable[[Any], bool],
+) -> tuple[Verdict, str]:
+    """Who answers for what a layer or the loss has raised, and what of the values was the cause.
 
     Args:
         agreed: how `received` looks; None: nothing came, it is the first stage.
-        own: gives this worker's copy of the same micro-batch's inputs.
-
-    Raises:
-        LineBroken: `source` answers for it.
+        own: this worker's copy of the same micro-batch's inputs.
+        fails: whether computing with other values in the place of `received` raises something as well.
     """
-
-    __slots__ = ("_agreed", "_own", "_received", "_samples", "_source")
-
-    def __init__(
-        self, source: int, agreed: Spec | None, received: Any, samples: int, own: Callable[[], Any]
-    ) -> None:
-        self._source, self._agreed, self._received = source, agreed, received
-        self._samples, self._own = samples, own
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if not isinstance(error, LookupError | ValueError | ArithmeticError | RuntimeError):
-            return
-        no_value = isinstance(error, GridtrainError | NotImplementedError | RecursionError)
-        if self._agreed is None or no_value or "memory" in str(error):
-            return  # no value that came does that, and torch's allocators raise RuntimeError
-        if found := _suspicious(self._agreed, self._received, self._samples, self._own()):
-            text = f"{type(error).__name__}: {str(error)[:200]}"
-            raise LineBroken(
-                f"what stage {self._source} sent cannot be computed with: {found} -> {text}",
-                self._source,
-                remedy=_REMEDY,
-            ) from error
-
-
-def _suspicious(agreed: Spec, received: Any, samples: int, own: Any) -> str:
-    """Of the values that came, what a layer may have stumbled over; empty: nothing."""
-    mine: list[Tensor] = []
-    rebuilt(own, lambda value: mine.append(value) if isinstance(value, Tensor) else None)
+    if agreed is None or not isinstance(error, LookupError | ValueError | ArithmeticError | RuntimeError):
+        return Verdict.OWN, ""
+    no_value = isinstance(error, GridtrainError | NotImplementedError | RecursionError)
+    if no_value or "memory" in str(error):  # no value that came does that; torch's allocators: RuntimeError
+        return Verdict.OWN, ""
     try:
-        for leaf, value in agreed.values(received, samples):
+        strange = _Strange(agreed, received, samples, own)
+        if strange.floats and not fails(strange.replaced(None)):
+            return Verdict.NOT_FINITE, strange.floats
+        # 0 is an index of every table, and 1 a length where 0 is none.
+        if strange.integers and not all(fails(strange.replaced(number)) for number in (0, 1)):
+            return Verdict.SENDER, strange.integers
+    except RuntimeError:  # a device that has failed tells nothing any more
+        pass
+    return Verdict.OWN, ""
+
+
+def blamed(source: int, found: str, error: Exception) -> LineBroken:
+    """For `Verdict.SENDER`: what the others are told."""
+    text = f"{type(error).__name__}: {str(error)[:200]}"
+    return LineBroken(
+        f"what stage {source} sent cannot be computed with: {found} -> {text}", source, remedy=_REMEDY
+    )
+
+
+class _Strange:
+    """Of the values that came, what a layer may have stumbled over, in words; empty: nothing."""
+
+    def __init__(self, agreed: Spec, received: Any, samples: int, own: Any) -> None:
+        self._agreed, self._received, self._foreign = agreed, received, set[int]()
+        self.floats = self.integers = ""
+        mine: list[Tensor] = []
+        rebuilt(own, lambda value: mine.append(value) if isinstance(value, Tensor) else None)
+        for at, (leaf, value) in enumerate(agreed.values(received, samples)):
             tensor = torch.as_tensor(value).detach().cpu()
             if tensor.is_floating_point() or tensor.is_complex():
                 if not bool(torch.isfinite(tensor).all()):
-                    return f"values that are not finite in {leaf}"
+                    self.floats = self.floats or f"values that are not finite in {leaf}"
             elif tensor.numel() and not any(_same(tensor, other) for other in mine):
-                return f"integers from {int(tensor.min())} to {int(tensor.max())} in {leaf}"
-    except RuntimeError:  # a device that has failed tells nothing any more
-        return ""
-    return ""
+                ends = f"integers from {int(tensor.min())} to {int(tensor.max())} in {leaf}"
+                self.integers = self.integers or ends
+                self._foreign.add(at)
+
+    def replaced(self, number: int | None) -> Any:
+        """What came with 0 for floats that are not finite and, if given, this number for strange integers."""
+        places = iter(range(len(self._agreed.leaves)))
+
+        def change(leaf: Leaf, value: Any) -> Any:
+            at, tensor = next(places), torch.as_tensor(value).detach()
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+            elif number is not None and at in self._foreign:
+                tensor = torch.full_like(tensor, number)
+            return leaf.number(tensor.item()) if leaf.number is not None else tensor
+
+        return self._agreed.replaced(self._received, change)
 
 
 def _same(tensor: Tensor, other: Tensor) -> bool:

@@ -206,6 +206,8 @@ class Pipeline(Unsent):
                 held = self._at(plan)
             held.inner.zero_grad()
             outcome, brought = self._attempt(held, plan, inputs, targets)
+            if (not outcome.committed or outcome.skip) and held.runner is not None:
+                held.runner.stage.abort()  # before anybody asks for the state
             self._session.ended(outcome)
             if not outcome.committed:
                 self._in_flight.ended()
@@ -248,7 +250,7 @@ class Pipeline(Unsent):
     ) -> tuple[RoundOutcome, _Brought | None]:
         seats = self._seats(plan)
         runner = held.prepare(self._staging, self._options, inputs)
-        sizes = schedule.divide(plan.samples, self._division.number)
+        sizes = held.sizes(plan.samples, self._division.number)
         self._largest = max(sizes, default=0)
         line = GroupLine(seats, plan.rank, held.limit_bytes(self._largest))
         expected = list(self._expected(held.stage, len(sizes)))

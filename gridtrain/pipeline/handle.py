@@ -33,22 +33,28 @@ class StageOptimizer(WrappingOptimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._wrap(inner)
         self._applying = False
+        self._as_made, self._changed = self.settings(), False
 
     def hold(self, inner: torch.optim.Optimizer) -> None:
-        """Of another stage, with the settings that this one has now.
+        """Of another stage, with the settings that this one has now, if they are not what it was made with.
 
         Raises:
-            ConfigError: a scheduler was made for another number of groups.
+            ConfigError: a scheduler, or the script, has set another number of groups.
         """
         now, coming = self.inner.param_groups, inner.param_groups
-        if len(now) != len(coming) and any(_SCHEDULED in group for group in now):
+        self._changed |= not all(map(_same, self.settings(), self._as_made))
+        if len(now) != len(coming) and self._changed:
+            scheduled = any(_SCHEDULED in group for group in now)
+            who = "a scheduler was made for" if scheduled else "the script has set"
             raise ConfigError(
-                f"a scheduler was made for {len(now)} groups of parameters; the stage that this worker holds "
-                f"now has {len(coming)}",
+                f"{who} {len(now)} groups of parameters; the stage that this worker holds now has "
+                f"{len(coming)}",
                 remedy="make the same groups for every stage, also those that are empty there",
             )
-        _load(coming, self.settings())
-        self.inner = inner
+        settings, self.inner = self.settings(), inner
+        self._as_made = self.settings()
+        if self._changed:
+            self.load_settings(settings)
 
     def settings(self) -> Settings:
         """A copy of all groups' settings."""
@@ -88,6 +94,15 @@ class StageOptimizer(WrappingOptimizer):
 def _load(groups: list[dict[str, Any]], settings: Settings) -> None:
     for group, mine in zip(groups, settings, strict=False):
         group.update({name: _own(value) for name, value in mine.items()})
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        bool((torch.as_tensor(value) == torch.as_tensor(other[name])).all())
+        if isinstance(value, Tensor) or isinstance(other[name], Tensor)
+        else bool(value == other[name])
+        for name, value in one.items()
+    )
 
 
 def _own(value: Any) -> Any:

@@ -24,7 +24,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.optim.averages import BufferAverage
 from gridtrain.optim.exchange import Exchanger, exchanger
 from gridtrain.optim.flat import FlatGradient
-from gridtrain.pipeline.boundaries import boundaries
+from gridtrain.pipeline.boundaries import boundaries, least_samples
 from gridtrain.pipeline.checks import check_on_way
 from gridtrain.pipeline.holding import SavedMeter
 from gridtrain.pipeline.narrow import Wire
@@ -35,6 +35,9 @@ from gridtrain.protocol import schedule
 from gridtrain.protocol.messages import MOST_STAGES, Span
 from gridtrain.protocol.stage_costs import Order
 from gridtrain.wire.sparse import Sparse
+
+MOST_AHEAD = 1e6
+"""More cannot be told to the coordinator."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -69,6 +72,11 @@ class Options:
                 remedy="a function of the last layer's output and the targets, such as "
                 "torch.nn.functional.cross_entropy",
             )
+        if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
+            raise ConfigError(
+                f"loss_fn is a {type(self.loss).__name__} with parameters, which no stage's optimizer has",
+                remedy="make what is trained of it the model's last block, and the rest loss_fn",
+            )
         if not isinstance(self.exchange, Exchange):
             raise ConfigError(
                 f"exchange is {self.exchange!r}, and the replicas of a stage exchange gradients at each step",
@@ -92,7 +100,7 @@ def check_stages(stages: int) -> None:
 
 def made(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of these parameters.  Raises `ConfigError` if `make` makes none."""
-    found = make(parameters) if callable(make) else make
+    found = make(list(parameters)) if callable(make) else make  # to be gone through more than once
     if not callable(make) or not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer is {'a function that returned ' if callable(make) else ''}a {type(found).__name__}",
@@ -106,9 +114,11 @@ def planner(name: str, ahead: float) -> tuple[Planner, str]:
     """A schedule by its name, and what it is called.  Raises `ConfigError`."""
     if name == "fill-drain":
         return schedule.fill_drain, name
-    if name != "1f1b" or not ahead >= 0:
+    if name != "1f1b" or not 0 <= ahead <= MOST_AHEAD:
         raise ConfigError(
-            f'schedule="{name}", ahead={ahead:g}', remedy='schedule="1f1b" or "fill-drain", ahead >= 0'
+            f'schedule="{name}", ahead={ahead:g}',
+            remedy=f'schedule="1f1b" with ahead from 0 to {MOST_AHEAD:g}, or "fill-drain", which is '
+            "as far ahead as can be",
         )
     return partial(schedule.one_forward_one_backward, ahead=ahead), f"1F1B, {ahead:g} ahead"
 
@@ -134,6 +144,7 @@ class HeldStage:
         self.exchanger: Exchanger = exchanger(options.exchange, (0, self.flat.n), self.flat.flat_N.device)
         self.averages = BufferAverage(self.module, options.average_buffers_every)
         self.runner: Runner | None = None
+        self.least_samples = 1  # of a micro-batch
         self.stepped = False  # it is not any more what it was built as, or restored to
 
     def place(self, staging: Staging, stage: int) -> None:
@@ -147,6 +158,7 @@ class HeldStage:
         if self.runner is None:
             start, stop = staging.bounds(self.stage)
             cuts = boundaries(staging.blueprint.blocks, example, wire=options.wire)
+            self.least_samples = least_samples(staging.blueprint.blocks, example)
             if options.micro_batches is not None:
                 order = options.schedule(staging.stages, options.micro_batches)
                 check_on_way(order, max((len(cut.leaves) for cut in cuts[:-1]), default=1))
@@ -176,6 +188,10 @@ class HeldStage:
             else:
                 update = np.concatenate([update[: stop - size], np.zeros(size, np.float32), update[stop:]])
         return update
+
+    def sizes(self, samples: int, micro_batches: int) -> tuple[int, ...]:
+        """Of a batch's micro-batches: fewer than that many where the model cannot train on so few samples."""
+        return schedule.divide(samples, min(micro_batches, max(1, samples // self.least_samples)))
 
     def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
         """Of the micro-batches that wait for their backward, at most, but the one that is computed."""

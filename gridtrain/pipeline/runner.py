@@ -11,20 +11,22 @@ Sending returns at once and receiving goes on in the background, so both overlap
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from gridtrain.errors import ConfigError, LineBroken, RemoteProtocolError
-from gridtrain.pipeline.checks import answered_for
+from gridtrain.pipeline.checks import Verdict, blamed, judged
 from gridtrain.pipeline.stage import Stage
 from gridtrain.pipeline.trees import Spec, split
 from gridtrain.protocol import schedule as plan
 from gridtrain.protocol.messages import Channel
+
+log = logging.getLogger("gridtrain")
 
 Buffers = Sequence[memoryview]
 Planner = Callable[[int, int], plan.Schedule]
@@ -169,7 +171,8 @@ class Runner:
                 targets=targets if last else None,
                 loss_scale=loss_scale,
             )
-            return _Step(self, line, sizes, inputs).run()
+            with torch.enable_grad():
+                return _Step(self, line, sizes, inputs).run()
         except LineBroken as broken:
             self.stage.abort()
             line.abort(broken.reason)
@@ -224,8 +227,10 @@ class _Step:
         if self._stage.input is not None:
             received = self._receive(self._number - 1, plan.activations(m), self._stage.input, samples)
         begun_s = time.perf_counter()
-        with self._answered_for(m, received):
+        try:
             sent = self._stage.forward(m, received, backward_follows=backward_follows)
+        except Exception as error:  # a user's code may raise anything
+            sent = self._without(m, received, error)
         self._spent_s[plan.Kind.FORWARD] += time.perf_counter() - begun_s
         if self._stage.output is not None:
             if m == 0:
@@ -245,15 +250,20 @@ class _Step:
         if self._stage.input is not None:
             self._send(self._number - 1, plan.gradients(m), self._stage.input.gradients.encode(sent, samples))
 
-    def _answered_for(self, m: int, received: Any) -> AbstractContextManager[None]:
-        """Around computing with what came from the stage before."""
-        return answered_for(
-            self._number - 1,
-            self._stage.input,
-            received,
-            self._sizes[m],
-            lambda: split(self._inputs, self._sizes)[m],
+    def _without(self, m: int, received: Any, error: Exception) -> Any:
+        """What goes on instead of an output that could not be computed; raises what the step ends with."""
+        source, agreed, samples = self._number - 1, self._stage.input, self._sizes[m]
+        own = split(self._inputs, self._sizes)[m]
+        verdict, found = judged(
+            error, agreed, received, samples, own, lambda other: self._stage.fails(m, other)
         )
+        if verdict is Verdict.OWN:
+            raise error
+        text = "stage %d cannot compute with what stage %d sent, %s: %s"
+        log.warning(text, self._number, source, found, f"{type(error).__name__}: {error}", exc_info=error)
+        if verdict is Verdict.SENDER:
+            raise blamed(source, found, error) from error
+        return self._stage.overflowed(m, received)
 
     def _sum_tied_gradients(self) -> None:
         """Each holder tells all others its part; all add them up in the order of the stages."""

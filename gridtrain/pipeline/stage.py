@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.pipeline import randomness
-from gridtrain.pipeline.statistics import MiniBatchStatistics
+from gridtrain.pipeline.statistics import MiniBatchStatistics, MovingBuffers
 from gridtrain.pipeline.trees import Leaf, Spec, rebuilt, split
 
 Loss = Callable[[Any, Any], Tensor]
@@ -56,6 +56,7 @@ class _Kept:
 
     received: Any
     result: Any
+    overflowed: bool = False
 
 
 class Stage:
@@ -102,6 +103,7 @@ class Stage:
         self.parameters = list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
         self.device = device or (self.parameters[0].device if self.parameters else torch.device("cpu"))
         self._statistics = MiniBatchStatistics(self.layers)
+        self._buffers = MovingBuffers(self.layers)
         self._before: list[Tensor | None] | None = None
         self._forget()
 
@@ -138,7 +140,6 @@ class Stage:
             ConfigError: inputs or targets do not have that many samples.
         """
         self.abort()
-        self._statistics.drop()
         self._sizes, self._scale = tuple(sizes), loss_scale
         self._weights = [size / sum(sizes) for size in sizes]
         self._seeds = [] if self._deterministic else [self._seeds_of(seed, m) for m in range(len(sizes))]
@@ -166,23 +167,37 @@ class Stage:
         if m in self._kept:
             raise LocalProtocolError(f"micro-batch {m} has had its forward already")
         received = self._inputs[m] if self.input is None else self._leaves(received, m)
-        if self._rematerialise and not backward_follows:
-            versions = _versions(received)
-            with torch.no_grad():
-                result = self._compute(m, received, first_time=True)
-            if _versions(received) != versions:
-                raise ConfigError(
-                    "a layer at the start of this stage overwrote its input, which is needed once more",
-                    remedy="inplace=False for this layer, or rematerialise=False",
-                )
-            self._kept[m] = _Kept(received, None)
-        else:
+        anew, versions = self._rematerialise and not backward_follows, _versions(received)
+        with torch.no_grad() if anew else nullcontext():
             result = self._compute(m, received, first_time=True)
-            self._kept[m] = _Kept(received, result)
+        if _versions(received) != versions:
+            raise ConfigError(
+                "a layer at the start of this stage overwrote its input, which is needed once more",
+                remedy="inplace=False for this layer",
+            )
+        self._kept[m] = _Kept(received, None if anew else result)
         if self.output is None:
             self._losses.append(result.detach())
             return None
         return self.output.replaced(result, lambda leaf, value: _plain(value))
+
+    def fails(self, m: int, received: Any) -> bool:
+        """Whether the forward of micro-batch m raises something with these values; changes nothing."""
+        try:
+            with torch.no_grad():
+                self._compute(m, received, first_time=False)
+        except Exception:  # a user's code may raise anything
+            return True
+        return False
+
+    def overflowed(self, m: int, received: Any) -> Any:
+        """In the place of a forward that cannot be computed, as `received` is not finite: nor is anything
+        that follows from it, here and in other stages, and the step is skipped."""
+        self._kept[m] = _Kept(self._leaves(received, m), None, overflowed=True)
+        if self.output is not None:
+            return self.output.overflowed(self._sizes[m], self.device)
+        self._losses.append(torch.full((), torch.nan, device=self.device))
+        return None
 
     def _leaves(self, received: Any, m: int) -> Any:
         """What arrived as the leaves of this stage's graph."""
@@ -198,20 +213,31 @@ class Stage:
         """The layers; on the last stage the loss, already weighted by the micro-batch's samples."""
         if self.input is not None:  # copies of leaves: a first layer may overwrite them (ReLU(inplace=True))
             x = self.input.replaced(x, lambda leaf, value: value.clone() if leaf.gradient else value)
-        with self._drawing(), self._statistics.forward(first_time=first_time):
+        again = nullcontext() if first_time else self._buffers.as_before(m)
+        with self._drawing(), self._statistics.forward(first_time=first_time), again:
             for i, layer in enumerate(self.layers):
                 self._seed_layer(m, i)
-                x = layer(x)
+                with self._buffers.watched(i, m) if first_time else nullcontext():
+                    x = layer(x)
             if self._loss is None:
                 assert self.output is not None
                 self.output.values(x, self._sizes[m])
                 return x
             self._seed_layer(m, len(self.layers))
-            loss = self._loss_of(x, self._targets[m])
+            loss = self._loss_of(x, rebuilt(self._targets[m], _copied))  # a loss may overwrite its targets
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise ConfigError(
                 f"the loss is {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}",
                 remedy="it must be a tensor without dimensions: the mean over the samples",
+            )
+        if (
+            torch.is_grad_enabled()
+            and not loss.requires_grad
+            and any(p.requires_grad for p in self.parameters)
+        ):
+            raise ConfigError(
+                "the loss has no gradient, so nothing would be trained",
+                remedy="compute it from the output with torch functions alone: no .item(), .detach(), numpy",
             )
         return loss * self._weights[m]
 
@@ -253,6 +279,13 @@ class Stage:
         if m not in self._kept:
             raise LocalProtocolError(f"the backward of micro-batch {m} comes before its forward")
         kept = self._kept.pop(m)
+        if kept.overflowed:
+            assert self.input is not None
+            for parameter in self.parameters:
+                if parameter.requires_grad:
+                    parameter.grad = torch.full_like(parameter, torch.nan)
+            nothing: tuple[Tensor, ...] = self.input.gradients.overflowed(self._sizes[m], self.device)
+            return nothing
         result = self._compute(m, kept.received, first_time=False) if kept.result is None else kept.result
         if self.output is None:
             roots, seeds = [result * self._scale if self._scale != 1.0 else result], [None]
@@ -301,15 +334,22 @@ class Stage:
     def commit(self) -> None:
         """The step went through: batch norms' running statistics move by one mini-batch."""
         self._statistics.commit()
+        self._buffers.commit()
 
     def abort(self) -> None:
-        """Drop a mini-batch that is not finished: gradients are as they were before `begin`."""
+        """Drop a mini-batch that is not committed: buffers are as they were before `begin`, and if it is not
+        finished either, so are gradients."""
         if self._before is not None:
             for parameter, before in zip(self.parameters, self._before, strict=True):
                 parameter.grad = before
         self._before = None
         self._statistics.drop()
+        self._buffers.drop()
         self._forget()
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _plain(value: Any) -> Any:

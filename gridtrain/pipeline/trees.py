@@ -203,6 +203,17 @@ class Spec:
         values = iter([change(leaf, value) for _, leaf, value in _walked(self.root, tree, "")])
         return _built(self.root, values)
 
+    def overflowed(self, samples: int, device: torch.device) -> Any:
+        """A nest as agreed whose floats are NaN; everything else is 0."""
+
+        def value_of(leaf: Leaf) -> Any:
+            if leaf.number is not None:
+                return leaf.number(0)
+            fill = torch.nan if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
+            return torch.full(leaf.shape_of(samples), fill, dtype=leaf.dtype, device=device)
+
+        return _built(self.root, map(value_of, self.leaves))
+
     def encode(self, tree: Any, samples: int) -> list[memoryview]:
         """One buffer for each leaf.  Without narrowing, of a tensor on the host: its own memory, not a copy.
 
@@ -281,7 +292,7 @@ def _described(tree: Any, path: str, samples: int, wire: Wire) -> Node:
             return Constant(tree)
         case bool() | int() | float():
             return Leaf(_NUMBERS[type(tree)], (), number=type(tree))
-        case dict():
+        case dict() if type(tree) is dict:
             inside = [_described(tree[key], f"{path}[{key!r}]", samples, wire) for key in tree]
             return Branch(dict, tuple(tree), tuple(inside))
         case tuple() | list():

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import cutting
@@ -176,7 +177,7 @@ def _cut(
     slack: float,
 ) -> Cut:
     if cuts is None:
-        return cutting.cut(layers, cards, network, running, slack=slack)
+        return cutting.cut(layers, cards, network, running, slack=slack, may_be=_trains(layers, len(cards)))
     cut = cutting.at(Costs(layers, cards, network, running), cuts)
     for index, stage in enumerate(cut.stages):
         if stage.bytes.total > stage.card.memory_bytes:
@@ -185,6 +186,20 @@ def _cut(
                 remedy="cut the model anew, or take more micro-batches",
             )
     return cut
+
+
+def _trains(layers: Sequence[Layer], stages: int) -> Callable[[int, int], bool]:
+    """A stage must have something to train, where anything is known to be trained."""
+    before = list(accumulate((layer.trainable > 0 for layer in layers), initial=0))
+    if not before[-1]:
+        return lambda start, stop: True
+    if before[-1] < stages <= len(layers):
+        raise ConfigError(
+            f"{len(layers)} layers, of which {before[-1]} are trained, cannot be cut into {stages} stages: "
+            "each must have something to train",
+            remedy=f"at most {before[-1]} stages, or smaller layers",
+        )
+    return lambda start, stop: before[stop] > before[start]
 
 
 def _ahead(cut: Cut, network: Network) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
@@ -125,3 +126,45 @@ class TwoInputs(nn.Module):
 def test_a_part_with_two_arguments_is_refused() -> None:
     with pytest.raises(ConfigError, match='forward calls "b" with 2 arguments'):
         blocks_of(TwoInputs(), split_at=("a", "b"), example=torch.ones(2, 2))
+
+
+SCRIPTS_OWN = nn.Linear(2, 2)
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = SCRIPTS_OWN(x)
+    return y
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.inside = {"layer": nn.Linear(2, 2)}
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self.inside["layer"](x)
+
+
+def of_a_list(layers: list[nn.Module]) -> Any:
+    return lambda x: layers[0](x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: SCRIPTS_OWN(x),
+        lambda x: helper(x),
+        lambda x: [SCRIPTS_OWN(y) for y in x],
+        of_a_list([nn.Linear(2, 2)]),
+        Holder(),
+        functools.partial(lambda layer, x: layer(x), nn.Linear(2, 2)),
+    ],
+)
+def test_a_function_that_uses_a_module_of_its_script_is_refused(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"uses a Linear from outside"):
+        Sequence(function)
+
+
+def test_functions_without_values_of_their_own_are_fine() -> None:
+    weight = 3  # a name that a module's attribute has, too
+    fine = [torch.relu, F.gelu, lambda x: F.softmax(x.flatten(1), dim=-1), lambda x: x * weight]
+    assert len(Sequence(*fine, functools.partial(F.dropout, p=0.1))) == 5

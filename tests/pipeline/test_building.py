@@ -283,3 +283,30 @@ def test_values_are_the_same_on_a_gpu() -> None:
     assert_equal(
         {name: tensor.cpu() for name, tensor in on_gpu.items()}, values(Blueprint(tied_model).build(0, 8))
     )
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.frequencies = nn.Linear(4, 4), torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) * self.frequencies
+        return y
+
+
+def test_a_tensor_that_would_stay_on_the_meta_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'"1.frequencies" of block 0 .*neither parameter') as caught:
+        Blueprint(lambda: [Outer(Rotary())])
+    assert 'register_buffer("frequencies"' in caught.value.remedy
+
+
+class Outer(nn.Module):
+    """With its part under a name of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.add_module("1", inner)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.get_submodule("1")(x)

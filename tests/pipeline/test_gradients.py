@@ -13,10 +13,12 @@ import copy
 import functools
 import itertools
 import math
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from pipeline_models import (
     largest_difference,
@@ -31,6 +33,7 @@ from pipeline_models import (
 )
 from torch import Tensor, nn
 
+from gridtrain.pipeline.blocks import Sequence
 from gridtrain.pipeline.boundaries import boundaries
 from gridtrain.pipeline.memory_line import in_threads, memory_lines
 from gridtrain.pipeline.runner import Planner, Runner
@@ -285,3 +288,122 @@ def test_on_cuda(rematerialise: bool) -> None:
     whole, cut = stages_of(layers, 1, rematerialise=False), stages_of(layers, 3, rematerialise=rematerialise)
     expected, got = result_of(whole, run(whole, sizes)), result_of(cut, run(cut, sizes))
     assert largest_difference(got, expected) == 0.0
+
+
+class Moving(nn.Module):
+    """A layer whose forward depends on buffers that it writes: in place, as new tensors, unseen."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        for name in ("in_place", "renewed", "hidden"):
+            self.register_buffer(name, torch.zeros(width))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("fixed", torch.ones(width))
+        self.register_buffer("none", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean(0)
+        self.calls += 1
+        self.in_place.lerp_(mean, 0.1)
+        self.renewed = 0.9 * self.renewed + 0.1 * mean
+        self.hidden.data.lerp_(mean, 0.1)
+        y: torch.Tensor = self.linear(x - self.in_place - self.renewed - self.hidden) * self.fixed
+        return y
+
+
+def moving_layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6))
+    instance = nn.InstanceNorm1d(1, track_running_stats=True)
+    between = Sequence(lambda x: x[:, None], instance, lambda x: x[:, 0])
+    return [spectral, Moving(6), between, nn.Linear(6, 6), Moving(6), nn.Linear(6, 1)]
+
+
+MOVED_X = torch.randn(8, 4, generator=torch.Generator().manual_seed(4))
+MOVED_Y = torch.randn(8, 1, generator=torch.Generator().manual_seed(5))
+MOVED_SIZES = (2, 2, 2, 2)
+
+
+def moved(stages: list[Stage], lines: Any = None) -> None:
+    lines = lines or memory_lines(2)
+    runners = [Runner(stage, s, 2, schedule=fill_drain) for s, stage in enumerate(stages)]
+    given = {"seed": 1, "sizes": MOVED_SIZES, "inputs": MOVED_X, "targets": MOVED_Y}
+    in_threads([lambda s=s: runners[s].run(lines[s], **given) for s in range(2)])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("rematerialise", [True, False])
+def test_buffers_that_a_forward_writes_move_once_and_gradients_are_the_model_s(rematerialise: bool) -> None:
+    layers, whole = moving_layers(), moving_layers()
+    cut = boundaries(layers, MOVED_X)[2]
+    stages = [
+        Stage(layers[:3], output=cut, rematerialise=rematerialise),
+        Stage(layers[3:], input=cut, loss=F.mse_loss, first_layer=3, rematerialise=rematerialise),
+    ]
+    for step in range(2):
+        begun = [buffer.clone() for layer in layers for buffer in layer.buffers()]
+        moved(stages)  # finished, and not committed: as an attempt that the vote aborts
+        for stage in stages:
+            stage.abort()
+        after = [buffer for layer in layers for buffer in layer.buffers()]
+        assert all(map(torch.equal, begun, after)), f"step {step}: an aborted attempt leaves a trace"
+        for layer in (*layers, *whole):
+            layer.zero_grad()
+        moved(stages)
+        for stage in stages:
+            stage.commit()
+        for x, y in zip(MOVED_X.split(2), MOVED_Y.split(2), strict=True):
+            for layer in whole:
+                x = layer(x)
+            (F.mse_loss(x, y) * 0.25).backward()
+        mine, theirs = nn.ModuleList(layers), nn.ModuleList(whole)
+        for (name, one), (_, other) in zip(mine.named_buffers(), theirs.named_buffers(), strict=True):
+            assert torch.equal(one, other), f"step {step}: {name}"
+        for (name, p), (_, q) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+            assert p.grad is not None and torch.equal(p.grad, q.grad), f"step {step}: {name}"  # type: ignore[arg-type]
+
+
+def masked(logits_BTV: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    """As docs/pipeline.md says it."""
+    y_BT, weights_BT = targets
+    each_BT = F.cross_entropy(logits_BTV.transpose(1, 2), y_BT, reduction="none")
+    return (each_BT * weights_BT).sum(1).mean()
+
+
+def test_weights_that_know_the_batch_make_masked_losses_the_batch_s() -> None:
+    torch.manual_seed(6)
+    layers = [nn.Embedding(7, 5), nn.Linear(5, 7)]
+    x_BT, y_BT = torch.randint(0, 7, (2, 7, 4))
+    mask_BT = torch.rand(7, 4) > 0.6
+    mask_BT[:3] = False  # the first micro-batch of three has nothing
+    plain = F.cross_entropy(layers[1](layers[0](x_BT))[mask_BT], y_BT[mask_BT])
+    plain.backward()  # type: ignore[no-untyped-call]
+    wanted = [p.grad for layer in layers for p in layer.parameters()]
+    for layer in layers:
+        layer.zero_grad()
+    cut = boundaries(layers, x_BT)[0]
+    stages = [Stage(layers[:1], output=cut), Stage(layers[1:], input=cut, loss=masked, first_layer=1)]
+    lines, targets = memory_lines(2), (y_BT, mask_BT * (len(mask_BT) / mask_BT.sum()))
+    given = {"seed": 1, "sizes": divide(7, 3), "inputs": x_BT, "targets": targets}
+    works = [lambda s=s: Runner(stages[s], s, 2).run(lines[s], **given) for s in range(2)]
+    assert in_threads(works)[1].loss == pytest.approx(float(plain.detach()), rel=1e-6)
+    for one, other in zip(wanted, [p.grad for layer in layers for p in layer.parameters()], strict=True):
+        assert one is not None and other is not None
+        assert (one - other).abs().max() <= ROUNDING * one.abs().max()
+
+
+def test_a_batch_norm_may_be_called_by_the_name_of_its_input() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(input=x)
+            return y
+
+    stage = Stage([Named(), nn.Linear(4, 1)], loss=F.mse_loss)
+    given = {"seed": 1, "sizes": (4, 4), "inputs": MOVED_X, "targets": MOVED_Y}
+    Runner(stage, 0, 1, schedule=fill_drain).run(memory_lines(1)[0], **given)  # type: ignore[arg-type]
+    stage.commit()
+    assert torch.allclose(stage.layers[0].norm.running_mean, 0.1 * MOVED_X.mean(0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.building import Blueprint
 from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.held import Options
+from gridtrain.pipeline.held import Options, made, planner
 from gridtrain.pipeline.staging import Staging
 from gridtrain.runtime.api import GroupSession
 from gridtrain.runtime.contribution import Contribution, Tally
@@ -312,3 +313,34 @@ def test_a_whole_model_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="lies on cpu"):
         local(train, workers=1, export_dir=str(tmp_path))
+
+
+class Learned(nn.Module):
+    """A loss that has something to learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (output * self.temperature - targets).square().mean()
+
+
+def test_a_loss_with_parameters_is_refused_as_nobody_would_train_them() -> None:
+    with pytest.raises(ConfigError, match="Learned with parameters, which no stage's optimizer has"):
+        Options(2, 1, gridtrain.Dense(), Learned())
+
+
+def test_an_optimizer_may_go_through_the_parameters_more_than_once() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        decayed = [p for p in parameters if p.dim() > 1]
+        return torch.optim.AdamW([{"params": decayed}, {"params": [p for p in parameters if p.dim() < 2]}])
+
+    groups = made(make, nn.Linear(2, 2).parameters()).param_groups
+    assert [len(group["params"]) for group in groups] == [1, 1]
+
+
+@pytest.mark.parametrize("ahead", [-1.0, math.inf, math.nan])
+def test_what_is_too_far_ahead_is_refused_here_and_not_when_it_is_told(ahead: float) -> None:
+    with pytest.raises(ConfigError, match="fill-drain"):
+        planner("1f1b", ahead)

@@ -211,3 +211,59 @@ def test_a_dead_stage_wakes_who_waits_for_it(tmp_path: Path, monkeypatch: pytest
     for thread in threads:
         thread.join(WITHIN_S)
         assert not thread.is_alive()
+
+
+class Counts(nn.Module):
+    """Counts its forwards in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("spoilt", ["aborted", "skipped"])
+def test_a_buffer_counts_what_is_applied_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: str
+) -> None:
+    ran: list[int] = []
+    real = Runner.run
+
+    def run(self: Runner, line: Any, **kwargs: Any) -> Any:
+        outcome = real(self, line, **kwargs)
+        ran.append(self.number)
+        if self.number == 1 and ran.count(1) == 3:
+            if spoilt == "skipped":
+                self.stage.parameters[0].grad.fill_(torch.nan)  # type: ignore[union-attr]
+            else:
+                line.abort("a fault on purpose")
+                raise LineBroken("a fault on purpose")
+        return outcome
+
+    def model() -> list[nn.Module]:
+        return [nn.Linear(2, 8), Counts(), Counts(), nn.Linear(8, 1)]
+
+    def train(grid: gridtrain.Grid) -> Any:
+        pipe = grid.pipeline(
+            model,
+            sgd,
+            stages=2,
+            loss_fn=loss_fn,
+            micro_batches=4,
+            exchange=gridtrain.Dense(),
+            cuts=(0, 2, 4),
+            init=lambda block, number: [buffer.zero_() for buffer in block.buffers()],  # type: ignore[arg-type, return-value]
+        )
+        for inputs, targets in grid.batches(DATA, batch_size=4, steps=STEPS):
+            pipe.step(inputs, targets)
+        return [int(buffer) for buffer in pipe.module.buffers()]
+
+    monkeypatch.setattr(Runner, "run", run)
+    applied = STEPS - 1 if spoilt == "skipped" else STEPS
+    assert local(train, workers=2, export_dir=str(tmp_path)) == [[4 * applied]] * 2
+    assert ran.count(1) == (STEPS if spoilt == "skipped" else STEPS + 1)

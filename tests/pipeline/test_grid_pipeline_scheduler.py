@@ -65,6 +65,37 @@ def test_misuse_of_the_handle_is_refused() -> None:
         handle.hold(sgd(3, 2))
 
 
+def grouped(*shapes: tuple[int, ...]) -> torch.optim.SGD:
+    """Matrices decay, vectors do not; of groups those that are not empty."""
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    decays = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.3}
+    groups = [decays, {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr=0.1)
+
+
+def decays(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["weight_decay"] for group in optimizer.param_groups]
+
+
+def test_a_stage_with_other_groups_has_the_settings_that_it_was_made_with() -> None:
+    handle = StageOptimizer(grouped((2, 2), (2,)))
+    handle.hold(grouped((2,)))  # of norms alone
+    assert decays(handle) == [0.0]
+    handle.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ConfigError, match=r"the script has set 1 groups.* has 2"):
+        handle.hold(grouped((2, 2), (2,)))
+
+
+def test_what_was_set_once_goes_on_to_every_further_stage() -> None:
+    whole = sgd(3)
+    handle = StageOptimizer(whole)
+    handle.param_groups[0]["lr"] = 0.5
+    for size in (4, 5, 6):
+        handle.hold(sgd(size))
+        assert handle.param_groups[0]["lr"] == 0.5
+        handle.hold(whole)  # nothing of a stage is held
+
+
 def test_a_run_that_begins_anew_has_the_rate_and_the_scheduler_of_its_beginning() -> None:
     from types import SimpleNamespace
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from gridtrain.pipeline.runner import Buffers, Planner, Runner, share_tied_param
 from gridtrain.pipeline.stage import Stage
 from gridtrain.protocol import schedule as plan
 from gridtrain.protocol.messages import Channel
+from gridtrain.protocol.schedule import fill_drain
 
 SIZES = (2, 2, 2, 2)
 
@@ -119,7 +121,7 @@ class Failing(nn.Module):
 
 def test_what_the_model_raises_comes_out_where_it_was_and_breaks_the_others() -> None:
     stages = stages_of(layers_of(), 3)
-    stages[1].layers.append(Failing())
+    stages[1].layers[-1] = Failing()
     raised = every_stage(stages, memory_lines(3))
     assert isinstance(raised[1], MemoryError)
     for other in (raised[0], raised[2]):
@@ -246,3 +248,44 @@ def test_a_grad_scaler_s_factor_is_in_the_gradients_and_not_in_the_loss() -> Non
     assert one.loss == two.loss
     for p, q in zip(plain.parameters, scaled.parameters, strict=True):
         assert torch.equal(p.grad * 1024.0, q.grad)
+
+
+def of_one(loss: Any, **options: Any) -> Stage:
+    return Stage([nn.Linear(2, 1)], loss=loss, **options)
+
+
+def run_alone(stage: Stage, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    given = {"seed": 1, "sizes": (1,) * len(inputs), "inputs": inputs, "targets": targets}
+    Runner(stage, 0, 1, schedule=fill_drain).run(memory_lines(1)[0], **given)  # type: ignore[arg-type]
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    stage = of_one(lambda output, targets: torch.tensor(float((output - targets).square().mean())))
+    with pytest.raises(ConfigError, match="the loss has no gradient"):
+        run_alone(stage, torch.ones(2, 2), torch.ones(2, 1))
+
+
+def test_a_step_under_no_grad_trains_all_the_same() -> None:
+    stage = of_one(nn.functional.mse_loss)
+    with torch.no_grad():
+        run_alone(stage, torch.ones(2, 2), torch.full((2, 1), 9.0))
+    assert stage.parameters[0].grad is not None and bool(stage.parameters[0].grad.abs().sum() > 0)
+
+
+def test_a_loss_that_overwrites_its_targets_does_so_with_a_copy() -> None:
+    targets = torch.ones(2, 1)
+    stage = of_one(lambda output, targets: nn.functional.mse_loss(output, targets.sub_(1)))
+    run_alone(stage, torch.ones(2, 2), targets)
+    assert targets.flatten().tolist() == [1.0, 1.0], "the next attempt needs them"
+
+
+class Shifts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x -= 1
+        return x
+
+
+def test_the_batch_is_not_overwritten_where_nothing_is_computed_anew() -> None:
+    stage = Stage([Shifts(), nn.Linear(2, 1)], loss=nn.functional.mse_loss, rematerialise=False)
+    with pytest.raises(ConfigError, match="overwrote its input"):
+        run_alone(stage, torch.ones(2, 2), torch.ones(2, 1))

@@ -15,6 +15,7 @@ from torch import nn
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import Blueprint, Card, Layer, Sequence, partition
 from gridtrain.pipeline.partitioning import Partition
+from gridtrain.pipeline.staging import Staging
 
 EVEN = [Layer(f"block{i}", 0.001, 0.002, 10**6, 1000, 10**5) for i in range(8)]
 
@@ -142,3 +143,17 @@ def test_the_package_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert math.isinf(Card().memory_bytes)
+
+
+def test_every_stage_of_a_partly_frozen_model_has_something_to_train() -> None:
+    def make() -> nn.Sequential:
+        layers = [nn.Linear(16, 16) for _ in range(8)]
+        for layer in layers[:5]:
+            layer.requires_grad_(False)
+        return nn.Sequential(*layers)
+
+    model = Blueprint(make)
+    plan = partition(model, 3, example=torch.randn(4, 16))
+    Staging(model, 3, cuts=plan.cuts, device=torch.device("cpu"))  # as grid.pipeline takes it
+    with pytest.raises(ConfigError, match=r"8 layers, of which 3 are trained, cannot be cut into 4 stages"):
+        partition(model, 4, example=torch.randn(4, 16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.pipeline.blocks import Function
 from gridtrain.pipeline.boundaries import boundaries
 from gridtrain.pipeline.narrow import Wire, narrowed_bytes, narrowed_of, tensor_of
 from gridtrain.pipeline.trees import Spec, split
@@ -318,3 +320,17 @@ def test_narrow_activations_give_nearby_gradients_in_fewer_bytes(wire: Wire, bou
     assert 0 < off / whole < bound
     assert two[1].sent_bytes < one[1].sent_bytes
     assert named(layers).keys() == sent.gradients.keys()
+
+
+def test_a_block_that_needs_values_is_named() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.from_numpy(x.numpy())
+
+    with pytest.raises(ConfigError, match=r"layer 1, Reads, cannot run without data.*TypeError"):
+        boundaries([nn.Identity(), Reads()], torch.ones(2, 2))
+
+
+def test_a_dict_of_another_kind_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"is a OrderedDict, which cannot pass.*, lists and dicts"):
+        boundaries([Function(lambda x: OrderedDict(x=x))], torch.ones(2, 2))
