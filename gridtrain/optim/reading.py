@@ -77,7 +77,7 @@ def _own_length(dataset: Any) -> int:
 
 def _iterable_text(dataset: Any, length: int) -> str:
     with sampler.random_state_kept():
-        first, again = (_front_digest(dataset, length) for _ in range(2))
+        first, again = (_front_digest(dataset, length, reading) for reading in range(2))
     text = f"{length} samples a pass in the data set's own order"
     if first != again:
         raise ConfigError(
@@ -90,9 +90,10 @@ def _iterable_text(dataset: Any, length: int) -> str:
     return f"{text}, digest {first.hex()[:12]}" if first else f"{text} (contents not compared)"
 
 
-def _front_digest(dataset: Any, length: int) -> bytes:
+def _front_digest(dataset: Any, length: int, reading: int) -> bytes:
     """Of the first samples of pass 0; b"" where their bits mean nothing to another process."""
     total = hashlib.blake2b(digest_size=32)
+    sampler.draw_alike(reading)
     for value in islice(_opened(dataset, 0), min(length, sampler.DIGEST_SAMPLES)):
         digest = sampler.value_digest(value)
         if digest is None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from gridtrain.errors import ConfigError
 from gridtrain.optim import sampler
@@ -126,6 +128,25 @@ def test_contents_that_mean_nothing_elsewhere_are_not_compared_and_random_number
     before = torch.get_rng_state()
     assert measure(Numbered(lambda i: torch.rand(1).item() * 0 + i), 20)[1].startswith("20 samples a pass")
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(1).item()])
+@pytest.mark.parametrize("often", [0.01, 0.1])
+def test_rare_augmentation_is_no_matter_of_chance(draw: Callable[[], float], often: float) -> None:
+    """Else a worker that has seen some of it would refuse one that has not."""
+
+    class Flipped(Dataset[int]):
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> int:
+            return -index if draw() < often else index
+
+    texts = set()
+    for seed in range(20):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        texts.add(measure(Flipped(), None)[1])
+    assert len(texts) == 1
 
 
 def test_a_list_has_an_index_and_a_generator_has_none() -> None:
