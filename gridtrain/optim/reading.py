@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 from typing import Any, Protocol, TypeVar
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from gridtrain.errors import ConfigError
 from gridtrain.optim import sampler
@@ -49,6 +49,12 @@ def measure(dataset: Any, length: int | None) -> tuple[int, str]:
 
     Raises `ConfigError` for a data set that cannot be shared out.
     """
+    if isinstance(dataset, DataLoader):  # its batches would be taken for samples
+        raise ConfigError(
+            "a DataLoader was given in the place of a data set; the run makes the batches",
+            remedy="give the data set itself: grid.batches(loader.dataset, batch_size=..., collate_fn=..., "
+            "num_workers=...)",
+        )
     if not is_iterable(dataset):
         if length is not None:
             raise ConfigError(

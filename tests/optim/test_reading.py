@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gridtrain.errors import ConfigError
 from gridtrain.optim import sampler
@@ -116,6 +116,7 @@ def test_the_text_tells_data_apart() -> None:
         (Numbered(lambda i: i), None, "does not say how many samples a pass over it has"),
         (Letters(), 0, "a pass over the Letters has 0 samples"),
         ([1, 2, 3], 3, "length=3 was given for a list, which has an index"),
+        (DataLoader([1, 2, 3]), None, "a DataLoader was given in the place of a data set"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(dataset: Any, length: int | None, words: str) -> None:
