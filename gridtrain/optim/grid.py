@@ -629,6 +629,7 @@ class Grid:
         length: int | None = None,
     ) -> None:
         wrapped = self._wrapped()
+        self._session.refuse_second()
         sizes.check()
         self._export_folder()
         size, data_text = reading.measure(dataset, length)
@@ -691,7 +692,7 @@ class Grid:
                 yield self._coming.popleft()
             if not self._session.turn_taken:
                 raise self._called_too_seldom(picture.open_round.step)
-        if not self._stopped:
+        if not self._stopped and not self._done:  # a DataLoader may ask once more after the end
             self._finish()
 
     def _begin_turn(self, picture: Picture, stand_in: tuple[Span, ...]) -> list[tuple[Span, ...]]:

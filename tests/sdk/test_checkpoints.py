@@ -248,3 +248,35 @@ def steps_of(grid: gridtrain.Grid) -> Any:
         ((model(x) - y) ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_second_loop_is_refused_as_that_and_leaves_model_and_disk_alone(every: int, tmp_path: Path) -> None:
+    run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=5))
+    with (
+        LocalGroup(min_workers=1) as group,
+        group.join("again", checkpoint_every=every, state_dir=str(tmp_path / "worker-0")) as grid,
+    ):
+        for number, _ in enumerate(steps_of(grid)):
+            if number == 3:
+                break
+        wrapped = grid._optimizer
+        assert wrapped is not None
+        before = wrapped.model.weight.detach().clone()
+        with pytest.raises(ConfigError, match="a second data set was given to this run"):
+            next(iter(grid.batches(DATA, global_batch_size=6, steps=100_000)))
+        assert torch.equal(wrapped.model.weight, before)
+
+
+def test_a_data_loader_that_is_asked_again_after_the_end_has_nothing_more(tmp_path: Path) -> None:
+    with LocalGroup(min_workers=1) as group, group.join("anna", export_dir=str(tmp_path)) as grid:
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.001)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        loader = torch.utils.data.DataLoader(DATA, batch_sampler=grid.sampler(DATA, batch_size=6, steps=2))  # type: ignore[arg-type]
+        for x, y in loader:
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+        (tmp_path / "final.safetensors").unlink()
+        assert list(loader) == []
+        assert not (tmp_path / "final.safetensors").exists(), "the run has ended once"
