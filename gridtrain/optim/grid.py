@@ -461,6 +461,7 @@ class Grid:
         num_workers: int = 0,
         prefetch_factor: int = 2,
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
+        weigh: bool = True,
     ) -> Iterator[Any]:
         """Yield this worker's batches until the run's ledger ends it; every sample counts once.
 
@@ -481,12 +482,16 @@ class Grid:
                 shared out by the speed that each of them shows.
             max_batch_size: with `global_batch_size`, the largest yielded batch that fits this worker.
             epochs, steps: exactly one of them ends the run, for all workers together.
-            accumulate: yielded batches in one step.
+            accumulate: yielded batches in one step; the loop divides the loss of each, a mean, by it.
             seed: of the order of the samples, the same on all workers.
             length: samples of a pass over an iterable data set without `__len__`.
             num_workers: processes that read batches ahead; at most 1 for an iterable data set.  What they
                 have read in vain when the group changes is dropped: a sample counts where its step commits.
             prefetch_factor: steps that each of them reads ahead.
+            weigh: where `accumulate` does not divide a step's samples, its batches differ by one sample; what
+                the loop has accumulated is then scaled between two of them, so that each sample counts
+                alike.  False: not; for a loop that reads all of a step's batches before it computes, or
+                weighs them by itself.
         """
         check_readers(dataset, num_workers, prefetch_factor)
         sizes = Sizes(batch_size, global_batch_size, max_batch_size, accumulate, self._calls)
@@ -499,9 +504,10 @@ class Grid:
         try:
             for spans in self._turns():
                 if ahead is not None and self._session.turn_spans:
-                    yield from ahead.read(tuple(spans), self._foresee(ahead.depth))
+                    batches = ahead.read(tuple(spans), self._foresee(ahead.depth))
                 else:
-                    yield from reader.read(spans)
+                    batches = reader.read(spans)
+                yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
         finally:
             if ahead is not None:
                 ahead.close()
@@ -694,6 +700,13 @@ class Grid:
                 raise self._called_too_seldom(picture.open_round.step)
         if not self._stopped and not self._done:  # a DataLoader may ask once more after the end
             self._finish()
+
+    def _weighed(self, batches: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
+        """A step's micro-batches; those of a stand-in count nothing anyway."""
+        weights = reading.weights(ledger.samples(spans), len(batches))
+        for number, batch in enumerate(batches):
+            self._uncut().part_begins(number, weights)
+            yield batch
 
     def _begin_turn(self, picture: Picture, stand_in: tuple[Span, ...]) -> list[tuple[Span, ...]]:
         """This worker's positions, cut for the turn's calls of `optimizer.step`."""

@@ -219,6 +219,7 @@ class LocalStepsOptimizer(GridOptimizer):
         self._flat.refuse_changes()
         overflowed = self._unscale_gradients()
         if not overflowed and self.local_calls <= self._trained:
+            self._flat.rescale(self._flat.scale)
             self.inner.step()
         self.last_skipped = overflowed
 

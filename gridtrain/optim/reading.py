@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -127,9 +127,27 @@ def _opened(dataset: Any, pass_number: int) -> Iterator[Any]:
 
 
 def parts(items: Sequence[Item], count: int) -> list[list[Item]]:
-    """`count` near-equal micro-batches; where there are fewer samples than that, some come twice."""
-    cuts = pairwise([len(items) * part // count for part in range(count + 1)])
-    return [list(items[start:stop]) or [items[start % len(items)]] for start, stop in cuts]
+    """`count` near-equal micro-batches, the heavier ones first; of fewer samples some come twice."""
+    samples = len(items)
+    if samples >= count:
+        cuts = pairwise(accumulate(_sizes(samples, count), initial=0))
+        return [list(items[start:stop]) for start, stop in cuts]
+    times = reversed(_sizes(count, samples))
+    return [[item] for item, often in zip(items, times, strict=True) for _ in range(often)]
+
+
+def weights(samples: int, count: int) -> list[float]:
+    """Of `parts` of so many samples, that each sample counts once; never rising.  All equal for none."""
+    if samples >= count:
+        return [float(size) for size in _sizes(samples, count)]
+    times = reversed(_sizes(count, samples)) if samples else (count,)
+    return [1.0 / often for often in times for _ in range(often)]
+
+
+def _sizes(whole: int, count: int) -> list[int]:
+    """`whole` in `count` near-equal numbers, falling."""
+    size, more = divmod(whole, count)
+    return [size + (number < more) for number in range(count)]
 
 
 class MapReader:

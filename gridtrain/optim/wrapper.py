@@ -188,6 +188,13 @@ class GridOptimizer(WrappingOptimizer):
         if self._backwards > 1:  # a loop may step its scheduler for each of them
             self._before = Before.of(self.inner, self._trackers, averages=False)
 
+    def part_begins(self, number: int, weights: Sequence[float]) -> None:
+        """The loop is given a step's micro-batch of this number, and divides each one's loss by how many
+        there are.  What it has accumulated is scaled, so that they count by their weights; the last factor,
+        of at most 1 where weights never rise, is left to the step, so that a clipped gradient stays so."""
+        self._flat.rescale(weights[number - 1] / weights[number] if number else 1.0)
+        self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
+
     # -- the group's step ------------------------------------------------------------------------
 
     def exchange(self) -> bool:

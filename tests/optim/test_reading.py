@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from itertools import count
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from gridtrain.errors import ConfigError
 from gridtrain.optim import sampler
 from gridtrain.optim.prefetch import Prefetcher
-from gridtrain.optim.reading import IterableReader, MapReader, is_iterable, measure, parts
+from gridtrain.optim.reading import IterableReader, MapReader, is_iterable, measure, parts, weights
 from gridtrain.protocol import ledger
 from gridtrain.protocol.messages import LedgerSpec, LedgerState, Span
 
@@ -83,10 +84,28 @@ def test_a_pass_that_ends_early_is_an_error_with_both_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("items", "count", "expected"),
-    [([1, 2, 3, 4], 2, [[1, 2], [3, 4]]), ([1], 3, [[1], [1], [1]]), ([1, 2], 3, [[1], [1], [2]])],
+    [
+        ([1, 2, 3, 4], 2, [[1, 2], [3, 4]]),
+        ([1, 2, 3, 4, 5], 3, [[1, 2], [3, 4], [5]]),
+        ([1], 3, [[1], [1], [1]]),
+        ([1, 2], 3, [[1], [2], [2]]),
+    ],
 )
 def test_parts(items: list[int], count: int, expected: list[list[int]]) -> None:
     assert parts(items, count) == expected
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("samples", range(1, 20))
+def test_each_sample_of_the_parts_counts_once(samples: int, count: int) -> None:
+    """Each part's gradient is the mean of its samples'."""
+    counts: Counter[int] = Counter()
+    weighed = weights(samples, count)
+    for part, weight in zip(parts(range(samples), count), weighed, strict=True):
+        for sample in part:
+            counts[sample] += Fraction(weight).limit_denominator(99) / len(part)  # type: ignore[assignment]
+    assert counts == dict.fromkeys(range(samples), 1)
+    assert weighed == sorted(weighed, reverse=True) and count * weighed[-1] <= samples
 
 
 # -- do all workers have the same data, each time? -----------------------------------------------------

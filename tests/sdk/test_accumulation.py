@@ -71,3 +71,36 @@ def test_a_newcomer_has_the_schedule_of_others_who_step_it_for_each_micro_batch(
     assert len(common) >= 4
     for step in common:
         assert {seen[step] for seen in results} == {0.01 * (1.0 / (1.0 + A * step))}, f"step {step}"
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [gridtrain.Dense(), gridtrain.LocalSteps(every=1, exchange=gridtrain.Dense(), outer_learning_rate=1.0)],
+    ids=["dense", "local"],
+)
+@pytest.mark.parametrize(
+    ("samples", "sizes"),
+    [(7, {"batch_size": 4}), (5, {"global_batch_size": 5}), (3, {"batch_size": 2}), (1, {"batch_size": 2})],
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_sample_counts_alike_whatever_the_micro_batches(
+    together: Any, exchange: Any, samples: int, sizes: Any, count: int
+) -> None:
+    """The loss is w times the mean of powers of ten, so that a sample which counts more shows."""
+    powers = [torch.tensor([10.0**number]) for number in range(samples)]
+
+    def train(grid: gridtrain.Grid, number: int) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = grid.optimizer(inner, model, exchange=exchange, average_buffers_every=0)
+        for micro, inputs in enumerate(grid.batches(powers, epochs=1, accumulate=count, **sizes)):
+            (model(inputs).mean() / count).backward()
+            if micro % count == count - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert grid.step == 1
+        return -model.weight.item() * samples
+
+    assert together(train, 1) == [pytest.approx(sum(10.0**number for number in range(samples)), rel=1e-5)]
