@@ -49,6 +49,7 @@ from gridtrain.optim.flat import model_digest
 from gridtrain.optim.given import (
     Sizes,
     check_readers,
+    counts,
     largest_state_bytes,
     no_scaler,
     optimizer_text,
@@ -493,6 +494,10 @@ class Grid:
                 alike.  False: not; for a loop that reads all of a step's batches before it computes, or
                 weighs them by itself.
         """
+        batch_size, global_batch_size, max_batch_size, accumulate, epochs, steps, seed, length = counts(
+            batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
+            accumulate=accumulate, epochs=epochs, steps=steps, seed=seed, length=length,
+        )  # fmt: skip
         check_readers(dataset, num_workers, prefetch_factor)
         sizes = Sizes(batch_size, global_batch_size, max_batch_size, accumulate, self._calls)
         self._enter(dataset, sizes, epochs, steps, seed, length)
@@ -528,6 +533,10 @@ class Grid:
         The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead use
         `grid.batches(..., num_workers=...)`, which knows what to drop when the group changes.
         """
+        batch_size, global_batch_size, max_batch_size, epochs, steps, seed = counts(
+            batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
+            epochs=epochs, steps=steps, seed=seed,
+        )  # fmt: skip
         sizes = Sizes(batch_size, global_batch_size, max_batch_size, every=self._calls)
         if reading.is_iterable(dataset):
             raise ConfigError(
