@@ -101,6 +101,7 @@ class Checkpoints:
         self._latest: int | None = None
         self._mine: list[Path] = []  # oldest first; others on the disk may be of a history that was left
         self._lock: int | None = None
+        self._voided: int | None = None
 
     def claim(self) -> None:
         """For this worker alone, until `release`.  What cannot be written to is said now, not after hours.
@@ -148,11 +149,22 @@ class Checkpoints:
     def write(self, snapshot: Snapshot) -> None:
         """In the background.  A full disk costs the checkpoint, not the training: it is logged."""
         self.wait()
+        self._voided = None
         self._latest = snapshot.held.applied + 1
         self._writer = threading.Thread(
             target=self._write, args=(snapshot,), name="gridtrain-checkpoint", daemon=True
         )
         self._writer.start()
+
+    def void(self, step: int) -> None:
+        """Somebody else has the residual of this step: its checkpoint, which may be on its way to the disk,
+        must not bring it back."""
+        self._voided = step  # first: whoever renames it afterwards looks here
+        self._drop_residual(step)
+
+    def _drop_residual(self, step: int) -> None:
+        with contextlib.suppress(OSError):
+            (step_folder(self.folder, step) / RESIDUAL_FILE).unlink()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until what is being written is on the disk."""
@@ -187,6 +199,8 @@ class Checkpoints:
         step = snapshot.held.applied + 1
         try:
             save(snapshot, step_folder(self.folder, step))
+            if step == self._voided:
+                self._drop_residual(step)
             self._mine = [path for path in self._mine if path.name != snapshot_name(step)]
             self._mine.append(step_folder(self.folder, step))
             while len(self._mine) > self._keep:

@@ -779,7 +779,7 @@ class Grid:
                 f"the checkpoint {found.path} of step {found.step} cannot be used: {error.reason}",
                 remedy="move it away: this worker then begins from an older one, or takes the others' state",
             ) from None
-        if found.residual:  # none: another worker has it (`leaving.void`)
+        if found.residual:  # none: another worker has it (`Checkpoints.void`)
             self._uncut().load_residual_state(found.residual)
         if self._left is not None and self._left.history == found.held.history:
             self._uncut().forget_residual()  # what was left is what remains of it
@@ -882,7 +882,8 @@ class Grid:
             if self._left is not None and folder is not None:
                 put_down(folder, self._facts, self._left)  # no turn has come
                 return
-            left = hand_over(self._session, self._optimizer, self._handover_bytes(), folder)
+            voids = self._checkpoints.void if keeps and self._checkpoints is not None else None
+            left = hand_over(self._session, self._optimizer, self._handover_bytes(), voids)
             if folder is not None:
                 put_down(folder, self._facts, left)
         except GridtrainError as error:
@@ -937,8 +938,8 @@ class Grid:
             self._stage_leaving.rest(self._handover_bytes())
         else:
             if self._left is None:  # else no turn has come since the last time
-                folder = self._checkpoint_folder() if keeps else None
-                self._left = hand_over(self._session, wrapped, self._handover_bytes(), folder)
+                voids = self._checkpoints.void if keeps and self._checkpoints is not None else None
+                self._left = hand_over(self._session, wrapped, self._handover_bytes(), voids)
             wrapped.forget_residual()
             if picture.synced and picture.applied >= 0:
                 held = Held(picture.applied, picture.history, picture.ledger)
