@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -227,6 +228,7 @@ def save(snapshot: Snapshot, path: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
+        residual = safetensors.torch.save(dict(snapshot.residual)) if snapshot.residual else b""
         body = {
             "format": FORMAT,
             "applied": snapshot.held.applied,
@@ -234,11 +236,12 @@ def save(snapshot: Snapshot, path: Path) -> None:
             "ledger": ledger_entry(snapshot.held.ledger),
             "facts": [list(fact) for fact in snapshot.facts],
             "content": content_digest(snapshot.document, snapshot.tensors).hex(),
+            "residual": _digest(residual),
             "state": snapshot.document,
         }
         _write_file(partial / "tensors.safetensors", safetensors.torch.save(dict(snapshot.tensors)))
         if snapshot.residual:
-            _write_file(partial / RESIDUAL_FILE, safetensors.torch.save(dict(snapshot.residual)))
+            _write_file(partial / RESIDUAL_FILE, residual)
         _write_file(partial / "state.json", json.dumps(body, separators=(",", ":")).encode())
         put_in_place(partial, path)
     except BaseException:
@@ -256,8 +259,7 @@ def read(path: Path) -> Checkpoint:
         held = _held(body)
         facts = tuple((str(name), str(value)) for name, value in body["facts"])
         tensors = safetensors.torch.load_file(path / "tensors.safetensors")
-        residual_path = path / RESIDUAL_FILE
-        residual = safetensors.torch.load_file(residual_path) if residual_path.exists() else {}
+        residual = _read_residual(path / RESIDUAL_FILE, body.get("residual", ""))
         if held.digest and content_digest(dict(body["state"]), tensors) != held.digest:
             raise ValueError("its tensors are not those that were written")
         return Checkpoint(path, held, facts, dict(body["state"]), tensors, residual)
@@ -265,6 +267,24 @@ def read(path: Path) -> Checkpoint:
         raise _unreadable(path, error) from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
         raise _unreadable(path, error) from None
+
+
+def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
+    """Empty where there is none, or another one than was written: the state beside it is good all the same.
+
+    `written`: its digest; older checkpoints have none.
+    """
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    if written and _digest(data) != written:
+        log.warning("the residual %s is not what was written: it is lost, the state is not", path)
+        return {}
+    return safetensors.torch.load(data)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
 def head(path: Path) -> tuple[Held, Facts]:
