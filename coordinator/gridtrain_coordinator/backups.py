@@ -30,6 +30,7 @@ MOST_OF_TIME = 0.05
 
 _NAME = re.compile(r"backup-(\d+)-(\d{8,})")
 _KEYS = (COORDINATOR_KEY, OPERATOR_KEY)
+_BESIDE = ("-wal", "-shm", "-journal")
 
 
 class Backups:
@@ -169,6 +170,8 @@ def restore(backup: Path, state: Path) -> Path:
                 Identity.read(source / name).write(state / name)
         _copy(source / JOURNAL, partial)
         Store.open(partial).close()  # is it whole?
+        for left in _BESIDE:  # of a journal that was removed alone: SQLite would write it over this one
+            (state / f"{JOURNAL}{left}").unlink(missing_ok=True)
         os.rename(partial, state / JOURNAL)
         _sync(state)
     except OSError as error:

@@ -82,6 +82,7 @@ class GridTrainer(Trainer):
             seed=self.args.data_seed or 0,
             num_workers=self.args.dataloader_num_workers,
             collate_fn=self.data_collator,
+            weigh=False,  # Trainer reads all batches of a step first, and divides by their items
         )
         return self._loader
 

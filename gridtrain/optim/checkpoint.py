@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -101,6 +102,7 @@ class Checkpoints:
         self._latest: int | None = None
         self._mine: list[Path] = []  # oldest first; others on the disk may be of a history that was left
         self._lock: int | None = None
+        self._voided: int | None = None
 
     def claim(self) -> None:
         """For this worker alone, until `release`.  What cannot be written to is said now, not after hours.
@@ -148,11 +150,22 @@ class Checkpoints:
     def write(self, snapshot: Snapshot) -> None:
         """In the background.  A full disk costs the checkpoint, not the training: it is logged."""
         self.wait()
+        self._voided = None
         self._latest = snapshot.held.applied + 1
         self._writer = threading.Thread(
             target=self._write, args=(snapshot,), name="gridtrain-checkpoint", daemon=True
         )
         self._writer.start()
+
+    def void(self, step: int) -> None:
+        """Somebody else has the residual of this step: its checkpoint, which may be on its way to the disk,
+        must not bring it back."""
+        self._voided = step  # first: whoever renames it afterwards looks here
+        self._drop_residual(step)
+
+    def _drop_residual(self, step: int) -> None:
+        with contextlib.suppress(OSError):
+            (step_folder(self.folder, step) / RESIDUAL_FILE).unlink()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until what is being written is on the disk."""
@@ -187,6 +200,8 @@ class Checkpoints:
         step = snapshot.held.applied + 1
         try:
             save(snapshot, step_folder(self.folder, step))
+            if step == self._voided:
+                self._drop_residual(step)
             self._mine = [path for path in self._mine if path.name != snapshot_name(step)]
             self._mine.append(step_folder(self.folder, step))
             while len(self._mine) > self._keep:
@@ -213,6 +228,7 @@ def save(snapshot: Snapshot, path: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
+        residual = safetensors.torch.save(dict(snapshot.residual)) if snapshot.residual else b""
         body = {
             "format": FORMAT,
             "applied": snapshot.held.applied,
@@ -220,11 +236,12 @@ def save(snapshot: Snapshot, path: Path) -> None:
             "ledger": ledger_entry(snapshot.held.ledger),
             "facts": [list(fact) for fact in snapshot.facts],
             "content": content_digest(snapshot.document, snapshot.tensors).hex(),
+            "residual": _digest(residual),
             "state": snapshot.document,
         }
         _write_file(partial / "tensors.safetensors", safetensors.torch.save(dict(snapshot.tensors)))
         if snapshot.residual:
-            _write_file(partial / RESIDUAL_FILE, safetensors.torch.save(dict(snapshot.residual)))
+            _write_file(partial / RESIDUAL_FILE, residual)
         _write_file(partial / "state.json", json.dumps(body, separators=(",", ":")).encode())
         put_in_place(partial, path)
     except BaseException:
@@ -242,8 +259,7 @@ def read(path: Path) -> Checkpoint:
         held = _held(body)
         facts = tuple((str(name), str(value)) for name, value in body["facts"])
         tensors = safetensors.torch.load_file(path / "tensors.safetensors")
-        residual_path = path / RESIDUAL_FILE
-        residual = safetensors.torch.load_file(residual_path) if residual_path.exists() else {}
+        residual = _read_residual(path / RESIDUAL_FILE, body.get("residual", ""))
         if held.digest and content_digest(dict(body["state"]), tensors) != held.digest:
             raise ValueError("its tensors are not those that were written")
         return Checkpoint(path, held, facts, dict(body["state"]), tensors, residual)
@@ -251,6 +267,24 @@ def read(path: Path) -> Checkpoint:
         raise _unreadable(path, error) from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
         raise _unreadable(path, error) from None
+
+
+def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
+    """Empty where there is none, or another one than was written: the state beside it is good all the same.
+
+    `written`: its digest; older checkpoints have none.
+    """
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    if written and _digest(data) != written:
+        log.warning("the residual %s is not what was written: it is lost, the state is not", path)
+        return {}
+    return safetensors.torch.load(data)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
 def head(path: Path) -> tuple[Held, Facts]:

@@ -75,6 +75,7 @@ class FlatGradient:
         self.flat_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self._named[0][1].device)
         pieces = torch.split(self.flat_N, sizes)
         self._views_P = [piece.view(p.shape) for piece, (_, p) in zip(pieces, self._named, strict=True)]
+        self.scale = 1.0  # of the gradients, on their way in
 
     @property
     def n(self) -> int:
@@ -133,6 +134,15 @@ class FlatGradient:
                 raise _sparse_gradient(name)
             else:
                 view.copy_(gradient)
+                if self.scale != 1.0:
+                    view.mul_(self.scale)
+
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """The gradients themselves, in their place."""
+        for _, parameter in self._named:
+            if factor != 1.0 and parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     @torch.no_grad()
     def differs(self, indices: Sequence[int]) -> bool:
@@ -141,6 +151,7 @@ class FlatGradient:
         for index in indices:
             view, (_, parameter) = self._views_P[index], self._named[index]
             now = torch.zeros_like(view) if parameter.grad is None else parameter.grad.to(view)
+            now = now if self.scale == 1.0 else now * self.scale
             if view.device.type == "cpu" and torch.equal(view, now):
                 continue  # one pass, without temporaries; of a device it would be a question each
             unlike.append(((view != now) & (view == view)).any())

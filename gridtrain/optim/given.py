@@ -10,6 +10,7 @@ Decides what is refused, with what to give instead.  Never talks to anybody, and
 from __future__ import annotations
 
 import inspect
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,23 @@ def optimizer_text(inner: torch.optim.Optimizer) -> str:
     if others:
         text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {settings}"
     return text if len(text) <= 400 else f"{text[:360]}... {settings}"
+
+
+def counts(**named: Any) -> list[Any]:
+    """These as plain ints, in their order, None where nothing was given: numpy's are no ints to the wire.
+
+    Raises `ConfigError` for what is no whole number: 1e3, 1.5, "32"; and for a seed that is None.
+    """
+    plain = []
+    for name, value in named.items():
+        optional = name not in ("accumulate", "seed")
+        try:
+            plain.append(None if value is None and optional else operator.index(value))
+        except TypeError:
+            raise ConfigError(
+                f"{name} is {value!r}, and not a whole number", remedy=f"give an int: {name}=32"
+            ) from None
+    return plain
 
 
 def whole_number(name: str, text: str) -> int:

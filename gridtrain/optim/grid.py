@@ -49,6 +49,7 @@ from gridtrain.optim.flat import model_digest
 from gridtrain.optim.given import (
     Sizes,
     check_readers,
+    counts,
     largest_state_bytes,
     no_scaler,
     optimizer_text,
@@ -461,6 +462,7 @@ class Grid:
         num_workers: int = 0,
         prefetch_factor: int = 2,
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
+        weigh: bool = True,
     ) -> Iterator[Any]:
         """Yield this worker's batches until the run's ledger ends it; every sample counts once.
 
@@ -481,13 +483,21 @@ class Grid:
                 shared out by the speed that each of them shows.
             max_batch_size: with `global_batch_size`, the largest yielded batch that fits this worker.
             epochs, steps: exactly one of them ends the run, for all workers together.
-            accumulate: yielded batches in one step.
+            accumulate: yielded batches in one step; the loop divides the loss of each, a mean, by it.
             seed: of the order of the samples, the same on all workers.
             length: samples of a pass over an iterable data set without `__len__`.
             num_workers: processes that read batches ahead; at most 1 for an iterable data set.  What they
                 have read in vain when the group changes is dropped: a sample counts where its step commits.
             prefetch_factor: steps that each of them reads ahead.
+            weigh: where `accumulate` does not divide a step's samples, its batches differ by one sample; what
+                the loop has accumulated is then scaled between two of them, so that each sample counts
+                alike.  False: not; for a loop that reads all of a step's batches before it computes, or
+                weighs them by itself.
         """
+        batch_size, global_batch_size, max_batch_size, accumulate, epochs, steps, seed, length = counts(
+            batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
+            accumulate=accumulate, epochs=epochs, steps=steps, seed=seed, length=length,
+        )  # fmt: skip
         check_readers(dataset, num_workers, prefetch_factor)
         sizes = Sizes(batch_size, global_batch_size, max_batch_size, accumulate, self._calls)
         self._enter(dataset, sizes, epochs, steps, seed, length)
@@ -499,9 +509,10 @@ class Grid:
         try:
             for spans in self._turns():
                 if ahead is not None and self._session.turn_spans:
-                    yield from ahead.read(tuple(spans), self._foresee(ahead.depth))
+                    batches = ahead.read(tuple(spans), self._foresee(ahead.depth))
                 else:
-                    yield from reader.read(spans)
+                    batches = reader.read(spans)
+                yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
         finally:
             if ahead is not None:
                 ahead.close()
@@ -522,6 +533,10 @@ class Grid:
         The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead use
         `grid.batches(..., num_workers=...)`, which knows what to drop when the group changes.
         """
+        batch_size, global_batch_size, max_batch_size, epochs, steps, seed = counts(
+            batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
+            epochs=epochs, steps=steps, seed=seed,
+        )  # fmt: skip
         sizes = Sizes(batch_size, global_batch_size, max_batch_size, every=self._calls)
         if reading.is_iterable(dataset):
             raise ConfigError(
@@ -630,6 +645,7 @@ class Grid:
         length: int | None = None,
     ) -> None:
         wrapped = self._wrapped()
+        self._session.refuse_second()
         sizes.check()
         self._export_folder()
         size, data_text = reading.measure(dataset, length)
@@ -692,8 +708,15 @@ class Grid:
                 yield self._coming.popleft()
             if not self._session.turn_taken:
                 raise self._called_too_seldom(picture.open_round.step)
-        if not self._stopped:
+        if not self._stopped and not self._done:  # a DataLoader may ask once more after the end
             self._finish()
+
+    def _weighed(self, batches: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
+        """A step's micro-batches; those of a stand-in count nothing anyway."""
+        weights = reading.weights(ledger.samples(spans), len(batches))
+        for number, batch in enumerate(batches):
+            self._uncut().part_begins(number, weights)
+            yield batch
 
     def _begin_turn(self, picture: Picture, stand_in: tuple[Span, ...]) -> list[tuple[Span, ...]]:
         """This worker's positions, cut for the turn's calls of `optimizer.step`."""
@@ -757,7 +780,7 @@ class Grid:
                 f"the checkpoint {found.path} of step {found.step} cannot be used: {error.reason}",
                 remedy="move it away: this worker then begins from an older one, or takes the others' state",
             ) from None
-        if found.residual:  # none: another worker has it (`leaving.void`)
+        if found.residual:  # none: another worker has it (`Checkpoints.void`)
             self._uncut().load_residual_state(found.residual)
         if self._left is not None and self._left.history == found.held.history:
             self._uncut().forget_residual()  # what was left is what remains of it
@@ -860,7 +883,8 @@ class Grid:
             if self._left is not None and folder is not None:
                 put_down(folder, self._facts, self._left)  # no turn has come
                 return
-            left = hand_over(self._session, self._optimizer, self._handover_bytes(), folder)
+            voids = self._checkpoints.void if keeps and self._checkpoints is not None else None
+            left = hand_over(self._session, self._optimizer, self._handover_bytes(), voids)
             if folder is not None:
                 put_down(folder, self._facts, left)
         except GridtrainError as error:
@@ -915,8 +939,8 @@ class Grid:
             self._stage_leaving.rest(self._handover_bytes())
         else:
             if self._left is None:  # else no turn has come since the last time
-                folder = self._checkpoint_folder() if keeps else None
-                self._left = hand_over(self._session, wrapped, self._handover_bytes(), folder)
+                voids = self._checkpoints.void if keeps and self._checkpoints is not None else None
+                self._left = hand_over(self._session, wrapped, self._handover_bytes(), voids)
             wrapped.forget_residual()
             if picture.synced and picture.applied >= 0:
                 held = Held(picture.applied, picture.history, picture.ledger)

@@ -27,7 +27,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from gridtrain.optim.checkpoint import put_in_place, step_folder, sync_files
+from gridtrain.optim.checkpoint import put_in_place, sync_files
 from gridtrain.protocol.messages import Facts
 from gridtrain.runtime import handover
 from gridtrain.runtime.api import GroupSession
@@ -58,13 +58,15 @@ class Leaver(Protocol):
     def surrender(self, settle: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None: ...
 
 
-def hand_over(session: GroupSession, wrapped: Leaver, budget_bytes: int, folder: Path | None) -> Left | None:
+def hand_over(
+    session: GroupSession, wrapped: Leaver, budget_bytes: int, voids: Callable[[int], None] | None
+) -> Left | None:
     """To be called once, when this worker leaves a run that goes on: nobody else could send its residual.
 
     Returns what stays with this worker; None: nothing.
 
     Args:
-        folder: of the checkpoints; None: there are none.
+        voids: see `Checkpoints.void`; None: there are no checkpoints.
     """
     patience_s = session.config.deadlines.handover_s
     until_s = time.monotonic() + patience_s
@@ -90,8 +92,8 @@ def hand_over(session: GroupSession, wrapped: Leaver, budget_bytes: int, folder:
         100 * share,
         f"{chosen.entries} entries to {text}" if taken else text,
     )
-    if folder is not None and taken is not False:
-        void(folder, picture.applied + 1)
+    if voids is not None and taken is not False:
+        voids(picture.applied + 1)
     # An heir that has not answered may have everything all the same: it must not come back from here.
     rest_N = residual_N if taken is False else chosen.rest_N
     return Left(picture.applied, picture.history, rest_N) if rest_N is not None else None
@@ -165,9 +167,3 @@ def pick_up(folder: Path, facts: Facts, n: int) -> Left | None:
         log.warning("the residual in %s cannot be removed, and is not read back", path)
         return None
     return left
-
-
-def void(folder: Path, step: int) -> None:
-    """Somebody else has the residual of this step: the checkpoint of the same step must not bring it back."""
-    with contextlib.suppress(OSError):
-        (step_folder(folder, step) / RESIDUAL_FILE).unlink()

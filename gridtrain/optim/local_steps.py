@@ -17,8 +17,7 @@ newcomers: the parameters and the outer velocity.  A worker's own: the moments o
 
 The parameters are back at the anchor *before* the round begins.  So what others may ask for while this worker
 waits (its state for a newcomer, an image), and what may be loaded into it, is never a half-trained model.
-Settings and trackers in it are those with which the turn began: whoever takes them over makes all of the
-turn's calls, and its scheduler with them.
+Settings and trackers in it are those with which the turn began (`optim.before`).
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +36,7 @@ from torch import Tensor, nn
 from gridtrain.config import LocalSteps, Overlap
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import state_sync
+from gridtrain.optim.before import Before
 from gridtrain.optim.exchange import largest_magnitude
 from gridtrain.optim.flat import FlatGradient
 from gridtrain.optim.session import Session
@@ -110,36 +109,6 @@ class OuterOptimizer(torch.optim.Optimizer):
             parameter.copy_(_wide(parameter) - view.to(parameter.device))
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What the script itself changes in a turn, as it was before it; `state_sync` takes it for the optimizer.
-
-    Attributes:
-        param_groups: as in a state_dict, where parameters are numbers.
-        trackers: their state_dicts by name.
-    """
-
-    outer: OuterOptimizer
-    param_groups: list[dict[str, Any]]
-    trackers: Mapping[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self.outer.state, "param_groups": self.param_groups}
-
-
-@dataclass(frozen=True, slots=True)
-class _Tracked:
-    """A tracker as it was."""
-
-    state: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("what was remembered is only given away")
-
-
 class LocalStepsOptimizer(GridOptimizer):
     """A `GridOptimizer` that exchanges once in `exchange.every` calls of `step`.
 
@@ -191,8 +160,6 @@ class LocalStepsOptimizer(GridOptimizer):
         self._trained = self._every  # of a turn's calls so many are for samples
         self._left: int | None = None  # calls until the turn ends; None: nobody counts turns
         self._computing_s = 0.0
-        self._before: _Before | None = None  # the turn that is under way
-        self._given: _Before | None = None  # the same, while the round may hand this worker's state out
 
     # -- turns ---------------------------------------------------------------------------------------
 
@@ -202,7 +169,7 @@ class LocalStepsOptimizer(GridOptimizer):
 
     def turn_begins(self, trained: int) -> None:
         self.local_calls, self._left, self._trained = 0, self._every, trained
-        self._before = self._now()
+        self._remember_before()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """A step of the inner optimizer; after the last one of a turn, the exchange.
@@ -240,7 +207,7 @@ class LocalStepsOptimizer(GridOptimizer):
     def _remember_anchor(self) -> None:
         """At the first step of a turn, so that whatever was loaded since the last one counts."""
         if self._left is None:
-            self._before = self._now()
+            self._remember_before()
         parameters = [parameter for _, parameter in self._flat.pieces]
         if not self._anchor:
             self._anchor = [parameter.detach().clone() for parameter in parameters]
@@ -252,6 +219,7 @@ class LocalStepsOptimizer(GridOptimizer):
         self._flat.refuse_changes()
         overflowed = self._unscale_gradients()
         if not overflowed and self.local_calls <= self._trained:
+            self._flat.rescale(self._flat.scale)
             self.inner.step()
         self.last_skipped = overflowed
 
@@ -281,11 +249,7 @@ class LocalStepsOptimizer(GridOptimizer):
         finite = math.isfinite(largest_magnitude(self._flat.flat_N))
         if not finite:
             self._begin_afresh()
-        self._given = self._before
-        try:
-            self._turn(finite)
-        finally:
-            self._given = self._before = None
+        self._turn(finite)
         self._apply()
 
     @torch.no_grad()
@@ -321,27 +285,9 @@ class LocalStepsOptimizer(GridOptimizer):
 
     # -- what others are given ---------------------------------------------------------------------------
 
-    def _now(self) -> _Before:
-        groups = copy.deepcopy(self.inner.state_dict()["param_groups"])
-        states = {name: copy.deepcopy(item.state_dict()) for name, item in self._trackers.items()}
-        return _Before(cast(OuterOptimizer, self.replicated), groups, states)
-
-    def _last_common(self) -> tuple[torch.optim.Optimizer, state_sync.Trackers]:
-        """What stands for optimizer and trackers in a state that is given away now."""
-        before = self._given
-        if before is None:
-            return self.replicated, self._trackers
-        trackers = {
-            name: _Tracked(before.trackers[name]) if name in before.trackers else item
-            for name, item in self._trackers.items()
-        }
-        return cast(torch.optim.Optimizer, before), trackers
-
-    def capture(self, whole: bool = True) -> Sequence[bytes | memoryview]:
-        return state_sync.capture(self.model, *self._last_common(), whole=whole)
-
-    def copy(self) -> state_sync.Copy:
-        return state_sync.copy(self.model, *self._last_common())
+    def _remember_before(self) -> None:
+        """With averages: a loop moves them after each of its steps."""
+        self._before = Before.of(self.inner, self._trackers, averages=True)
 
     # -- this worker's own part of a checkpoint ----------------------------------------------------------
 

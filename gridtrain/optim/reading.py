@@ -15,10 +15,10 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol, TypeVar
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from gridtrain.errors import ConfigError
 from gridtrain.optim import sampler
@@ -49,6 +49,12 @@ def measure(dataset: Any, length: int | None) -> tuple[int, str]:
 
     Raises `ConfigError` for a data set that cannot be shared out.
     """
+    if isinstance(dataset, DataLoader):  # its batches would be taken for samples
+        raise ConfigError(
+            "a DataLoader was given in the place of a data set; the run makes the batches",
+            remedy="give the data set itself: grid.batches(loader.dataset, batch_size=..., collate_fn=..., "
+            "num_workers=...)",
+        )
     if not is_iterable(dataset):
         if length is not None:
             raise ConfigError(
@@ -77,7 +83,7 @@ def _own_length(dataset: Any) -> int:
 
 def _iterable_text(dataset: Any, length: int) -> str:
     with sampler.random_state_kept():
-        first, again = (_front_digest(dataset, length) for _ in range(2))
+        first, again = (_front_digest(dataset, length, reading) for reading in range(2))
     text = f"{length} samples a pass in the data set's own order"
     if first != again:
         raise ConfigError(
@@ -90,9 +96,10 @@ def _iterable_text(dataset: Any, length: int) -> str:
     return f"{text}, digest {first.hex()[:12]}" if first else f"{text} (contents not compared)"
 
 
-def _front_digest(dataset: Any, length: int) -> bytes:
+def _front_digest(dataset: Any, length: int, reading: int) -> bytes:
     """Of the first samples of pass 0; b"" where their bits mean nothing to another process."""
     total = hashlib.blake2b(digest_size=32)
+    sampler.draw_alike(reading)
     for value in islice(_opened(dataset, 0), min(length, sampler.DIGEST_SAMPLES)):
         digest = sampler.value_digest(value)
         if digest is None:
@@ -120,9 +127,27 @@ def _opened(dataset: Any, pass_number: int) -> Iterator[Any]:
 
 
 def parts(items: Sequence[Item], count: int) -> list[list[Item]]:
-    """`count` near-equal micro-batches; where there are fewer samples than that, some come twice."""
-    cuts = pairwise([len(items) * part // count for part in range(count + 1)])
-    return [list(items[start:stop]) or [items[start % len(items)]] for start, stop in cuts]
+    """`count` near-equal micro-batches, the heavier ones first; of fewer samples some come twice."""
+    samples = len(items)
+    if samples >= count:
+        cuts = pairwise(accumulate(_sizes(samples, count), initial=0))
+        return [list(items[start:stop]) for start, stop in cuts]
+    times = reversed(_sizes(count, samples))
+    return [[item] for item, often in zip(items, times, strict=True) for _ in range(often)]
+
+
+def weights(samples: int, count: int) -> list[float]:
+    """Of `parts` of so many samples, that each sample counts once; never rising.  All equal for none."""
+    if samples >= count:
+        return [float(size) for size in _sizes(samples, count)]
+    times = reversed(_sizes(count, samples)) if samples else (count,)
+    return [1.0 / often for often in times for _ in range(often)]
+
+
+def _sizes(whole: int, count: int) -> list[int]:
+    """`whole` in `count` near-equal numbers, falling."""
+    size, more = divmod(whole, count)
+    return [size + (number < more) for number in range(count)]
 
 
 class MapReader:

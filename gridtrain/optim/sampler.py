@@ -107,8 +107,9 @@ class GridSampler(Sampler[list[int]]):
 def dataset_digest(dataset: Any) -> tuple[str, bytes]:
     """A text for people and a 32-byte digest: the length, and up to 16 evenly spaced samples.
 
-    Each of these is read twice; if one differs from itself (random augmentation) or holds something else
-    than tensors, arrays, numbers, strings and containers of these, only the length counts.
+    Each of these is read twice, with other random numbers, which are the same on all workers; if one differs
+    from itself (random augmentation) or holds something else than tensors, arrays, numbers, strings and
+    containers of these, only the length counts.
 
     Raises:
         ConfigError: the data set has no length, or is empty.
@@ -135,11 +136,16 @@ def _samples_digest(dataset: Any, size: int) -> bytes | None:
     count = min(size, DIGEST_SAMPLES)
     with random_state_kept():
         for index in (i * size // count for i in range(count)):
-            first, again = value_digest(dataset[index]), value_digest(dataset[index])
+            first, again = (value_digest(_drawn(dataset, index, reading)) for reading in range(2))
             if first is None or first != again:
                 return None
             total.update(first)
     return total.digest()
+
+
+def _drawn(dataset: Any, index: int, reading: int) -> Any:
+    draw_alike(2 * index + reading)
+    return dataset[index]
 
 
 def value_digest(value: Any) -> bytes | None:
@@ -161,6 +167,14 @@ def value_digest(value: Any) -> bytes | None:
 
 def _digest(kind: str, content: bytes) -> bytes:
     return hashlib.blake2b(kind.encode() + b"\0" + content, digest_size=32).digest()
+
+
+def draw_alike(seed: int) -> None:
+    """For what follows, on all workers: where augmentation is rare, it would be chance whether a worker sees
+    any of it, and those who have would refuse those who have not.  To be called in `random_state_kept`."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # of the CPU alone, as that is what is kept
 
 
 @contextmanager

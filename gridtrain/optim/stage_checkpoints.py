@@ -105,6 +105,10 @@ class StageCheckpoints:
         self._writer = threading.Thread(target=tell, name="gridtrain-checkpoint-told", daemon=True)
         self._writer.start()
 
+    def void(self, blocks: Span, step: int) -> None:
+        """See `Checkpoints.void`."""
+        self._store(blocks).void(step)
+
     def write_now(self, blocks: Span, snapshot: Snapshot) -> bool:
         """At once, at any step: this worker goes, and nobody else has the stage.  False: the disk is full.
 

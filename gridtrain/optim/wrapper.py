@@ -31,6 +31,7 @@ from gridtrain.config import Auto, Dense, Exchange, LocalSteps, Overlap, round_e
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import settings, state_sync
 from gridtrain.optim.averages import BufferAverage
+from gridtrain.optim.before import Before
 from gridtrain.optim.chosen import ChosenExchanger
 from gridtrain.optim.exchange import Attempt, Exchanger, assemble, exchanger
 from gridtrain.optim.flat import FlatGradient
@@ -126,6 +127,9 @@ class GridOptimizer(WrappingOptimizer):
         self._compare_next = False
         self._exchanged = False
         self._in_flight = InFlight()
+        self._backwards = 1
+        self._before: Before | None = None  # the turn that is under way
+        self._given: Before | None = None  # the same, while the round may hand this worker's state out
         self.skipped_steps = 0
         self.last_skipped = self.last_overflowed = False
         self.timings: dict[str, float] = {}
@@ -138,6 +142,7 @@ class GridOptimizer(WrappingOptimizer):
 
     def expect_backwards(self, count: int) -> None:
         """So many backward passes are one step: with overlap, gradients are complete after the last."""
+        self._backwards = count
         if self._overlapper is not None:
             self._overlapper.backwards = count
 
@@ -180,6 +185,15 @@ class GridOptimizer(WrappingOptimizer):
 
     def turn_begins(self, trained: int) -> None:
         """`trained`: so many of the turn's calls are for samples; the others are for stand-ins."""
+        if self._backwards > 1:  # a loop may step its scheduler for each of them
+            self._before = Before.of(self.inner, self._trackers, averages=False)
+
+    def part_begins(self, number: int, weights: Sequence[float]) -> None:
+        """The loop is given a step's micro-batch of this number, and divides each one's loss by how many
+        there are.  What it has accumulated is scaled, so that they count by their weights; the last factor,
+        of at most 1 where weights never rise, is left to the step, so that a clipped gradient stays so."""
+        self._flat.rescale(weights[number - 1] / weights[number] if number else 1.0)
+        self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
 
     # -- the group's step ------------------------------------------------------------------------
 
@@ -216,6 +230,13 @@ class GridOptimizer(WrappingOptimizer):
             usable: False: it is known not to be finite.
             early: the plan for which buckets are under way already, and these.
         """
+        self._given = self._before
+        try:
+            self._attempts(usable, early)
+        finally:
+            self._given = self._before = None
+
+    def _attempts(self, usable: bool, early: Early | None) -> None:
         self._watch.lap("computing_s")
         attempt: Attempt | None = None
         averages = compared = before = tried = None
@@ -322,7 +343,7 @@ class GridOptimizer(WrappingOptimizer):
 
     def capture(self, whole: bool = True) -> Sequence[bytes | memoryview]:
         """The replicated state; see `state_sync.capture`."""
-        return state_sync.capture(self.model, self.replicated, self._trackers, whole=whole)
+        return state_sync.capture(self.model, *self._last_common(), whole=whole)
 
     def begins(self) -> bytes:
         """Digest of what `capture` gives, before the first step; see `state_sync.begins`."""
@@ -330,7 +351,16 @@ class GridOptimizer(WrappingOptimizer):
 
     def copy(self) -> state_sync.Copy:
         """The same, without making bytes of it yet."""
-        return state_sync.copy(self.model, self.replicated, self._trackers)
+        return state_sync.copy(self.model, *self._last_common())
+
+    def _last_common(self) -> tuple[torch.optim.Optimizer, state_sync.Trackers]:
+        """What stands for optimizer and trackers in a state that is given away now."""
+        before = self._given
+        return (
+            (self.replicated, self._trackers)
+            if before is None
+            else before.seen(self.replicated, self._trackers)
+        )
 
     def replay(self, step: StepUpdate) -> None:
         """What the members did in a step in which this worker did not take part.

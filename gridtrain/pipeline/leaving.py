@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -61,8 +62,8 @@ class StageLeaving:
         blocks = self.pipe.held_blocks
         if blocks is None or not self.pipe.residual_size:
             return None
-        folder = self.store.folder_of(blocks) if self.keeps else None
-        left = hand_over(self.session, self.pipe, budget_bytes, folder)
+        voids = partial(self.store.void, blocks) if self.keeps else None
+        left = hand_over(self.session, self.pipe, budget_bytes, voids)
         self.pipe.forget_residual()
         return None if left is None else (blocks, left)
 

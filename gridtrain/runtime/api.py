@@ -200,14 +200,19 @@ class GroupSession:
 
         `about`: what this worker is, for people.  `choices`: see `member_io.Enter`.
         """
-        if self._spec is not None:
-            raise ConfigError(
-                "a second data set was given to this run; its ledger has one",
-                remedy="call grid.batches(...) or grid.sampler(...) once",
-            )
+        self.refuse_second()
         self._spec, self._entered = setup.ledger, (setup, edges, about, choices)
         self._is_pipeline = setup.stages > 1
         self._driver.command(io.Enter(setup, edges, about, choices))
+
+    def refuse_second(self) -> None:
+        """Raises `ConfigError` if this worker has entered; to be asked before its disk is read."""
+        if self._spec is not None:
+            raise ConfigError(
+                "a second data set was given to this run; its ledger has one",
+                remedy="call grid.batches(...) or grid.sampler(...) once, with epochs= or steps= of the "
+                "whole run: one loop goes over all of it",
+            )
 
     # -- away, and back ----------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -44,6 +45,18 @@ def test_a_standby_begins_with_all_that_was_written_down(tmp_path: Path) -> None
     assert standby.entries() == store.entries()
     assert standby.identity() == store.identity()
     assert standby.next_term() == 2
+
+
+def test_what_lies_beside_a_journal_that_is_gone_does_not_alter_the_backup(tmp_path: Path) -> None:
+    """A damaged journal.sqlite was removed, and not its -wal: SQLite would write that over the backup."""
+    store = running(tmp_path / "state")
+    path = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
+    before = store.entries()
+    store.append_all([("state", {"number": number}) for number in range(50)])
+    (tmp_path / "again").mkdir()
+    shutil.copy(tmp_path / "state" / f"{JOURNAL}-wal", tmp_path / "again" / f"{JOURNAL}-wal")
+    assert restore(tmp_path / "backups", tmp_path / "again") == path
+    assert Store.open(tmp_path / "again" / JOURNAL).entries() == before
 
 
 def test_the_latest_is_that_of_the_latest_term(tmp_path: Path) -> None:

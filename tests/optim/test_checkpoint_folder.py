@@ -10,7 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from gridtrain.optim.checkpoint import Checkpoints
+import torch
+
+from gridtrain.optim import checkpoint
+from gridtrain.optim.checkpoint import Checkpoints, Snapshot
+from gridtrain.protocol.messages import Held, LedgerState
 
 
 def test_a_new_folder_is_its_owners_alone(tmp_path: Path) -> None:
@@ -26,3 +30,22 @@ def test_a_new_folder_is_its_owners_alone(tmp_path: Path) -> None:
         os.umask(before)
     modes = [stat.S_IMODE(folder.stat().st_mode) for folder in (tmp_path / "new", tmp_path)]
     assert modes == [0o700, 0o755], "a folder that was there is its owner's affair"
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["a flipped bit", "torn"])
+def test_a_damaged_residual_is_lost_and_the_state_is_not(
+    torn: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bit makes an infinity of 1.0, and that would go into the training."""
+    held = Held(4, b"h" * 32, LedgerState(step=5))
+    residual = {"residual": torch.ones(8)}
+    path = checkpoint.step_folder(tmp_path, 5)
+    checkpoint.save(Snapshot(held, (), {}, {"weight": torch.zeros(3)}, residual), path)
+    whole = checkpoint.read(path)
+    assert torch.equal(whole.residual["residual"], residual["residual"])
+    file = path / "residual.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-9] if torn else data[:-1] + bytes([data[-1] ^ 0x40]))
+    found = checkpoint.read(path)
+    assert found.residual == {} and torch.equal(found.tensors["weight"], torch.zeros(3))
+    assert "is not what was written: it is lost, the state is not" in caplog.text

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gridtrain.errors import ConfigError
 from gridtrain.optim import sampler
 from gridtrain.optim.prefetch import Prefetcher
-from gridtrain.optim.reading import IterableReader, MapReader, is_iterable, measure, parts
+from gridtrain.optim.reading import IterableReader, MapReader, is_iterable, measure, parts, weights
 from gridtrain.protocol import ledger
 from gridtrain.protocol.messages import LedgerSpec, LedgerState, Span
 
@@ -81,10 +84,28 @@ def test_a_pass_that_ends_early_is_an_error_with_both_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("items", "count", "expected"),
-    [([1, 2, 3, 4], 2, [[1, 2], [3, 4]]), ([1], 3, [[1], [1], [1]]), ([1, 2], 3, [[1], [1], [2]])],
+    [
+        ([1, 2, 3, 4], 2, [[1, 2], [3, 4]]),
+        ([1, 2, 3, 4, 5], 3, [[1, 2], [3, 4], [5]]),
+        ([1], 3, [[1], [1], [1]]),
+        ([1, 2], 3, [[1], [2], [2]]),
+    ],
 )
 def test_parts(items: list[int], count: int, expected: list[list[int]]) -> None:
     assert parts(items, count) == expected
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("samples", range(1, 20))
+def test_each_sample_of_the_parts_counts_once(samples: int, count: int) -> None:
+    """Each part's gradient is the mean of its samples'."""
+    counts: Counter[int] = Counter()
+    weighed = weights(samples, count)
+    for part, weight in zip(parts(range(samples), count), weighed, strict=True):
+        for sample in part:
+            counts[sample] += Fraction(weight).limit_denominator(99) / len(part)  # type: ignore[assignment]
+    assert counts == dict.fromkeys(range(samples), 1)
+    assert weighed == sorted(weighed, reverse=True) and count * weighed[-1] <= samples
 
 
 # -- do all workers have the same data, each time? -----------------------------------------------------
@@ -114,6 +135,7 @@ def test_the_text_tells_data_apart() -> None:
         (Numbered(lambda i: i), None, "does not say how many samples a pass over it has"),
         (Letters(), 0, "a pass over the Letters has 0 samples"),
         ([1, 2, 3], 3, "length=3 was given for a list, which has an index"),
+        (DataLoader([1, 2, 3]), None, "a DataLoader was given in the place of a data set"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(dataset: Any, length: int | None, words: str) -> None:
@@ -126,6 +148,25 @@ def test_contents_that_mean_nothing_elsewhere_are_not_compared_and_random_number
     before = torch.get_rng_state()
     assert measure(Numbered(lambda i: torch.rand(1).item() * 0 + i), 20)[1].startswith("20 samples a pass")
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(1).item()])
+@pytest.mark.parametrize("often", [0.01, 0.1])
+def test_rare_augmentation_is_no_matter_of_chance(draw: Callable[[], float], often: float) -> None:
+    """Else a worker that has seen some of it would refuse one that has not."""
+
+    class Flipped(Dataset[int]):
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> int:
+            return -index if draw() < often else index
+
+    texts = set()
+    for seed in range(20):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        texts.add(measure(Flipped(), None)[1])
+    assert len(texts) == 1
 
 
 def test_a_list_has_an_index_and_a_generator_has_none() -> None:

@@ -248,3 +248,83 @@ def steps_of(grid: gridtrain.Grid) -> Any:
         ((model(x) - y) ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_second_loop_is_refused_as_that_and_leaves_model_and_disk_alone(every: int, tmp_path: Path) -> None:
+    run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=5))
+    with (
+        LocalGroup(min_workers=1) as group,
+        group.join("again", checkpoint_every=every, state_dir=str(tmp_path / "worker-0")) as grid,
+    ):
+        for number, _ in enumerate(steps_of(grid)):
+            if number == 3:
+                break
+        wrapped = grid._optimizer
+        assert wrapped is not None
+        before = wrapped.model.weight.detach().clone()
+        with pytest.raises(ConfigError, match="a second data set was given to this run"):
+            next(iter(grid.batches(DATA, global_batch_size=6, steps=100_000)))
+        assert torch.equal(wrapped.model.weight, before)
+
+
+def test_a_data_loader_that_is_asked_again_after_the_end_has_nothing_more(tmp_path: Path) -> None:
+    with LocalGroup(min_workers=1) as group, group.join("anna", export_dir=str(tmp_path)) as grid:
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.001)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        loader = torch.utils.data.DataLoader(DATA, batch_sampler=grid.sampler(DATA, batch_size=6, steps=2))  # type: ignore[arg-type]
+        for x, y in loader:
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+        (tmp_path / "final.safetensors").unlink()
+        assert list(loader) == []
+        assert not (tmp_path / "final.safetensors").exists(), "the run has ended once"
+
+
+def test_what_was_handed_over_is_in_no_checkpoint_that_is_still_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would come back with this worker, and be sent by two."""
+    waited_for, true_save, true_wait = threading.Event(), checkpoint.save, checkpoint.Checkpoints.wait
+    gone = threading.Event()
+    left_at: list[int] = []
+
+    def slow_save(snapshot: Any, path: Path) -> None:
+        assert waited_for.wait(WITHIN_S)
+        true_save(snapshot, path)
+
+    def wait(self: Any, timeout_s: float | None = None) -> None:
+        if self._writing():
+            waited_for.set()
+        true_wait(self, timeout_s)
+
+    def work(name: str, every: int) -> None:
+        with group.join(name, checkpoint_every=every, state_dir=str(tmp_path / name)) as grid:
+            model = nn.Linear(2, 1)
+            inner = torch.optim.SGD(model.parameters(), lr=0.001)
+            optimizer = grid.optimizer(inner, model, exchange=gridtrain.GTopK(density=0.3))
+            for x, y in grid.batches(DATA, global_batch_size=6, steps=100_000):
+                ((model(x) - y) ** 2).mean().backward()
+                if every and grid.step == 3:
+                    left_at.append(grid.step)
+                    break
+                if not every and gone.is_set():
+                    break
+                optimizer.step()
+                optimizer.zero_grad()
+        if every:
+            gone.set()
+
+    monkeypatch.setattr(checkpoint, "save", slow_save)
+    monkeypatch.setattr(checkpoint.Checkpoints, "wait", wait)
+    with LocalGroup(min_workers=2) as group:
+        threads = [threading.Thread(target=work, args=one, daemon=True) for one in (("anna", 3), ("bert", 0))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+    assert left_at == [3]
+    kept = tmp_path / "anna" / "step-00000003"
+    assert (kept / "state.json").exists()
+    assert not (kept / "residual.safetensors").exists(), "bert has it"

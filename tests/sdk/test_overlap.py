@@ -129,6 +129,24 @@ def test_micro_batches_are_sent_with_the_last(together: Any, sent: list[Any], ex
     assert len(sent) == 2 * 4 * 3
 
 
+def test_unequal_micro_batches_count_as_without_overlap(together: Any, sent: list[Any]) -> None:
+    """23 samples: the last step has 5, in micro-batches of 2, 2 and 1."""
+
+    def loop(grid: gridtrain.Grid, overlap: Any) -> str:
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(sgd, model, exchange=gridtrain.Dense(), overlap=overlap)
+        for count, batch in enumerate(grid.batches(DATA[:23], batch_size=2, epochs=1, accumulate=3), 1):
+            backward(model, batch)
+            if count % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        return state_sync.digest(model, sgd).hex()
+
+    without, with_it = (together(lambda grid, number, o=o: loop(grid, o), 1) for o in (None, EAGER))
+    assert with_it == without and len(sent) == 4 * 3
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
 def test_a_parameter_without_gradient_is_sent_by_step(together: Any, sent: list[Any], exchange: Any) -> None:
     def loop(grid: gridtrain.Grid, number: int) -> str:

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from brisk import WITHIN_S
@@ -164,6 +165,13 @@ def test_batch_sizes_may_differ(outcomes: Any) -> None:
     assert outcomes(train, 2) == [4, 4]
 
 
+def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
+    script = Script(
+        sizes=(("batch_size", np.int64(2)), ("seed", np.int64(3))), ends=(("steps", np.int32(4)),)
+    )
+    assert outcomes(lambda grid, number: script.run(grid), 1) == [4]
+
+
 # -- what is wrong is found out before the run is disturbed -----------------------------------------------
 
 
@@ -186,6 +194,9 @@ def test_batch_sizes_may_differ(outcomes: Any) -> None:
         ),
         (Script(ends=(("steps", 4), ("epochs", 1))), "the run's end is epochs=1, steps=4; exactly one"),
         (Script(ends=(("epochs", 0),)), "epochs=0 over 8 samples; it must be at least 1"),
+        (Script(ends=(("steps", 1e3),)), "steps is 1000.0, and not a whole number -> give an int: steps=32"),
+        (Script(sizes=(("batch_size", "2"),)), "batch_size is '2', and not a whole number -> "),
+        (Script(sizes=(("batch_size", 2), ("seed", None))), "seed is None, and not a whole number -> "),
         (Script(data=[]), "a list without samples or without a length .* -> use a map-style data set"),
         (
             Script(data=iter(DATA)),

@@ -1,0 +1,106 @@
+"""`grid.batches(..., accumulate=a)`: what a step of several micro-batches is to others."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+
+WITHIN_S = 60.0
+A = 4
+
+
+def data(size: int) -> list[torch.Tensor]:
+    return [torch.tensor([float(number)]) for number in range(size)]
+
+
+@pytest.mark.parametrize(
+    "exchange", [gridtrain.Dense(), gridtrain.GTopK(density=0.5)], ids=["dense", "sparse"]
+)
+def test_a_newcomer_has_the_schedule_of_others_who_step_it_for_each_micro_batch(
+    new_group: Any, exchange: Any
+) -> None:
+    """It is given the state while they wait in a step: their scheduler has moved a - 1 times in it."""
+    holding, frozen, entered = threading.Event(), threading.Event(), threading.Event()
+    stop_at = [10**9]
+
+    def train(grid: gridtrain.Grid, number: int) -> dict[int, float]:
+        model = nn.Linear(1, 4, bias=False)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(inner, model, exchange=exchange)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0 / (1.0 + step))
+        grid.track(scheduler=scheduler)
+        rates: dict[int, float] = {}
+        batches = grid.batches(data(50_000), batch_size=2, steps=100_000, accumulate=A)
+        for micro, inputs in enumerate(batches):
+            if micro % A == 0:
+                rates[grid.step] = inner.param_groups[0]["lr"]
+                if number == 2 and not entered.is_set():
+                    stop_at[0] = grid.step + 4
+                    entered.set()
+                if grid.step >= stop_at[0]:
+                    break
+            (model(inputs / 50_000).square().mean() / A).backward()
+            if micro % A == A - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+            if number == 0 and micro == 3 * A + 1:
+                holding.set()
+                with grid.evaluation():
+                    assert frozen.wait(WITHIN_S)
+        return rates
+
+    with new_group(workers=2) as group:
+        for _ in range(2):
+            group.start(train)
+        assert holding.wait(WITHIN_S)
+        group.start(train)
+        group.wait_for("following" if exchange.sparse else "freeze")
+        frozen.set()
+        assert entered.wait(WITHIN_S)
+        results = [group.result(number) for number in range(3)]
+    for result in results:
+        assert isinstance(result, dict), result
+    common = set.intersection(*(set(seen) for seen in results))
+    assert len(common) >= 4
+    for step in common:
+        assert {seen[step] for seen in results} == {0.01 * (1.0 / (1.0 + A * step))}, f"step {step}"
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [gridtrain.Dense(), gridtrain.LocalSteps(every=1, exchange=gridtrain.Dense(), outer_learning_rate=1.0)],
+    ids=["dense", "local"],
+)
+@pytest.mark.parametrize(
+    ("samples", "sizes"),
+    [(7, {"batch_size": 4}), (5, {"global_batch_size": 5}), (3, {"batch_size": 2}), (1, {"batch_size": 2})],
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_sample_counts_alike_whatever_the_micro_batches(
+    together: Any, exchange: Any, samples: int, sizes: Any, count: int
+) -> None:
+    """The loss is w times the mean of powers of ten, so that a sample which counts more shows."""
+    powers = [torch.tensor([10.0**number]) for number in range(samples)]
+
+    def train(grid: gridtrain.Grid, number: int) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = grid.optimizer(inner, model, exchange=exchange, average_buffers_every=0)
+        for micro, inputs in enumerate(grid.batches(powers, epochs=1, accumulate=count, **sizes)):
+            (model(inputs).mean() / count).backward()
+            if micro % count == count - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert grid.step == 1
+        return -model.weight.item() * samples
+
+    assert together(train, 1) == [pytest.approx(sum(10.0**number for number in range(samples)), rel=1e-5)]
