@@ -220,6 +220,7 @@ def test_the_reason_why_there_is_no_delay(lab: None, monkeypatch: pytest.MonkeyP
         patch.setattr(shutil, "which", lambda name: None)
         assert arrivals.why_not.__wrapped__().startswith("no netem in this kernel, and no iptables-restore")
     with monkeypatch.context() as patch:
+        patch.setattr(shutil, "which", lambda name: name)  # it is asked for after the program has begun
         patch.setattr(arrivals, "_PROGRAM", Path("/nonexistent.py"))
         assert "its substitute does not work: nothing delays packets in" in arrivals.why_not.__wrapped__()
 
