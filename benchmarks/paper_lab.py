@@ -81,10 +81,8 @@ def ours(options: argparse.Namespace, exchange: str, world: int, n: int, compute
     script = [sys.executable, str(Path(__file__).resolve()), "work", "--result", str(results)]
     script += ["--exchange", exchange, "--n", str(n), "--compute", repr(compute_s)]
     script += ["--density", str(options.density), "--steps", str(WARM_UP_STEPS + options.steps)]
-    paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths)}
     with Net() as net:
-        plan = Plan(workers=world, encrypted=False, line=options.rate, environment=environment)
+        plan = Plan(workers=world, encrypted=False, line=options.rate)
         start(net, plan, folder, lambda name: script).wait(options.timeout)
     workers = [json.loads(path.read_text()) for path in sorted(results.iterdir())]
     assert len(workers) == world, f"{len(workers)} of {world} workers wrote their steps"

@@ -132,7 +132,6 @@ def ours(options: argparse.Namespace, workload: Workload, rate: str, road: str, 
     script = [sys.executable, "-m", "accuracy.train", "--workload", workload.name, "--road", road]
     script += ["--density", str(options.density), "--every", str(options.every)]
     script += ["--steps", str(options.steps), "--folder", str(folder)]
-    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     if options.learning_rate is not None:
         script += ["--learning-rate", repr(options.learning_rate)]
     if options.gathered is not None:
@@ -141,7 +140,6 @@ def ours(options: argparse.Namespace, workload: Workload, rate: str, road: str, 
         workers=options.world,
         encrypted=options.encrypted,
         line="" if rate == "none" else rate,
-        environment={"PYTHONPATH": os.pathsep.join(paths)},
     )
 
     def tick() -> None:

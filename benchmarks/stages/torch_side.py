@@ -111,6 +111,7 @@ def in_lab(
     script += ["--meet", f"tcp://{hosts[0].address}:{PORT}", "--payload", str(payload_bytes), "--cases"]
     script += [f"{name}:{micro_batches}" for name, micro_batches in cases]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": hosts[0].interface, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     results = [folder / f"torch-{rank}.json" for rank in range(stages)]
     group = [
         host.run([*script, "--rank", str(rank), "--result", str(results[rank])], folder, env=environment)
