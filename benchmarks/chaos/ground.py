@@ -26,7 +26,6 @@ from lab import ns
 from lab.net import Host, Net
 from lab.net import why_not as why_no_lab
 
-BENCHMARKS = Path(__file__).parent.parent
 PORT = 7700
 MOUNT = ("mount", "-t", "tmpfs", "-o")
 HUB_DISK, WORKER_DISK = "24m", "24m"
@@ -188,14 +187,6 @@ def make_room(folder: Path) -> None:
 
 
 # -- processes -----------------------------------------------------------------------------------
-
-
-def environment(state: Path, **more: str) -> dict[str, str]:
-    """Ours without the settings of another run; one thread for each worker, as they share the cores."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRIDTRAIN_")}
-    path = os.pathsep.join(filter(None, (str(BENCHMARKS), inherited.get("PYTHONPATH", ""))))
-    one = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
-    return {**inherited, **one, "XDG_STATE_HOME": str(state), **more}
 
 
 def is_ours(pid: int, word: str) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 from chaos import ground as g
 from chaos.record import Record
 from chaos.schedule import OF_COORDINATOR, Fault
+from lab.surroundings import environment
 
 TICK_S = 0.02
 START_S, BACK_S, END_S = 120.0, 90.0, 90.0
@@ -189,7 +190,7 @@ class Play:
             place = ["--name", name, "--export-dir", str(self._folder), *self._ground.cap()]
             argv = [*g.CLI, "worker", invitation, *place, "--restarts", "100000", "--", *script]
             settings = {"GRIDTRAIN_CHECKPOINT_EVERY": "50", "GRIDTRAIN_FAULTS": self._plan.planned}
-            env = g.environment(self._state(name), **settings)
+            env = environment(self._state(name), **settings)
             self._agents[name] = self._ground.run(name, argv, self._folder / name, env)
 
     def _measure(self) -> None:
@@ -263,7 +264,7 @@ class Play:
         ground = self._ground
         argv = [*g.CLI, "coordinator", "--listen", ground.listen, "--advertise", ground.address]
         argv += ["--state", str(self._state("hub")), "--min-workers", str(self._plan.workers)]
-        self._coordinator = ground.run("hub", argv, self._folder / "hub", g.environment(self._folder))
+        self._coordinator = ground.run("hub", argv, self._folder / "hub", environment(self._folder))
         self._played.coordinator_starts += 1
 
     def _mind_coordinator(self, now_s: float) -> None:
@@ -277,7 +278,7 @@ class Play:
     def _invite(self) -> str:
         state = str(self._state("hub"))
         argv = [*g.CLI, "invite", "--state", state, "--uses", "1000", "--wait", "60s"]
-        process = self._ground.run("hub", argv, self._folder / "invite", g.environment(self._folder))
+        process = self._ground.run("hub", argv, self._folder / "invite", environment(self._folder))
         if process.wait(90.0):
             raise ChaosError(f"there is no invitation\n{self._ends_of_logs()}")
         return (self._folder / "invite.out").read_text().strip()

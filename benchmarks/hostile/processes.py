@@ -28,7 +28,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-BENCHMARKS = Path(__file__).parent.parent
+from lab.surroundings import environment
+
 CLI = (sys.executable, "-m", "gridtrain.cli")
 UNDEFENDED = (sys.executable, "-m", "hostile.undefended")
 DEADLINE_S = 120.0
@@ -43,18 +44,6 @@ Line = dict[str, Any]
 
 class GroupError(Exception):
     """Something that was waited for will not come; the text has the ends of all outputs."""
-
-
-def environment(state: Path) -> dict[str, str]:
-    """Ours without the settings of another run; one thread for each worker, as they share the cores."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRIDTRAIN_")}
-    path = os.pathsep.join(filter(None, (str(BENCHMARKS), inherited.get("PYTHONPATH", ""))))
-    return inherited | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": path,
-        "XDG_STATE_HOME": str(state),
-    }
 
 
 # -- what the kernel counts --------------------------------------------------------------------------

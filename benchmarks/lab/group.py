@@ -24,8 +24,8 @@ from pathlib import Path
 
 from lab.net import Host, Net, Process
 from lab.ns import LabError
+from lab.surroundings import environment
 
-BENCHMARKS = Path(__file__).resolve().parents[1]
 CLI = (sys.executable, "-m", "gridtrain.cli")
 PORT = 7700
 HOME_SUBNET = "192.168.178"
@@ -189,13 +189,7 @@ def _invitation(group: Group, plan: Plan) -> str:
 
 
 def _environment(plan: Plan, state: Path) -> dict[str, str]:
-    """Ours without the settings of another run; one thread for each worker, as they share the cores.  Scripts
-    find this folder's modules."""
-    inherited: Mapping[str, str] = {k: v for k, v in os.environ.items() if not k.startswith("GRIDTRAIN_")}
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    path = os.pathsep.join(filter(None, (str(BENCHMARKS), inherited.get("PYTHONPATH", ""))))
-    own = {"PYTHONPATH": path, "XDG_STATE_HOME": str(state)}
-    return {**inherited, **threads, **own, **plan.environment}
+    return environment(state, **{"MKL_NUM_THREADS": "1", **plan.environment})
 
 
 # -- waiting -------------------------------------------------------------------------------------
