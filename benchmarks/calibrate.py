@@ -35,18 +35,18 @@ import zmq
 
 from bench.cells import Link
 from bench.ground import ground_of, why_no_link
-from gridtrain.protocol.costs import cost
-from gridtrain.protocol.lines import even
-from gridtrain.protocol.loads import FREE, PACKET_BYTES, Cpu, Load, count_moves
-from gridtrain.protocol.ring import LARGEST_SLICE_BYTES
-from gridtrain.protocol.topology import named
+from gridtrain.protocol.costs import exchange_cost
+from gridtrain.protocol.lines import uniform_network
+from gridtrain.protocol.loads import NO_CPU_COSTS, PACKET_BYTES, CpuCosts, Workload, count_messages
+from gridtrain.protocol.ring import MAX_SLICE_BYTES
+from gridtrain.protocol.topology import parse_workload
 from gridtrain.sparsify.feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge, sum_in_rank_order
-from gridtrain.speed.group import Setting, started
+from gridtrain.speed.group import BenchSetting, start_group
 from gridtrain.wire.sparse import ValueKind, decode, encode
 
 PARAMETERS, ENTRIES = 25_600_000, 25_600
-SLICE_BYTES = LARGEST_SLICE_BYTES
+SLICE_BYTES = MAX_SLICE_BYTES
 REPEATS = 7
 KIND = ValueKind.FP16
 
@@ -147,8 +147,8 @@ def messages_work(members: int = 2, repeats: int = 30) -> dict[str, float]:
         CPU seconds of a member = begin + ends * message
     and wake is what then lacks until the walk of these exchanges takes as long as they took.
     """
-    tiny_ones = {what: Setting(what, members, TINY_PARAMETERS) for what in TINY}
-    large_ones = {name: Setting(what, members, n) for name, (what, n) in LARGE.items()}
+    tiny_ones = {what: BenchSetting(what, members, TINY_PARAMETERS) for what in TINY}
+    large_ones = {name: BenchSetting(what, members, n) for name, (what, n) in LARGE.items()}
     medians = in_turns(Link(members), tiny_ones | large_ones, repeats)
     found = solved(
         members,
@@ -176,7 +176,7 @@ class Median:
     work_s: float
 
 
-def in_turns(link: Link, settings: Mapping[str, Setting], repeats: int) -> dict[str, Median]:
+def in_turns(link: Link, settings: Mapping[str, BenchSetting], repeats: int) -> dict[str, Median]:
     """The exchanges one after the other, again and again; the first turns find their memory and their way."""
     samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in settings}
     with (
@@ -185,7 +185,7 @@ def in_turns(link: Link, settings: Mapping[str, Setting], repeats: int) -> dict[
         contextlib.ExitStack() as stack,
     ):
         groups = {
-            name: stack.enter_context(started(setting, ground, Path(folder) / str(index)))
+            name: stack.enter_context(start_group(setting, ground, Path(folder) / str(index)))
             for index, (name, setting) in enumerate(settings.items())
         }
         for turn in range(-3, repeats):
@@ -205,7 +205,7 @@ def works(members: int, medians: Mapping[str, Median]) -> dict[str, float]:
 
     Of CPU time: where members share cores, the time in which a payload is worked on has others' turns in it.
     """
-    hops = count_moves(tiny("gtopk"), members) / members
+    hops = count_messages(tiny("gtopk"), members) / members
     entries = 25_600
     merging_s = medians["merge"].cpu_s - medians["gtopk"].cpu_s
     summing_s = medians["sum"].cpu_s - medians["topk"].cpu_s
@@ -226,23 +226,23 @@ def packets_work(repeats: int = 8) -> dict[str, float]:
     """What a packet takes where a line is slower than the processor: two members, a ring, 50 Mbit/s."""
     link = Link(2, "50Mbit")
     if why_no_link(link):
-        return {"packet_s": Cpu().packet_s}
+        return {"packet_s": CpuCosts().packet_s}
     n = 500_000
-    slow = in_turns(link, {"ring": Setting("dense", 2, n), "dense": Setting("dense", 2, 2000)}, repeats)
+    slow = in_turns(link, {"ring": BenchSetting("dense", 2, n), "dense": BenchSetting("dense", 2, 2000)}, repeats)
     spent_s = (slow["ring"].cpu_s - slow["ring"].work_s) - (slow["dense"].cpu_s - slow["dense"].work_s)
     return {"packet_s": max(0.0, spent_s / (2 * 4 * n / PACKET_BYTES))}
 
 
-def tiny(what: str) -> Load:
+def tiny(what: str) -> Workload:
     name, _, options = what.partition(":")
-    load = named(name, f"{options},density=0.001", TINY_PARAMETERS, encrypted=False)
+    load = parse_workload(name, f"{options},density=0.001", TINY_PARAMETERS, encrypted=False)
     assert load is not None
     return load
 
 
 def ends_of(what: str, members: int) -> float:
     """Messages that a member sends or receives, in the mean; with vote and decision."""
-    return 2 * (count_moves(tiny(what), members) + 2 * (members - 1)) / members
+    return 2 * (count_messages(tiny(what), members) + 2 * (members - 1)) / members
 
 
 def solved(
@@ -254,11 +254,11 @@ def solved(
     if message_s <= 0 or begin_s < 0:  # too close to tell apart: all of it is messages
         begin_s = 0.0
         message_s = statistics.fmean(spent_s / ends_of(what, members) for what, spent_s in cpu_s.items())
-    found = replace(FREE, message_s=float(message_s), begin_s=float(begin_s))
+    found = replace(NO_CPU_COSTS, message_s=float(message_s), begin_s=float(begin_s))
 
     def walked_s(wake_s: float) -> float:
-        cpu, network = replace(found, wake_s=wake_s), even(members, 0.0, 1e12)
-        return sum(cost(tiny(what), network, cpu, host_cores=cores).exchange_s for what in seconds)
+        cpu, network = replace(found, wake_s=wake_s), uniform_network(members, 0.0, 1e12)
+        return sum(exchange_cost(tiny(what), network, cpu, host_cores=cores).exchange_s for what in seconds)
 
     low, high, wanted_s = 0.0, max(seconds.values()), sum(seconds.values())
     for _ in range(40):
@@ -305,7 +305,7 @@ def _send_all(sender: zmq.Socket[bytes], payload: bytes, messages: int) -> None:
         sender.send(payload, copy=False)
 
 
-def measure(*, quick: bool = False, members: int = 2) -> Cpu:
+def measure(*, quick: bool = False, members: int = 2) -> CpuCosts:
     """Takes half a minute.  `members`: that exchange messages; more than there are cores share these."""
     rng = np.random.default_rng(0)
     parts = (
@@ -316,7 +316,7 @@ def measure(*, quick: bool = False, members: int = 2) -> Cpu:
         messages_work(members),
         packets_work(),
     )
-    return Cpu(**{name: value for part in parts for name, value in part.items()})
+    return CpuCosts(**{name: value for part in parts for name, value in part.items()})
 
 
 def main() -> None:

@@ -35,7 +35,15 @@ from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.admission import MAX_WORKERS
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.membership_io import CallBack, CalledBack, Effect, Event, Heard, RunPhase, Send
+from gridtrain.protocol.membership_io import (
+    DialBack,
+    DialBackResult,
+    Effect,
+    Event,
+    MessageReceived,
+    RunPhase,
+    Send,
+)
 from gridtrain.wire.codec import decode, encode
 
 NETWORK_S = 0.02
@@ -109,8 +117,8 @@ class Crowd:
             assert isinstance(what, bytes)
             step = 0 if self.training_s is None else max(0, int(at_s - self.training_s))
             self._sequence += 1
-            beat = m.Beat(self._sequence, step, self._sequence, ())
-            self.beats_s.append((at_s, self._work(at_s, Heard(what, beat))))
+            beat = m.Heartbeat(self._sequence, step, self._sequence, ())
+            self.beats_s.append((at_s, self._work(at_s, MessageReceived(what, beat))))
             self._at(at_s + self.limits.beat_s, "beat", what)
         else:
             assert not isinstance(what, bytes)
@@ -119,10 +127,10 @@ class Crowd:
     def _work(self, at_s: float, event: Event | None) -> float:
         """The coordinator deals with it as soon as it is free; returns arrival to end."""
         begins_s = max(at_s, self.free_s)
-        raw = encode(event.message) if isinstance(event, Heard) else None
+        raw = encode(event.message) if isinstance(event, MessageReceived) else None
         began_s = time.perf_counter()
-        if raw is not None and isinstance(event, Heard):
-            event = Heard(event.peer, decode(raw))
+        if raw is not None and isinstance(event, MessageReceived):
+            event = MessageReceived(event.peer, decode(raw))
         effects = self.core.tick(begins_s) if event is None else self.core.handle(event, begins_s)
         if not self._queue or self._queue[0][0] > self.free_s or event is None:
             self._due_s = (
@@ -145,20 +153,20 @@ class Crowd:
 
     def _answer(self, effect: Effect) -> None:
         """What a worker does about it."""
-        if isinstance(effect, CallBack):
-            self._at(self.free_s + 2 * NETWORK_S, "event", CalledBack(effect.peer, effect.addresses[0]))
+        if isinstance(effect, DialBack):
+            self._at(self.free_s + 2 * NETWORK_S, "event", DialBackResult(effect.peer, effect.addresses[0]))
         if not isinstance(effect, Send):
             return
         peer, message = effect.peer, effect.message
         if isinstance(message, m.Admitted):
-            self._says(self.free_s + 0.5, peer, m.Links(()))  # it has measured its lines meanwhile
-        elif isinstance(message, m.View):
+            self._says(self.free_s + 0.5, peer, m.LinkLatencies(()))  # it has measured its lines meanwhile
+        elif isinstance(message, m.MembershipView):
             ready = m.Ready(message.term, message.generation, message.history)
             self._says(self.free_s + 2 * NETWORK_S, peer, ready)
 
     def _says(self, at_s: float, peer: m.PeerId, *messages: m.Message) -> None:
         for message in messages:
-            self._at(at_s, "event", Heard(peer, message))
+            self._at(at_s, "event", MessageReceived(peer, message))
 
     def _at(self, at_s: float, kind: str, what: Event | m.PeerId) -> None:
         self._count += 1

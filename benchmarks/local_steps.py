@@ -89,7 +89,7 @@ def train(setting: Setting, steps: int, seed: int) -> dict[str, Any]:
     """Held-out loss at `MEASURED` points, and what a worker sent until then."""
     size, corpus = SIZES["small"], load_corpus()
     windows = Windows(corpus.train, size.context)
-    held_out = Windows(corpus.held_out, size.context).spread(HELD_OUT_WINDOWS)
+    held_out = Windows(corpus.held_out, size.context).evenly_spaced(HELD_OUT_WINDOWS)
     every = setting.exchange.every if isinstance(setting.exchange, LocalSteps) else 1
 
     def loop(grid: gridtrain.Grid) -> list[tuple[int, float, int]]:

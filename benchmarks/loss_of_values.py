@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from gridtrain.demo.recipe import RECIPES
-from gridtrain.runtime.stars import SPARSE_WORKSPACES
+from gridtrain.runtime.stars import SPARSE_BUFFERS
 from gridtrain.sparsify.feedback import ErrorFeedback
 from gridtrain.testing.collectives import CollectiveGroup
-from gridtrain.wire.values import BY_NAME
+from gridtrain.wire.values import VALUE_KINDS
 from tune_demo import BATCH_SIZE, MOMENTUM, WORKERS, Lesson
 
 STEPS = 250
@@ -53,7 +53,7 @@ class Result:
 
 
 def run(values: str, topology: str, density: float, seed: int, steps: int) -> Result:
-    lesson, kind = Lesson(seed), BY_NAME[values]
+    lesson, kind = Lesson(seed), VALUE_KINDS[values]
     n, k = lesson.n, max(1, round(density * lesson.n))
     feedbacks = [ErrorFeedback(n, "cpu", MOMENTUM) for _ in range(WORKERS)]
     optimizer = torch.optim.SGD(lesson.parameters, lr=RECIPES["gtopk"].learning_rate)
@@ -70,11 +70,11 @@ def run(values: str, topology: str, density: float, seed: int, steps: int) -> Re
         left = first.new_residual_N.numpy()[first.decoded.indices]
         roundings.append(float(np.linalg.norm(left) / np.linalg.norm(left + first.decoded.values)))
         payload_bytes = len(first.payload)
-        made = SPARSE_WORKSPACES[topology]
+        made = SPARSE_BUFFERS[topology]
         workspaces = [made(p.payload, n=n, k=k, kind=kind, decoded=p.decoded) for p in prepared]
         CollectiveGroup(workspaces, seed=seed).run()
         for feedback, ready, workspace in zip(feedbacks, prepared, workspaces, strict=True):
-            feedback.commit(ready, workspace.kept)
+            feedback.commit(ready, workspace.truncated)
         update = workspaces[0].update
         update_N = torch.zeros(n)
         update_N[torch.from_numpy(update.indices)] = torch.from_numpy(update.values.copy())

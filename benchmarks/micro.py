@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gridtrain.runtime.buffers import seal_of
+from gridtrain.runtime.buffers import sparse_digest
 from gridtrain.sparsify.feedback import ErrorFeedback
 from gridtrain.sparsify.merge import keep_freed_memory, merge, sum_in_rank_order
-from gridtrain.wire.sparse import Encoded, ValueKind, decode, encode_once
+from gridtrain.wire.sparse import EncodedSparse, ValueKind, decode, encode_with_decoded
 
 PARTS = 4  # payloads in `sum`
 
@@ -89,16 +89,16 @@ def drawn(rng: np.random.Generator, n: int, k: int) -> tuple[np.ndarray, np.ndar
 
 def sparse_costs(n: int, k: int, kind: ValueKind, repeats: int) -> Iterator[Cost]:
     drawings = [drawn(np.random.default_rng(seed), n, k) for seed in range(1, PARTS + 1)]
-    made: list[Encoded] = [encode_once(*drawing, n=n, kind=kind) for drawing in drawings]
+    made: list[EncodedSparse] = [encode_with_decoded(*drawing, n=n, kind=kind) for drawing in drawings]
     payload, ours = made[0].payload, [one.sparse for one in made]
     merged = merge(ours[0], ours[1], n=n, k=k, kind=kind)
     work: dict[str, Callable[[], Any]] = {
-        "encode": lambda: encode_once(*drawings[0], n=n, kind=kind),
+        "encode": lambda: encode_with_decoded(*drawings[0], n=n, kind=kind),
         "decode": lambda: decode(payload, n=n, max_entries=k, kind=kind),
         "merge": lambda: merge(ours[0], ours[1], n=n, k=k, kind=kind),
-        "owned": lambda: merged.owned(4, 1),
+        "owned": lambda: merged.truncated_of_owner(4, 1),
         "sum": lambda: sum_in_rank_order(ours),
-        "seal": lambda: seal_of(merged.sparse),
+        "seal": lambda: sparse_digest(merged.sparse),
     }
     for part, doing in work.items():
         yield cost(part, kind.name.lower(), k, len(payload), doing, repeats)

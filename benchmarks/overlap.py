@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import gridtrain
 from gridtrain.optim.overlap_trial import TRIAL_STEPS
 from gridtrain.optim.overlap_trial import WARM_UP_STEPS as BEFORE_TRIAL_STEPS
-from gridtrain.runtime.buckets import cut
+from gridtrain.runtime.buckets import bucket_bounds
 from lab.group import Plan, start
 from lab.net import Net
 
@@ -106,7 +106,7 @@ def work(options: argparse.Namespace) -> None:
         figures = {
             "step_s": took_s[before:],
             "parts_s": parts[before + 1 :],
-            "overlaps": optimizer.overlaps,
+            "overlaps": optimizer.is_overlapping,
             "all_s": took_s,
         }
         options.result.write_text(json.dumps(figures))
@@ -189,7 +189,7 @@ def loss(options: argparse.Namespace) -> dict[str, Any]:
         for buckets in options.bucket_counts:
             lesson = Lesson(seed)
             sizes = [p.numel() for p in lesson.parameters]
-            bounds = cut(sizes, buckets, 1)
+            bounds = bucket_bounds(sizes, buckets, 1)
             parts = [Butterfly(b - a, options.density) for a, b in pairwise(bounds)]
             optimizer = torch.optim.SGD(lesson.parameters, lr=options.lr)
             count = 8

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from calibrate import measure
-from gridtrain.protocol.choosing import outlook
-from gridtrain.protocol.costs import cost
-from gridtrain.protocol.lines import even
-from gridtrain.protocol.loads import Cpu, Kind, Load
+from gridtrain.protocol.choosing import estimate_exchange
+from gridtrain.protocol.costs import exchange_cost
+from gridtrain.protocol.lines import uniform_network
+from gridtrain.protocol.loads import CpuCosts, ExchangeKind, Workload
 
 DATA = Path(__file__).parent / "data" / "gtopk_icdcs2019.json"
 MODELS = {
@@ -39,17 +39,17 @@ MODELS = {
     "resnet50": ("resnet50", 256),
     "lstm_ptb": ("lstm_ptb", 100),
 }
-COLUMNS = (("dense", Kind.DENSE), ("topk", Kind.TOPK), ("gtopk", Kind.GTOPK))
+COLUMNS = (("dense", ExchangeKind.DENSE), ("topk", ExchangeKind.TOPK), ("gtopk", ExchangeKind.GTOPK))
 SIZES = (4, 8, 16, 32)
 GOAL = 0.90
 BAIDU_GPUS, BAIDU_SPEEDUP, BAIDU_PARAMETERS = 40, 31.0, 300_000_000
 
 
-def read_cpu(path: Path) -> Cpu:
-    return Cpu(**json.loads(path.read_text(encoding="utf-8")))
+def read_cpu(path: Path) -> CpuCosts:
+    return CpuCosts(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def efficiencies(paper: dict[str, Any], cpu: Cpu) -> list[dict[str, Any]]:
+def efficiencies(paper: dict[str, Any], cpu: CpuCosts) -> list[dict[str, Any]]:
     """One for each model, exchange and P."""
     link = paper["link"]
     found = []
@@ -59,9 +59,9 @@ def efficiencies(paper: dict[str, Any], cpu: Cpu) -> list[dict[str, Any]]:
         parameters = round(paper["parameters"][parameters_of])
         for name, kind in COLUMNS:
             for size in SIZES:
-                network = even(size, link["alpha_s"], 1 / link["beta_s_per_byte"])
-                load = Load(kind, parameters, paper["density"], encrypted=False)
-                ours = outlook(load, network, cpu, compute_s)
+                network = uniform_network(size, link["alpha_s"], 1 / link["beta_s_per_byte"])
+                load = Workload(kind, parameters, paper["density"], encrypted=False)
+                ours = estimate_exchange(load, network, cpu, compute_s)
                 found.append(
                     {
                         "model": model,
@@ -92,11 +92,11 @@ def markdown(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def baidu(cpu: Cpu, link: dict[str, float]) -> dict[str, float]:
+def baidu(cpu: CpuCosts, link: dict[str, float]) -> dict[str, float]:
     """Speed-ups over one worker of a ring and of a single reducer, where the ring's is that of Baidu."""
-    network = even(BAIDU_GPUS, link["alpha_s"], 1 / link["beta_s_per_byte"])
+    network = uniform_network(BAIDU_GPUS, link["alpha_s"], 1 / link["beta_s_per_byte"])
     ring, star = (
-        cost(Load(kind, BAIDU_PARAMETERS, encrypted=False), network, cpu) for kind in (Kind.DENSE, Kind.STAR)
+        exchange_cost(Workload(kind, BAIDU_PARAMETERS, encrypted=False), network, cpu) for kind in (ExchangeKind.DENSE, ExchangeKind.STAR)
     )
     share = BAIDU_SPEEDUP / BAIDU_GPUS
     compute_s = ring.exchange_s * share / (1 - share)

@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from gridtrain.pipeline.narrow import Wire
-from gridtrain.pipeline.runner import Planner
+from gridtrain.pipeline.narrow import WirePrecision
+from gridtrain.pipeline.runner import ScheduleFactory
 from gridtrain.protocol.schedule import ahead_for, fill_drain, one_forward_one_backward, timetable
 from stages import limit, memory, runtime, torch_side, wire_loss
 from stages.emulated import BACKWARD_S, FAST, FORWARD_S, LAN, Link, Pipeline, sleep_exactly
@@ -44,7 +44,7 @@ SEEDS = 3
 PARTS = ("emulated", "runtime", "limit", "memory", "wire")
 
 
-def ahead_on(link: Link) -> Planner:
+def ahead_on(link: Link) -> ScheduleFactory:
     ahead = ahead_for(FORWARD_S, BACKWARD_S, PAYLOAD_BYTES / link.bandwidth_Bps + link.latency_s)
     return lambda stages, micro_batches: one_forward_one_backward(stages, micro_batches, ahead=ahead)
 
@@ -54,7 +54,7 @@ class Case:
     """One pipeline; `layers` in each of its stages."""
 
     name: str
-    schedule: Planner
+    schedule: ScheduleFactory
     micro_batches: int
     link: Link = LAN
     stages: int = STAGES
@@ -263,7 +263,7 @@ def measured(part: str, options: argparse.Namespace, before: dict[str, Any]) -> 
             return limit.all_cases()
         case "memory":
             return {"rows": [asdict(peak) for peak in memory.all_cases()]}
-    return {"steps": steps, "rows": [asdict(wire_loss.learnt(wire, steps, SEEDS)) for wire in Wire]}
+    return {"steps": steps, "rows": [asdict(wire_loss.learnt(wire, steps, SEEDS)) for wire in WirePrecision]}
 
 
 def main() -> None:

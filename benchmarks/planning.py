@@ -14,19 +14,19 @@ import resource
 import time
 
 from gridtrain.protocol import topology
-from gridtrain.protocol.loads import Kind, Load
-from gridtrain.protocol.topology import Measured
+from gridtrain.protocol.loads import ExchangeKind, Workload
+from gridtrain.protocol.topology import LinkMeasurements
 
 ROUND_TRIPS_s = (0.002, 0.02, 0.05, 0.1)
 RATES_Bps = (1e5, 1e6, 2.5e6, 12.5e6, 125e6)
 PROBED, SENT_TO, PARAMETERS = 256, 8, 25_600_000
 
 
-def group(members: int, seed: int) -> tuple[list[bytes], Measured]:
+def group(members: int, seed: int) -> tuple[list[bytes], LinkMeasurements]:
     rng = random.Random(seed)
     peers = [index.to_bytes(2, "big") * 16 for index in range(members)]
     rtt_s: dict[tuple[bytes, bytes], float] = {}
-    measured = Measured(rtt_s)
+    measured = LinkMeasurements(rtt_s)
     for peer in peers:
         for other in rng.sample(peers, min(PROBED, members)):
             if other != peer:
@@ -34,8 +34,8 @@ def group(members: int, seed: int) -> tuple[list[bytes], Measured]:
         for other in rng.sample(peers, min(SENT_TO, members)):
             if other != peer:
                 rate_Bps = rng.choice(RATES_Bps)
-                measured.told(peer, [(other, rate_Bps, 0.0)])
-                measured.told(other, [(peer, 0.0, rate_Bps)])
+                measured.record(peer, [(other, rate_Bps, 0.0)])
+                measured.record(other, [(peer, 0.0, rate_Bps)])
     return peers, measured
 
 
@@ -47,11 +47,11 @@ def main() -> None:
     for members in map(int, chosen.members.split(",")):
         peers, measured = group(members, seed=1)
         for name in chosen.exchanges.split(","):
-            load = Load(Kind(name), PARAMETERS)
+            load = Workload(ExchangeKind(name), PARAMETERS)
             began_s = time.process_time()
-            made = topology.plan(load, measured, peers, peers)
+            made = topology.plan_rank_order(load, measured, peers, peers)
             planned_s = time.process_time()
-            topology.worth(load, measured, made.order, peers)
+            topology.reorder_reason(load, measured, made.order, peers)
             compared_s = time.process_time()
             most_MiB = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
             print(

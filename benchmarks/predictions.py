@@ -34,11 +34,11 @@ from typing import Any
 
 from calibrate import measure
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.costs import cost
-from gridtrain.protocol.lines import Network, even
-from gridtrain.protocol.loads import Cpu, Kind, Load
-from gridtrain.protocol.roads import road_of
-from gridtrain.protocol.topology import named
+from gridtrain.protocol.costs import exchange_cost
+from gridtrain.protocol.lines import NetworkModel, uniform_network
+from gridtrain.protocol.loads import CpuCosts, ExchangeKind, Workload
+from gridtrain.protocol.roads import choose_dense_topology
+from gridtrain.protocol.topology import parse_workload
 from gridtrain.transport.limits import parse_rate
 from paper_table import read_cpu
 
@@ -74,33 +74,33 @@ class Measured:
     machine_use: float | None = None
 
 
-def load_of(cell: Measured) -> Load:
+def load_of(cell: Measured) -> Workload:
     """Dense: on the road that the coordinator would take.  Raises `ConfigError` for no exchange of ours."""
     name, _, options = cell.exchange.partition(":")
     for word, value in (("density", cell.density), ("values", cell.values)):
         if f"{word}=" not in options:
             options = f"{options},{word}={value}"
-    load = named(name, options, cell.n, cell.encrypted)
+    load = parse_workload(name, options, cell.n, cell.encrypted)
     if load is None:
         raise ConfigError(f'"{cell.exchange}" is no exchange of gridtrain')
-    is_open = load.kind is Kind.DENSE and "topology=" not in options
-    if is_open and road_of(load, cell.world, network_of(cell), edges=True).direct:
-        return replace(load, kind=Kind.DIRECT)
+    is_open = load.kind is ExchangeKind.DENSE and "topology=" not in options
+    if is_open and choose_dense_topology(load, cell.world, network_of(cell), edges=True).is_direct:
+        return replace(load, kind=ExchangeKind.DIRECT)
     return load
 
 
-def network_of(cell: Measured) -> Network:
+def network_of(cell: Measured) -> NetworkModel:
     rate_Bps = cell.rate_Bps * FRAME_SHARE if math.isfinite(cell.rate_Bps) else 1e12
-    return even(cell.world, cell.delay_s, rate_Bps)
+    return uniform_network(cell.world, cell.delay_s, rate_Bps)
 
 
-def predict(cell: Measured, cpu: Cpu, cores: int | None = None) -> float:
+def predict(cell: Measured, cpu: CpuCosts, cores: int | None = None) -> float:
     """Seconds of the exchange, the vote included, selection and the first encoding not.
 
     Args:
         cores: all workers share so many; None: each has its own machine.
     """
-    found = cost(load_of(cell), network_of(cell), cpu, host_cores=cores)
+    found = exchange_cost(load_of(cell), network_of(cell), cpu, host_cores=cores)
     return found.exchange_s - _begun_s(found.select_s, cell.world, cores)
 
 
@@ -145,7 +145,7 @@ def parse(text: str) -> dict[str, Any] | None:
     }
 
 
-def crowded(cpu: Cpu, crowds: Mapping[int, Mapping[str, float]], members: int) -> Cpu:
+def crowded(cpu: CpuCosts, crowds: Mapping[int, Mapping[str, float]], members: int) -> CpuCosts:
     """`cpu` with what was calibrated for so many members, or for the nearest smaller number."""
     known = [number for number in crowds if number <= members]
     return replace(cpu, **crowds[max(known)]) if known else cpu
@@ -153,7 +153,7 @@ def crowded(cpu: Cpu, crowds: Mapping[int, Mapping[str, float]], members: int) -
 
 def table(
     cells: list[Measured],
-    cpu: Cpu,
+    cpu: CpuCosts,
     cores: int | None,
     crowds: Mapping[int, Mapping[str, float]] = MappingProxyType({}),
 ) -> tuple[str, int, int]:
@@ -163,7 +163,7 @@ def table(
     for cell in cells:
         predicted_s = predict(cell, crowded(cpu, crowds, cell.world), cores)
         rate = f"{cell.rate_Bps * 8 / 1e6:g} Mbit" if math.isfinite(cell.rate_Bps) else "no limit"
-        sparse = f" density={cell.density:g}" if load_of(cell).kind.sparse else ""
+        sparse = f" density={cell.density:g}" if load_of(cell).kind.is_sparse else ""
         name = f"{cell.exchange} P={cell.world} n={cell.n / 1e6:g}M{sparse} {rate} {cell.delay_s * 1e3:g} ms"
         name += " curve" if cell.encrypted else ""
         if cell.seconds is None:

@@ -67,28 +67,28 @@ def run_ours(asked: Asked) -> None:
     from gridtrain.config import JoinConfig
     from gridtrain.protocol import direct, ring
     from gridtrain.protocol.messages import LedgerSpec, Setup
-    from gridtrain.runtime.acquaintances import Acquaintances
+    from gridtrain.runtime.acquaintances import PeerAllowlist
     from gridtrain.runtime.api import GroupSession
-    from gridtrain.runtime.naming import listen_address
-    from gridtrain.runtime.stars import dense_workspace
+    from gridtrain.runtime.naming import default_listen_address
+    from gridtrain.runtime.stars import make_dense_buffer
     from gridtrain.transport.curve import Identity
-    from gridtrain.transport.stack import over
+    from gridtrain.transport.stack import build_stack
     from gridtrain.transport.zeromq import ZeroMQTransport
 
     config = JoinConfig.from_environment(None)
-    listen = config.listen or listen_address(config.coordinator)
+    listen = config.listen or default_listen_address(config.coordinator)
     config = JoinConfig.from_environment(None, listen=listen)
     identity, encrypted = Identity.read(Path(config.identity)), config.unencrypted != "yes"
-    gate = Acquaintances(bytes.fromhex(config.coordinator_key))
+    gate = PeerAllowlist(bytes.fromhex(config.coordinator_key))
     sockets = ZeroMQTransport(
         identity, "ring benchmark", gate=gate, encrypted=encrypted, plain_anywhere=not encrypted
     )
-    session = GroupSession(over(sockets, identity), config, gate)
+    session = GroupSession(build_stack(sockets, identity), config, gate)
     session.start()
-    session.attach(lambda seat, whole: [b"no", b"state"], lambda blobs: None)
+    session.attach_state(lambda seat, whole: [b"no", b"state"], lambda blobs: None)
     edges = direct.neighbours if asked.topology == "direct" else ring.neighbours
     spec = LedgerSpec(size=asked.workers, seed=0, steps=asked.rounds)
-    session.enter(Setup((("vector", f"{asked.elements} float32"),), spec, 1, None), edges)
+    session.join(Setup((("vector", f"{asked.elements} float32"),), spec, 1, None), edges)
     mine_N = contribution(asked.elements, int(config.name.rsplit("-", 1)[1]))
     work_N = np.empty_like(mine_N)
     while session.await_turn() is not None:
@@ -97,14 +97,14 @@ def run_ours(asked: Asked) -> None:
             if plan is None:
                 break
             np.copyto(work_N, mine_N)
-            workspace = dense_workspace(asked.topology, work_N, plan.world_size)
+            workspace = make_dense_buffer(asked.topology, work_N, plan.world_size)
             began_s, used_s = time.perf_counter(), cpu_s()
             outcome = session.run(plan, [workspace], False, b"")
             report(plan.step, time.perf_counter() - began_s, cpu_s() - used_s, plan.world_size)
-            if outcome.committed:
+            if outcome.is_committed:
                 break
             print(f"attempt {plan.attempt} at step {plan.step} was aborted", file=sys.stderr)
-    session.farewell()
+    session.wait_for_members()
     session.close()
 
 

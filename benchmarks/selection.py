@@ -30,9 +30,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gridtrain.sparsify.device import selection_on
+from gridtrain.sparsify.device import make_selection
 from gridtrain.sparsify.feedback import ErrorFeedback
-from gridtrain.sparsify.select import Selection, TensorSelection, Terms
+from gridtrain.sparsify.select import AccumulationTerms, Selection, TensorSelection
 from gridtrain.wire.sparse import ValueKind
 
 _LAYERS = 50
@@ -91,7 +91,7 @@ class Steps:
     def step(self) -> None:
         selection = self._choose() if self._cold else self.selection
         gradient = self._vectors.next_gradient()
-        terms = Terms(self._now, gradient, self._next, self._weight, self._u, self._next_u, self._momentum)
+        terms = AccumulationTerms(self._now, gradient, self._next, self._weight, self._u, self._next_u, self._momentum)
         selected = selection.select(terms, self._k)
         values_K = torch.from_numpy(selected.values_K).to(self._next.device)
         self._next.index_add_(0, selected.where_K, values_K, alpha=-1)
@@ -107,7 +107,7 @@ class Steps:
 def cases(vectors: Vectors, k: int) -> list[Case]:
     """All that are measured, in the order of the table."""
     device, x, out = vectors.device, vectors.gradients[0], vectors.out
-    ours = lambda: selection_on(device)  # noqa: E731
+    ours = lambda: make_selection(device)  # noqa: E731
     found = [
         Case("memory copy", lambda: out.copy_(x)),
         Case("add (residual + gradient)", lambda: torch.add(x, vectors.gradients[1], out=out)),

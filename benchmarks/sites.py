@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gridtrain.speed.group import CLI, Setting, environment, started
+from gridtrain.speed.group import CLI_COMMAND, BenchSetting, process_environment, start_group
 from lab.net import Host, Net
 from lab.ns import LabError, command
 
@@ -107,7 +107,7 @@ class Uneven:
 
     def picture(self, env: Mapping[str, str]) -> dict[str, object]:
         """What the coordinator shows.  Raises `LabError`."""
-        argv = [*CLI, "status", "--state", str(self.state), "--json"]
+        argv = [*CLI_COMMAND, "status", "--state", str(self.state), "--json"]
         host = ["ip", "netns", "exec", self._hub.namespace]
         done = subprocess.run([*host, *argv], env=dict(env), capture_output=True, timeout=30, check=False)
         if done.returncode:
@@ -158,9 +158,9 @@ def _group(case: Case, order: str, folder: Path) -> Iterator[tuple[Uneven, objec
     with Net() as net:
         ground = Uneven(net, case)
         ground.state = folder / "g" / "hub"
-        setting = Setting(case.exchange, case.workers, case.n, order=order)
-        with started(setting, ground, folder / "g") as group:
-            yield ground, group, environment(folder / "g")
+        setting = BenchSetting(case.exchange, case.workers, case.n, order=order)
+        with start_group(setting, ground, folder / "g") as group:
+            yield ground, group, process_environment(folder / "g")
 
 
 def measure(case: Case, order: str, repeats: int) -> Outcome:

@@ -31,7 +31,7 @@ from gridtrain.demo.model import ByteGPT, Windows
 from gridtrain.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, MEASURE_EVERY, SIZES
 from gridtrain.demo.text import load_corpus
 from gridtrain.sparsify.feedback import ErrorFeedback
-from gridtrain.sparsify.merge import Kept, merge
+from gridtrain.sparsify.merge import TruncatedEntries, merge
 from gridtrain.wire.sparse import ValueKind, decode
 
 WORKERS = 4
@@ -51,7 +51,7 @@ class Lesson:
         size = SIZES["small"]
         corpus = load_corpus()
         self.windows = Windows(corpus.train, size.context)
-        self.held_out = Windows(corpus.held_out, size.context).spread(HELD_OUT_WINDOWS)
+        self.held_out = Windows(corpus.held_out, size.context).evenly_spaced(HELD_OUT_WINDOWS)
         self.order = torch.randperm(len(self.windows), generator=torch.Generator().manual_seed(seed))
         self.model = ByteGPT(size, seed=seed)
         self.parameters = list(self.model.parameters())
@@ -91,14 +91,14 @@ class Butterfly:
             for feedback, contribution in zip(self.feedback, contributions, strict=True)
         ]
         mine = [decode(p.payload, n=self.n, max_entries=self.k, kind=kind) for p in prepared]
-        kept: list[list[Kept]] = [[] for _ in range(WORKERS)]
+        kept: list[list[TruncatedEntries]] = [[] for _ in range(WORKERS)]
         distance = 1
         while distance < WORKERS:
             merged = [
                 merge(mine[r], mine[r ^ distance], n=self.n, k=self.k, kind=kind) for r in range(WORKERS)
             ]
             for rank, result in enumerate(merged):
-                kept[rank].append(result.owned(2 * distance, rank % (2 * distance)))
+                kept[rank].append(result.truncated_of_owner(2 * distance, rank % (2 * distance)))
             mine = [result.sparse for result in merged]
             distance *= 2
         for feedback, ready, back in zip(self.feedback, prepared, kept, strict=True):

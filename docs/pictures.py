@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from gridtrain.protocol.gtopk import schedule as butterfly
-from gridtrain.protocol.schedule import Kind, one_forward_one_backward, timetable
+from gridtrain.protocol.schedule import ActionKind, one_forward_one_backward, timetable
 
 IMAGES = Path(__file__).resolve().parent / "images"
 
@@ -165,12 +165,12 @@ def pipeline(stages: int = 4, micro_batches: int = 8) -> str:
         y = top + high * stage
         picture.text(14, y + 22, f"stage {stage}")
         for slot in slots:
-            kind = "first" if slot.action.kind is Kind.FORWARD else "back"
+            kind = "first" if slot.action.kind is ActionKind.FORWARD else "back"
             lasts = scale * (slot.stop_s - slot.start_s)
             picture.box(
                 left + scale * slot.start_s, y, lasts - 1, high - 8, str(slot.action.micro_batch), kind
             )
-    busy = table.busy(0)
+    busy = table.busy_share(0)
     under = f"blue: forward, brown: backward; each stage computes {100 * busy:.0f} % of the time"
     picture.text(20, top + high * stages + 26, under, kind="dim")
     return picture.svg()

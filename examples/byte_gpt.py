@@ -22,7 +22,7 @@ def main() -> None:
     model = ByteGPT()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
     dataset = Windows(corpus.train, model.size.context)
-    held_out = Windows(corpus.held_out, model.size.context).spread(128)
+    held_out = Windows(corpus.held_out, model.size.context).evenly_spaced(128)
 
     grid = gridtrain.join()  # grid
     exchange = gridtrain.GTopK(density=0.05, momentum=0.9)  # grid: the exchange carries the momentum

@@ -26,7 +26,7 @@ LIMIT_BYTES = stages_model.MEMORY_LIMIT_BYTES
 
 def main() -> None:
     dataset = Windows(load_corpus().train, stages_model.SIZE.context)
-    x, _ = dataset.spread(BATCH // MICRO_BATCHES)
+    x, _ = dataset.evenly_spaced(BATCH // MICRO_BATCHES)
     model = Blueprint(stages_model.make_model, seed=0, init=stages_model.init)
     limits = {
         "example": x,
@@ -47,7 +47,7 @@ def main() -> None:
         model,
         stages_model.adam,
         stages=STAGES,
-        loss_fn=stages_model.loss_of,
+        loss_fn=stages_model.compute_loss,
         micro_batches=MICRO_BATCHES,
         cuts=stages_model.CUTS,  # the same for all workers; left out, the faster of them get more blocks
         exchange=gridtrain.Dense(),

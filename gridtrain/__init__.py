@@ -66,7 +66,7 @@ __all__ = [
 
 if "GRIDTRAIN_COORDINATOR" in _os.environ:
     # Started by `gridtrain worker`, which passes Ctrl-C on: it may come while torch is being imported.
-    from gridtrain.runtime.hooks import speak_plainly as _speak_plainly
+    from gridtrain.runtime.hooks import install_error_hook as _speak_plainly
 
     _speak_plainly()
 

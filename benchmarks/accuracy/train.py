@@ -20,7 +20,7 @@ import gridtrain
 from accuracy.recorder import Recorder
 from accuracy.workloads import WORKLOADS
 from gridtrain.optim.grid import Grid
-from gridtrain.optim.local_steps import LocalStepsOptimizer
+from gridtrain.optim.local_steps import LocalSGDOptimizer
 from rivals.contract import INTERFACE
 
 ROADS = (
@@ -101,7 +101,7 @@ def train(options: argparse.Namespace, grid: Grid) -> None:
 
 def all_agree(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the parameters are the group's: always, but with local steps only right after an exchange."""
-    return not (isinstance(optimizer, LocalStepsOptimizer) and optimizer.local_calls)
+    return not (isinstance(optimizer, LocalSGDOptimizer) and optimizer.local_calls)
 
 
 def measured_while_all_wait(

@@ -86,7 +86,7 @@ class _Text(Workload):
     def __init__(self) -> None:
         corpus = load_corpus()
         self.train = Windows(corpus.train, self.context)
-        self._held_out = Windows(corpus.held_out, self.context).spread(HELD_OUT_WINDOWS)
+        self._held_out = Windows(corpus.held_out, self.context).evenly_spaced(HELD_OUT_WINDOWS)
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())

@@ -61,9 +61,9 @@ def measure(options: argparse.Namespace, command: str) -> Results:
     reasons = rivals_side.missing()
     results = Results(made(command, options.blocks), machine(), reasons)
     if any(cell.n > 0 for cell in cells) and not options.cell and options.suite == "goals":
-        from gridtrain.speed.local import local_figures
+        from gridtrain.speed.local import measure_processor
 
-        results.local = local_figures(25_600_000, 0.001)
+        results.local = measure_processor(25_600_000, 0.001)
     effort = Effort(options.blocks, options.repeats, loopback=options.loopback)
     for result in play(cells, effort, reasons, lambda text: print(text, file=sys.stderr, flush=True)):
         results.cells.append(result)

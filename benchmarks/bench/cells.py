@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 from gridtrain.config import Exchange
-from gridtrain.speed.named import exchange_named
+from gridtrain.speed.named import parse_exchange
 from lab.shape import rate_Bps
 
 DENSITY = 0.001
@@ -90,7 +90,7 @@ class Cell:
     @property
     def exchange(self) -> Exchange:
         """Of a cell of ours.  Raises `ConfigError`: this gridtrain has no such exchange."""
-        return exchange_named(self.what, {"density": str(self.density)})
+        return parse_exchange(self.what, {"density": str(self.density)})
 
     @property
     def exchange_text(self) -> str:

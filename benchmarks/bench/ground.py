@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.cells import Link
 from gridtrain.errors import ConfigError
-from gridtrain.speed.group import Loopback
+from gridtrain.speed.group import LocalHost
 from lab.net import Host, Net, why_not
 
 FIRST_PORT = 7700
@@ -76,7 +76,7 @@ def shape(host: Host, link: Link) -> None:
 
 
 @contextlib.contextmanager
-def ground_of(link: Link, *, loopback: bool = False) -> Iterator[Namespaces | Loopback]:
+def ground_of(link: Link, *, loopback: bool = False) -> Iterator[Namespaces | LocalHost]:
     """The hosts of a link.
 
     Args:
@@ -87,7 +87,7 @@ def ground_of(link: Link, *, loopback: bool = False) -> Iterator[Namespaces | Lo
     if loopback:
         if link.delay_s or link.loss or link.congestion:
             raise ConfigError(f"{link}: a loopback neither delays nor loses", remedy="use namespaces (root)")
-        yield Loopback(link.rate)
+        yield LocalHost(link.rate)
         return
     if reason := why_no_link(link):
         raise ConfigError(f"{link}: {reason}", remedy="measure on Linux as root, or with --loopback")

@@ -25,7 +25,7 @@ from bench.cells import Cell, Link
 from bench.ground import Namespaces, ground_of
 from bench.results import CellResult, Sample
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.speed.group import Group, Loopback, Repeat, Setting, started
+from gridtrain.speed.group import BenchGroup, BenchSetting, ExchangeSample, LocalHost, start_group
 from lab.ns import LabError
 
 Say = Callable[[str], None]
@@ -124,11 +124,11 @@ class _Stage:
     """The hosts of a link, and our groups that live on them."""
 
     def __init__(
-        self, ground: Namespaces | Loopback, folder: Path, groups: contextlib.ExitStack, effort: Effort
+        self, ground: Namespaces | LocalHost, folder: Path, groups: contextlib.ExitStack, effort: Effort
     ) -> None:
         self._ground, self._folder, self._groups, self._effort = ground, folder, groups, effort
         self._numbers = itertools.count()
-        self._ours: dict[Cell, Group] = {}
+        self._ours: dict[Cell, BenchGroup] = {}
 
     def turn(self, cell: Cell) -> list[Sample]:
         """The repeats of one block.  Raises `GridtrainError`."""
@@ -141,13 +141,13 @@ class _Stage:
             return rival.run(repeats, effort.warmup)
         warmup = 0
         if cell not in self._ours:
-            setting = Setting(cell.exchange_text, cell.link.workers, cell.n, cell.encrypted)
-            self._ours[cell] = self._groups.enter_context(started(setting, self._ground, place))
+            setting = BenchSetting(cell.exchange_text, cell.link.workers, cell.n, cell.encrypted)
+            self._ours[cell] = self._groups.enter_context(start_group(setting, self._ground, place))
             warmup = effort.warmup
         return [_one(self._ours[cell]) for _ in range(warmup + repeats)][warmup:]
 
 
-def _one(group: Group) -> Sample:
+def _one(group: BenchGroup) -> Sample:
     group.wait()
     began_s, before_s = time.monotonic(), _busy_s()
     repeat = group.repeat()
@@ -166,7 +166,7 @@ def _busy_s() -> float | None:
     return sum(map(int, (user, nice, system, irq, soft, steal))) / os.sysconf("SC_CLK_TCK")
 
 
-def sample_of(repeat: Repeat, machine_use: float | None) -> Sample:
+def sample_of(repeat: ExchangeSample, machine_use: float | None) -> Sample:
     return Sample(
         seconds=repeat.seconds,
         cpu_s=fmean(repeat.cpu_s),

@@ -22,7 +22,7 @@ from bench import rivals_side
 from bench.play import Effort, play
 from bench.results import CellResult, machine
 from bench.suites import quick as quick_cells
-from gridtrain.speed.local import local_figures
+from gridtrain.speed.local import measure_processor
 from lab.net import why_not
 
 SCHEMA = 1
@@ -126,7 +126,7 @@ def least_cpu_s(result: CellResult) -> float:
 def measured(say: Any) -> tuple[dict[str, float], dict[str, str]]:
     """All ratios of this machine, and why others are missing."""
     say("selection, codec and merge beside a copy")
-    ratios = local_ratios(local_figures(PARAMETERS, DENSITY))
+    ratios = local_ratios(measure_processor(PARAMETERS, DENSITY))
     effort = Effort(blocks=2, repeats=6, loopback=bool(why_not()))
     results = list(play(quick_cells(), effort, rivals_side.missing(), say))
     more, why = exchange_ratios(results)

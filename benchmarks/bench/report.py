@@ -14,7 +14,7 @@ from bench.bounds import FLOAT_BYTES
 from bench.goals import Verdict, judged
 from bench.play import by_link
 from bench.results import CellResult, Results
-from gridtrain.demo.picture import COLOURS, Line, Panel, draw
+from gridtrain.demo.picture import COLOURS, ChartLine, ChartPanel, draw_chart
 
 UNITS = {"seconds": "ms", "x bound": "x bound", "bytes an entry": "bytes", "select_ns": "ns a parameter"}
 
@@ -162,10 +162,10 @@ def picture(results: Results) -> str:
     ]
     kept = [panel for panel in panels if panel is not None]
     made = results.made
-    return draw("Time of one exchange", f"{made['date']}, {made['command']}", kept) if kept else ""
+    return draw_chart("Time of one exchange", f"{made['date']}, {made['command']}", kept) if kept else ""
 
 
-def _panel(rows: Sequence[CellResult], title: str, by_workers: bool) -> Panel | None:
+def _panel(rows: Sequence[CellResult], title: str, by_workers: bool) -> ChartPanel | None:
     """Of the kind of link that most of the cells have.  None: nothing varies there."""
     kinds = [(row.cell.link.rate, row.cell.link.delay_s, row.cell.link.loss) for row in rows]
     if not kinds:
@@ -182,8 +182,8 @@ def _panel(rows: Sequence[CellResult], title: str, by_workers: bool) -> Panel | 
         }
         if len(points) > 1:
             colour = COLOURS[len(lines) % len(COLOURS)]
-            lines.append(Line(label, tuple(sorted(points.items())), colour))
+            lines.append(ChartLine(label, tuple(sorted(points.items())), colour))
     if not lines:
         return None
     x_label = "members" if by_workers else "million elements"
-    return Panel(f"{title}, {rate}{delay_s}", x_label, "milliseconds", tuple(lines), log_x=True)
+    return ChartPanel(f"{title}, {rate}{delay_s}", x_label, "milliseconds", tuple(lines), log_x=True)

@@ -20,7 +20,7 @@ from bench.cells import Cell
 from bench.ground import Namespaces
 from bench.results import Sample
 from gridtrain.errors import GridtrainError
-from gridtrain.speed.group import end, tail
+from gridtrain.speed.group import end_processes, log_tail
 
 FIRST_PORT = 29500
 PORTS_EACH = 20
@@ -67,7 +67,7 @@ class RivalBlock:
                 processes.append(self.ground.run(f"worker-{rank + 1}", argv, log, env))
             self._wait(processes, START_S + REPEAT_S * (repeats + warmup))
         finally:
-            end(processes)
+            end_processes(processes)
         return self._samples()
 
     def out(self, rank: int) -> Path:
@@ -82,7 +82,7 @@ class RivalBlock:
                 code = None
             if code != 0:
                 said = "is not done in time" if code is None else f"ended with exit code {code}"
-                text = f"{self.cell.what}: rank {rank} {said}\n{tail(self.folder / f'rank-{rank}')}"
+                text = f"{self.cell.what}: rank {rank} {said}\n{log_tail(self.folder / f'rank-{rank}')}"
                 raise GridtrainError(text, remedy=f"the complete logs are in {self.folder}")
 
     def _samples(self) -> list[Sample]:

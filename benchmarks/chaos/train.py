@@ -93,8 +93,8 @@ class Witness:
         samples = self.batch if plan.samples else []  # else: a stand-in, which counts nothing
         say("round", round=name, of=plan.world_size, spans=spans, samples=samples)
         outcome = self._run(plan, workspaces, skip, salt)
-        say("outcome", round=name, committed=outcome.committed)
-        if outcome.committed:
+        say("outcome", round=name, committed=outcome.is_committed)
+        if outcome.is_committed:
             self.committed = plan.step
         return outcome
 
@@ -129,12 +129,12 @@ def train(options: Options) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if witness.committed != before:
-            say("state", step=witness.committed, digest=state_sync.digest(model, inner).hex()[:16])
-    ledger = grid._session.picture.ledger
+            say("state", step=witness.committed, digest=state_sync.replica_digest(model, inner).hex()[:16])
+    ledger = grid._session.snapshot.ledger
     say(
         "end",
         step=grid.step,
-        digest=state_sync.digest(model, inner).hex()[:16],
+        digest=state_sync.replica_digest(model, inner).hex()[:16],
         cursor=ledger.cursor,
         consumed=ledger.consumed,
         requeued=[[span.start, span.stop] for span in ledger.requeued],

@@ -115,7 +115,7 @@ class Attack:
     def burst(self) -> None: ...
 
     def data(self, **changes: Any) -> m.Data:
-        return replace(m.Data(self.at.round, m.Channel(), m.Place(m.Phase.REDUCE), False, b"x"), **changes)
+        return replace(m.Data(self.at.round, m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), False, b"x"), **changes)
 
 
 # -- floods ------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Illegal(Attack):
 
     def burst(self) -> None:
         there = self.at.round
-        to_member = codec.encode(m.Start(there.term, there.generation))
+        to_member = codec.encode(m.StartGeneration(there.term, there.generation))
         to_hub = codec.encode(m.Welcome(there.term, "mine", "mine"))
         hub = self.at.core.coordinator
         self.sent += self.at.pour(self.at.everybody, lambda peer: to_hub if peer == hub else to_member)
@@ -222,7 +222,7 @@ class WrongPlace(OfData):
     """(e) A payload of a place that her rank cannot have."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
-        return [replace(data, place=replace(data.place, hop=2**31 - 1))]
+        return [replace(data, slot=replace(data.slot, hop=2**31 - 1))]
 
 
 class WrongChannel(OfData):
@@ -339,7 +339,7 @@ class Pings(Attack):
 
     def burst(self) -> None:
         ping = codec.encode(m.Ping(7))
-        beat = codec.encode(m.Beat(7, self.at.round.step, 7, ()))
+        beat = codec.encode(m.Heartbeat(7, self.at.round.step, 7, ()))
         hub = self.at.core.coordinator
         self.sent += self.at.pour(self.at.everybody, lambda peer: beat if peer == hub else ping)
 

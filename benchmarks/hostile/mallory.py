@@ -28,7 +28,7 @@ import torch
 import gridtrain
 from gridtrain.errors import GridtrainError, JoinRefused
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.member_io import Stage
+from gridtrain.protocol.member_io import MemberPhase
 from gridtrain.transport.curve import Identity
 from hostile import strangers
 from hostile.attacks import ATTACKS, Attack, Place
@@ -69,7 +69,7 @@ class Hands:
     """Between the SDK's loop and its transport, in the loop's thread."""
 
     def __init__(self, grid: gridtrain.Grid, name: str, orders: Orders, until_s: float | None) -> None:
-        driver: Any = grid._session._driver
+        driver: Any = grid._session._io_loop
         credit = driver._transport
         identity = Identity.read(Path(grid._config.identity))
         self._place = Place(driver._core, credit, credit._inner._inner, identity, orders.victim)
@@ -92,14 +92,14 @@ class Hands:
         return self._poll(timeout_s if idle else 0.0)
 
     def send(self, peer: bytes, message: m.Message) -> None:
-        if isinstance(message, m.Accuse):
+        if isinstance(message, m.ViolationReport):
             return  # what her floods upset in her own software is nobody's fault
         for changed in self.attack.send(peer, message) if self._attacks() else [message]:
             self._send(peer, changed)
 
     def _attacks(self) -> bool:
         core = self._place.core
-        if core.stage is not Stage.RUNNING:
+        if core.stage is not MemberPhase.RUNNING:
             return False
         if self._from_step is None:
             self._from_step = core.step + LAWFUL_STEPS

@@ -114,7 +114,7 @@ def open_dealer(context: sockets.Context, identity: Identity, server: bytes) -> 
     """One that connects once, and says nothing by itself."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.RECONNECT_IVL, sockets.NEVER_MS)
+    dealer.setsockopt(zmq.RECONNECT_IVL, sockets.RECONNECT_NEVER_MS)
     dealer.setsockopt(zmq.CURVE_PUBLICKEY, identity.public)
     dealer.setsockopt(zmq.CURVE_SECRETKEY, identity.secret)
     dealer.setsockopt(zmq.CURVE_SERVERKEY, server)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import runpy
 import sys
 
-from gridtrain.testing.defences import without
+from gridtrain.testing.defences import disable_defences
 
 
 def main() -> None:
     names, module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
-    with without(*names.split(",")):
+    with disable_defences(*names.split(",")):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from gridtrain.demo.metrics import STEPS_FILE, Follower, StepRecord
+from gridtrain.demo.metrics import STEPS_FILE, RecordReader, StepRecord
 from gridtrain.demo.recipe import DENSITY, RECIPES, SIZES
 from lab.group import NAT, Group, Plan, start
 from lab.net import Host, Net, why_not
@@ -75,7 +75,7 @@ class Meter:
     """Counts what everybody sends from the first step after the warm-up on."""
 
     def __init__(self, group: Group, metrics: Path) -> None:
-        self._group, self._follower = group, Follower(metrics / STEPS_FILE)
+        self._group, self._follower = group, RecordReader(metrics / STEPS_FILE)
         self.records: list[StepRecord] = []
         self._first_step = 0
         self._before: dict[str, int] = {}

@@ -67,14 +67,14 @@ def in_the_daemon(workers: int) -> dict[str, float]:
     board, spent_s, sizes = Board(), 0.0, []
     for at_s, picture, _ in Run(workers).pictures(60):
         began_s = time.process_time()
-        board.show(picture, at_s)
-        frame = encoded(board.tick())
+        board.update(picture, at_s)
+        frame = encoded(board.take_changes())
         spent_s += time.process_time() - began_s
         sizes.append(len(frame))
     return {
         "board_ms_per_update": 1e3 * spent_s / 60,
         "bytes_per_update": part([float(size) for size in sizes[2:]], 0.5),
-        "bytes_at_opening": float(len(encoded(board.whole()))),
+        "bytes_at_opening": float(len(encoded(board.full_state()))),
     }
 
 

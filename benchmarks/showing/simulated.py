@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gridtrain_coordinator.standstill import Standstill
+from gridtrain_coordinator.standstill import DiskFullMode
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202egnp.exe"
 DEVICES = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce GTX 1080 Ti", "CPU, 8 cores")
@@ -34,7 +34,7 @@ TURN_S = 100
 REASONS = {
     "waiting": "waiting for 64 workers",
     "away": "all {} members are away; they are waited for",
-    "standstill": Standstill(
+    "standstill": DiskFullMode(
         "the journal /var/lib/gridtrain/byte-gpt/journal.sqlite has no room: No space left on device",
         (), began_s=0.0, core_s=0.0,
     ).reason,

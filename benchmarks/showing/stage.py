@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from gridtrain.protocol.messages import Done, Expel, Pardon
-from gridtrain_coordinator.dashboard.places import bind, parsed, token_in, url
-from gridtrain_coordinator.dashboard.service import Service
+from gridtrain.protocol.messages import OperatorReply, RemoveWorker, Unban
+from gridtrain_coordinator.dashboard.places import bind, load_token, parse_address, url
+from gridtrain_coordinator.dashboard.service import DashboardService
 from gridtrain_coordinator.log import silent
 from showing.simulated import Run
 
@@ -29,12 +29,12 @@ class Stage:
 
     def __init__(self, run: Run, *, past: int = 600, listen: str = "127.0.0.1:0", token: str = "") -> None:
         with tempfile.TemporaryDirectory() as folder:
-            token = token or token_in(Path(folder))
-        bound = bind(parsed(listen))
+            token = token or load_token(Path(folder))
+        bound = bind(parse_address(listen))
         self.address = url(bound)
         self.url = f"{self.address}#token={token}"
-        self.orders: list[Expel | Pardon] = []
-        self.service = Service(bound, token, silent)
+        self.orders: list[RemoveWorker | Unban] = []
+        self.service = DashboardService(bound, token, silent)
         run.started_s = time.time() - past
         run.events = [(run.started_s, *event[1:]) for event in run.events]
         self._pictures = run.pictures(10_000_000)
@@ -57,7 +57,7 @@ class Stage:
             _, picture, events = next(self._pictures)
             for _, level, event, fields in events:
                 self.service.note(level, event, fields)
-            self.service.show(picture)
-            for order, answer in self.service.orders():
+            self.service.publish(picture)
+            for order, answer in self.service.take_orders():
                 self.orders.append(order)
-                answer.set_result(Done("nobody is there who could go: this run is simulated"))
+                answer.set_result(OperatorReply("nobody is there who could go: this run is simulated"))

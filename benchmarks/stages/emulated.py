@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gridtrain.pipeline.memory_line import in_threads, memory_lines
-from gridtrain.pipeline.runner import Planner, Runner
+from gridtrain.pipeline.memory_line import memory_stage_links, run_in_threads
+from gridtrain.pipeline.runner import ScheduleFactory, StageExecutor
 from gridtrain.pipeline.stage import Stage
-from gridtrain.pipeline.trees import Spec
+from gridtrain.pipeline.trees import TensorTreeSpec
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 
@@ -180,18 +180,18 @@ class Pipeline:
         self,
         stages: int,
         micro_batches: int,
-        schedule: Planner,
+        schedule: ScheduleFactory,
         *,
         layers: int = 1,
         payload_bytes: int = 125_000,
         link: Link = LAN,
     ) -> None:
         elements = elements_of(payload_bytes)
-        spec = Spec.of(torch.zeros(7, elements), 7)
+        spec = TensorTreeSpec.of(torch.zeros(7, elements), 7)
         self._link, self._sizes = link, (1,) * micro_batches
         self._inputs = torch.zeros(micro_batches, elements)
         self._runners = [
-            Runner(
+            StageExecutor(
                 Stage(
                     [Emulated(last=s == stages - 1 and i == layers - 1) for i in range(layers)],
                     input=spec if s else None,
@@ -211,7 +211,7 @@ class Pipeline:
         """From the moment at which all stages are ready until the last one is done."""
         count = len(self._runners)
         link = self._link
-        lines = memory_lines(count, latency_s=link.latency_s, bandwidth_Bps=link.bandwidth_Bps)
+        lines = memory_stage_links(count, latency_s=link.latency_s, bandwidth_Bps=link.bandwidth_Bps)
         ready = threading.Barrier(count)
 
         def work(s: int) -> tuple[float, float]:
@@ -221,5 +221,5 @@ class Pipeline:
             self._runners[s].run(lines[s], seed=0, sizes=self._sizes, inputs=inputs, targets=inputs)
             return begun_s, time.monotonic()
 
-        times = in_threads([lambda s=s: work(s) for s in range(count)])  # type: ignore[misc]
+        times = run_in_threads([lambda s=s: work(s) for s in range(count)])  # type: ignore[misc]
         return max(stop_s for _, stop_s in times) - min(start_s for start_s, _ in times)

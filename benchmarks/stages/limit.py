@@ -33,13 +33,13 @@ from torch import Tensor, nn
 import gridtrain
 from gridtrain.demo import stages_model as recipe
 from gridtrain.demo.model import Windows
-from gridtrain.demo.recipe import Size
+from gridtrain.demo.recipe import ModelSize
 from gridtrain.demo.text import load_corpus
 from gridtrain.pipeline.building import Blueprint
 from lab.group import Plan, start
 from lab.net import Net
 
-SHAPE = Size(width=192, layers=8, heads=4, context=128)
+SHAPE = ModelSize(width=192, layers=8, heads=4, context=128)
 STAGES, BATCH, MICRO_BATCHES, STEPS = 4, 16, 8, 3
 LIMIT_BYTES = 64 << 20
 TIMEOUT_S = 170.0
@@ -82,12 +82,12 @@ class Bound:
 
 def _warm_up() -> None:
     """Kernels and threads that torch makes at their first use."""
-    small = Size(width=16, layers=1, heads=2, context=8)
+    small = ModelSize(width=16, layers=1, heads=2, context=8)
     net = nn.Sequential(*Blueprint(lambda: recipe.make_model(small), seed=0, init=recipe.init).build(0, 3))
     optimizer = recipe.adam(net.parameters())
     x_BT = torch.zeros(2, 8, dtype=torch.long)
     for _ in range(2):
-        recipe.loss_of(net(x_BT), x_BT).backward()  # type: ignore[no-untyped-call]
+        recipe.compute_loss(net(x_BT), x_BT).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
@@ -96,7 +96,7 @@ def _blueprint() -> Blueprint:
 
 
 def _batches(windows: Windows) -> list[tuple[Tensor, Tensor]]:
-    return [windows.spread(BATCH) for _ in range(STEPS)]
+    return [windows.evenly_spaced(BATCH) for _ in range(STEPS)]
 
 
 def in_one_piece(cap_bytes: int | None) -> Peak:
@@ -109,7 +109,7 @@ def in_one_piece(cap_bytes: int | None) -> Peak:
         model = nn.Sequential(*_blueprint().build(0, SHAPE.layers + 2))
         optimizer = recipe.adam(model.parameters())
         for x_BT, y_BT in batches:
-            loss = recipe.loss_of(model(x_BT), y_BT)
+            loss = recipe.compute_loss(model(x_BT), y_BT)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
@@ -131,7 +131,7 @@ def work(result: Path, cap_bytes: int) -> None:
         _blueprint(),
         recipe.adam,
         stages=STAGES,
-        loss_fn=recipe.loss_of,
+        loss_fn=recipe.compute_loss,
         micro_batches=MICRO_BATCHES,
         exchange=gridtrain.Dense(),
         ahead=0.0,

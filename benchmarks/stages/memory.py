@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gridtrain.demo.model import Block
-from gridtrain.demo.recipe import Size
+from gridtrain.demo.model import TransformerBlock
+from gridtrain.demo.recipe import ModelSize
 from gridtrain.pipeline.stage import Stage
-from gridtrain.pipeline.trees import Spec
-from gridtrain.protocol.schedule import Kind, fill_drain, one_forward_one_backward
+from gridtrain.pipeline.trees import TensorTreeSpec
+from gridtrain.protocol.schedule import ActionKind, fill_drain, one_forward_one_backward
 
-SHAPE = Size(width=256, layers=4, heads=4, context=128)
+SHAPE = ModelSize(width=256, layers=4, heads=4, context=128)
 SAMPLES, STAGES, MICRO_BATCHES = 4, 4, 8
 SCHEDULES = {"fill-drain": fill_drain, "1F1B": one_forward_one_backward}
 
@@ -53,7 +53,7 @@ def _step(stage: Stage, name: str, micro_batches: int) -> None:
     schedule = SCHEDULES[name](STAGES, micro_batches)
     stage.begin(1, (SAMPLES,) * micro_batches)
     for action in schedule.actions[0]:
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             stage.forward(action.micro_batch, x_BTD.clone())
         else:
             stage.backward(action.micro_batch, [gradient])
@@ -64,8 +64,8 @@ def _step(stage: Stage, name: str, micro_batches: int) -> None:
 
 def one(name: str, rematerialise: bool) -> Peak:
     torch.set_num_threads(1)
-    spec = Spec.of(torch.zeros(7, SHAPE.context, SHAPE.width), 7)
-    blocks = [Block(SHAPE) for _ in range(SHAPE.layers)]
+    spec = TensorTreeSpec.of(torch.zeros(7, SHAPE.context, SHAPE.width), 7)
+    blocks = [TransformerBlock(SHAPE) for _ in range(SHAPE.layers)]
     stage = Stage(blocks, input=spec, output=spec, rematerialise=rematerialise)
     _step(stage, name, 1)
     ctypes.CDLL(None).malloc_trim(0)
@@ -73,7 +73,7 @@ def one(name: str, rematerialise: bool) -> Peak:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak until now
     _step(stage, name, MICRO_BATCHES)
     peak_bytes = _status_bytes("VmHWM") - base_bytes
-    kept = SCHEDULES[name](STAGES, MICRO_BATCHES).kept(0)
+    kept = SCHEDULES[name](STAGES, MICRO_BATCHES).max_in_flight(0)
     weights_bytes = sum(p.numel() * p.element_size() for p in stage.parameters)
     return Peak(name, rematerialise, kept, peak_bytes, weights_bytes)
 

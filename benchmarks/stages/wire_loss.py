@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridtrain.demo.model import ByteGPT, Windows
-from gridtrain.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, Size
+from gridtrain.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, ModelSize
 from gridtrain.demo.text import load_corpus
-from gridtrain.pipeline.boundaries import boundaries
-from gridtrain.pipeline.memory_line import in_threads, memory_lines
-from gridtrain.pipeline.narrow import Wire
-from gridtrain.pipeline.runner import Outcome, Runner
+from gridtrain.pipeline.boundaries import infer_boundary_specs
+from gridtrain.pipeline.memory_line import memory_stage_links, run_in_threads
+from gridtrain.pipeline.narrow import WirePrecision
+from gridtrain.pipeline.runner import StageExecutor, StepResult
 from gridtrain.pipeline.stage import Stage
-from gridtrain.protocol.schedule import divide
+from gridtrain.protocol.schedule import divide_samples
 
-SHAPE = Size(width=64, layers=2, heads=4, context=64)
+SHAPE = ModelSize(width=64, layers=2, heads=4, context=64)
 CUTS, MICRO_BATCHES, LEARNING_RATE = (0, 1, 2, 3, 4), 4, 3e-3
 
 
@@ -66,17 +66,17 @@ class Learnt:
     sent_bytes: int
 
 
-def learnt(wire: Wire, steps: int, seeds: int) -> Learnt:
+def learnt(wire: WirePrecision, steps: int, seeds: int) -> Learnt:
     """One run for each seed, of the weights and of the samples' order."""
     runs = [_train(wire, steps, seed) for seed in range(seeds)]
     return Learnt(wire.value, tuple(held_out for held_out, _ in runs), runs[0][1])
 
 
-def _train(wire: Wire, steps: int, seed: int) -> tuple[float, int]:
+def _train(wire: WirePrecision, steps: int, seed: int) -> tuple[float, int]:
     layers, count = layers_of(seed), len(CUTS) - 1
     corpus = load_corpus()
     windows = Windows(corpus.train, SHAPE.context)
-    specs = boundaries(layers, windows[0][0][None], wire=wire)
+    specs = infer_boundary_specs(layers, windows[0][0][None], wire=wire)
     stages = [
         Stage(
             copy.deepcopy(layers[CUTS[s] : CUTS[s + 1]]),
@@ -89,17 +89,17 @@ def _train(wire: Wire, steps: int, seed: int) -> tuple[float, int]:
         for s in range(count)
     ]
     optimizers = [torch.optim.AdamW(stage.parameters, lr=LEARNING_RATE) for stage in stages]
-    runners = [Runner(stage, s, count) for s, stage in enumerate(stages)]
+    runners = [StageExecutor(stage, s, count) for s, stage in enumerate(stages)]
     generator, sent_bytes = torch.Generator().manual_seed(seed), 0
     for _ in range(steps):
         chosen = torch.randint(len(windows), (BATCH_SIZE,), generator=generator).tolist()
         batch = [torch.stack(column) for column in zip(*(windows[i] for i in chosen), strict=True)]
-        lines, sizes = memory_lines(count), divide(BATCH_SIZE, MICRO_BATCHES)
+        lines, sizes = memory_stage_links(count), divide_samples(BATCH_SIZE, MICRO_BATCHES)
 
-        def work(s: int, batch: list[Tensor] = batch, lines=lines, sizes=sizes) -> Outcome:  # type: ignore[no-untyped-def]
+        def work(s: int, batch: list[Tensor] = batch, lines=lines, sizes=sizes) -> StepResult:  # type: ignore[no-untyped-def]
             return runners[s].run(lines[s], seed=0, sizes=sizes, inputs=batch[0], targets=batch[1])
 
-        outcomes = in_threads([lambda s=s: work(s) for s in range(count)])  # type: ignore[misc]
+        outcomes = run_in_threads([lambda s=s: work(s) for s in range(count)])  # type: ignore[misc]
         sent_bytes = sum(outcome.sent_bytes for outcome in outcomes)
         for optimizer in optimizers:
             optimizer.step()
@@ -109,7 +109,7 @@ def _train(wire: Wire, steps: int, seed: int) -> tuple[float, int]:
 
 @torch.no_grad()
 def _held_out(stages: list[Stage], text: bytes) -> float:
-    x, y = Windows(text, SHAPE.context).spread(HELD_OUT_WINDOWS)
+    x, y = Windows(text, SHAPE.context).evenly_spaced(HELD_OUT_WINDOWS)
     for stage in stages:
         for layer in stage.layers:
             x = layer(x)

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from gridtrain.errors import ConfigError, JournalError
 from gridtrain.transport.contact import COORDINATOR_KEY, OPERATOR_KEY
-from gridtrain.transport.curve import Identity, private_folder
-from gridtrain_coordinator.store import Store
+from gridtrain.transport.curve import Identity, make_private_folder
+from gridtrain_coordinator.store import JournalStore
 
 JOURNAL = "journal.sqlite"
 EVERY_S, KEEP = 5.0, 3
-MOST_OF_TIME = 0.05
+MAX_TIME_FRACTION = 0.05
 """A backup that took 1 s makes the next one wait for 20 s: the loop has other things to do."""
 
 _NAME = re.compile(r"backup-(\d+)-(\d{8,})")
@@ -55,20 +55,20 @@ class Backups:
                 f"{folder} is the folder of the journal itself", remedy="name another disk's with --backup-to"
             )
         self.folder = folder
-        self.failed = ""
+        self.failure = ""
         self.written_s: float | None = None
-        self._state, self._every_s, self._keep = state, every_s, keep
-        self._wanted = True  # what there is at the start is worth a backup
+        self._state, self._interval_s, self._keep = state, every_s, keep
+        self._is_pending = True  # what there is at the start is worth a backup
         self._next_s = float("-inf")
 
-    def try_folder(self) -> None:
+    def check_folder(self) -> None:
         """Write something there, and remove it: a folder that takes nothing is found out at the start.
 
         Raises `ConfigError`.
         """
         trial = self.folder / ".backup.trial"
         try:
-            private_folder(self.folder)
+            make_private_folder(self.folder)
             trial.write_bytes(b"backups of a coordinator's journal and keys go here")
             trial.unlink()
         except OSError as error:
@@ -77,28 +77,28 @@ class Backups:
                 remedy="name a folder on another disk with --backup-to",
             ) from None
 
-    def want(self) -> None:
+    def request(self) -> None:
         """The journal has another entry."""
-        self._wanted = True
+        self._is_pending = True
 
     @property
-    def wanted(self) -> bool:
-        return self._wanted
+    def is_pending(self) -> bool:
+        return self._is_pending
 
     @property
     def due_s(self) -> float:
-        return self._next_s if self._wanted else float("inf")
+        return self._next_s if self._is_pending else float("inf")
 
-    def make(self, store: Store, began_s: float) -> Path:
+    def make(self, store: JournalStore, began_s: float) -> Path:
         """Write one.  Raises `JournalError`, and leaves the earlier ones as they are."""
-        self._next_s = began_s + self._every_s
+        self._next_s = began_s + self._interval_s
         partial = self.folder / ".backup.partial"
         try:
-            private_folder(self.folder)
+            make_private_folder(self.folder)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(mode=0o700)
             term, last = store.copy_to(partial / JOURNAL)
-            self._refuse_others(store)
+            self._check_same_run(store)
             for name in _KEYS:
                 if (self._state / name).exists():
                     Identity.read(self._state / name).write(partial / name)
@@ -107,38 +107,38 @@ class Backups:
             path = self.folder / f"backup-{term}-{last:08d}"
             _put(partial, path)
             _sync(self.folder)
-            for old in _whole(self.folder)[: -self._keep]:
+            for old in _complete_backups(self.folder)[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
         except (OSError, ConfigError, JournalError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             reason = str(error.strerror or error) if isinstance(error, OSError) else error.reason
-            self.failed = f"no backup can be written to {self.folder}: {reason}"
-            raise JournalError(self.failed, remedy="make room there, or see who may write there") from None
-        self._wanted, self.failed = False, ""
+            self.failure = f"no backup can be written to {self.folder}: {reason}"
+            raise JournalError(self.failure, remedy="make room there, or see who may write there") from None
+        self._is_pending, self.failure = False, ""
         return path
 
-    def picture(self, now_s: float) -> dict[str, object]:
+    def status(self, now_s: float) -> dict[str, object]:
         """For `gridtrain status`."""
         age_s = None if self.written_s is None else round(now_s - self.written_s, 1)
-        return {"folder": str(self.folder), "age_s": age_s, "failed": self.failed, "behind": self._wanted}
+        return {"folder": str(self.folder), "age_s": age_s, "failed": self.failure, "behind": self._is_pending}
 
-    def _refuse_others(self, store: Store) -> None:
+    def _check_same_run(self, store: JournalStore) -> None:
         """The backups of two runs in one folder would crowd each other out."""
-        for path in _whole(self.folder)[-1:]:
+        for path in _complete_backups(self.folder)[-1:]:
             if (key := Identity.read(path / COORDINATOR_KEY).public) != store.key():
                 raise ConfigError(f"{path} is of another coordinator ({key.hex()[:12]})")
 
-    def done(self, now_s: float, took_s: float) -> None:
+    def record_duration(self, now_s: float, took_s: float) -> None:
         """What it took decides when the next may come."""
         self.written_s = now_s
-        self._next_s = max(self._next_s, now_s + took_s / MOST_OF_TIME)
+        self._next_s = max(self._next_s, now_s + took_s / MAX_TIME_FRACTION)
 
 
-def latest(folder: Path) -> Path:
+def latest_backup(folder: Path) -> Path:
     """`folder` if it is a backup itself, else the latest in it.  Raises `ConfigError`."""
     if (folder / JOURNAL).is_file():
         return folder
-    found = _whole(folder)
+    found = _complete_backups(folder)
     if not found:
         raise ConfigError(
             f"there is no backup in {folder}",
@@ -161,15 +161,15 @@ def restore(backup: Path, state: Path) -> Path:
             f"there is a journal in {state} already, which a backup must not replace",
             remedy="leave --from-backup out to go on with it, or name a new folder with --state",
         )
-    source = latest(backup)
+    source = latest_backup(backup)
     partial = state / f".{JOURNAL}.partial"
     try:
-        private_folder(state)
+        make_private_folder(state)
         for name in _KEYS:
             if (source / name).exists() and not (state / name).exists():
                 Identity.read(source / name).write(state / name)
         _copy(source / JOURNAL, partial)
-        Store.open(partial).close()  # is it whole?
+        JournalStore.open(partial).close()  # is it whole?
         for left in _BESIDE:  # of a journal that was removed alone: SQLite would write it over this one
             (state / f"{JOURNAL}{left}").unlink(missing_ok=True)
         os.rename(partial, state / JOURNAL)
@@ -190,7 +190,7 @@ def restore(backup: Path, state: Path) -> Path:
     return source
 
 
-def _whole(folder: Path) -> list[Path]:
+def _complete_backups(folder: Path) -> list[Path]:
     """The oldest first."""
     if not folder.is_dir():
         return []

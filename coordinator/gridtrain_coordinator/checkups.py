@@ -18,27 +18,27 @@ from dataclasses import dataclass, field
 
 from gridtrain.protocol import membership_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.routes import Place, candidates
-from gridtrain.transport.base import PeerUp, Reached
+from gridtrain.protocol.routes import PeerLocation, dial_back_addresses
+from gridtrain.transport.base import PeerUp, ReachResult
 from gridtrain.transport.doorway import address_range
 
-MOST_OPEN = 32
-MOST_OF_ONE_RANGE, IN_S = 6, 60.0
-MOST_PINGS = 32
-MOST_PROBED = 3
+MAX_OPEN_CHECKUPS = 32
+MAX_PER_ADDRESS_RANGE, RATE_WINDOW_S = 6, 60.0
+MAX_PINGS = 32
+MAX_PROBED = 3
 
 Introduce = Callable[[m.PeerId, int], tuple[list[io.Effect], tuple[tuple[m.PeerId, str], ...]]]
-TOO_MANY = m.Refused("too-many", "too many machines are looked at just now", "try again in a minute")
+TOO_MANY_CHECKUPS = m.Refused("too-many", "too many machines are looked at just now", "try again in a minute")
 
 
 @dataclass(slots=True)
-class _Open:
+class _Checkup:
     """One that is looked at."""
 
     key: m.PeerId
     pings: int = 0
-    coming: int = 0  # the Burst that has to come next
-    asked: bool = False
+    next_burst: int = 0  # the Burst that has to come next
+    has_requested_burst: bool = False
 
 
 @dataclass(slots=True)
@@ -51,81 +51,81 @@ class Checkups:
 
     introduce: Introduce
     _hosts: dict[m.PeerId, str] = field(default_factory=dict)
-    _open: dict[m.PeerId, _Open] = field(default_factory=dict)
-    _latest: deque[tuple[float, str]] = field(default_factory=deque)
+    _open: dict[m.PeerId, _Checkup] = field(default_factory=dict)
+    _recent: deque[tuple[float, str]] = field(default_factory=deque)
 
-    def came(self, up: PeerUp) -> None:
+    def on_connected(self, up: PeerUp) -> None:
         if up.host:
             self._hosts[up.peer] = up.host
 
-    def went(self, peer: m.PeerId) -> None:
+    def on_disconnected(self, peer: m.PeerId) -> None:
         self._hosts.pop(peer, None)
         self._open.pop(peer, None)
 
-    def hears(self, peer: m.PeerId, message: m.Message) -> bool:
+    def accepts(self, peer: m.PeerId, message: m.Message) -> bool:
         """The message is ours."""
-        return isinstance(message, m.Checkup) or (
-            peer in self._open and isinstance(message, m.Ping | m.Burst | m.BurstAsk)
+        return isinstance(message, m.DiagnosticRequest) or (
+            peer in self._open and isinstance(message, m.Ping | m.Burst | m.BurstRequest)
         )
 
-    def reached(self, event: Reached) -> list[io.Effect] | None:
+    def on_dial_back_result(self, event: ReachResult) -> list[io.Effect] | None:
         """A call back that we asked for; None: it is another one's."""
         for asker, look in self._open.items():
             if look.key == event.peer:
-                return [io.Send(asker, m.Reach(event.address))]
+                return [io.Send(asker, m.Reachability(event.address))]
         return None
 
-    def hear(
+    def handle(
         self, peer: m.PeerId, message: m.Message, status: Callable[[], bytes], now_s: float
     ) -> list[io.Effect]:
         """`hears(peer, message)` has said yes."""
-        if isinstance(message, m.Checkup):
+        if isinstance(message, m.DiagnosticRequest):
             return self._begin(peer, message, status, now_s)
         look = self._open[peer]
         match message:
-            case m.Ping(nonce) if look.pings < MOST_PINGS:
+            case m.Ping(nonce) if look.pings < MAX_PINGS:
                 look.pings += 1
                 return [io.Send(peer, m.Pong(nonce))]
-            case m.Burst(nonce, index, payload) if index == look.coming and _is_whole(payload):
-                look.coming += 1
-                if look.coming < m.BURSTS:
+            case m.Burst(nonce, index, payload) if index == look.next_burst and _is_full_burst(payload):
+                look.next_burst += 1
+                if look.next_burst < m.BURST_MESSAGES:
                     return []
-                return [io.Send(peer, m.Landed(nonce, bytes(memoryview(payload)[-8:])))]
-            case m.BurstAsk(nonce) if not look.asked:
-                look.asked = True
+                return [io.Send(peer, m.BurstReceived(nonce, bytes(memoryview(payload)[-8:])))]
+            case m.BurstRequest(nonce) if not look.has_requested_burst:
+                look.has_requested_burst = True
                 return [
-                    io.Send(peer, m.Burst(nonce, index, bytes(m.BURST_BYTES))) for index in range(m.BURSTS)
+                    io.Send(peer, m.Burst(nonce, index, bytes(m.BURST_MESSAGE_BYTES))) for index in range(m.BURST_MESSAGES)
                 ]
-        self.went(peer)
-        return [io.Send(peer, TOO_MANY), io.Dismiss(peer)]
+        self.on_disconnected(peer)
+        return [io.Send(peer, TOO_MANY_CHECKUPS), io.Disconnect(peer)]
 
     def _begin(
-        self, peer: m.PeerId, message: m.Checkup, status: Callable[[], bytes], now_s: float
+        self, peer: m.PeerId, message: m.DiagnosticRequest, status: Callable[[], bytes], now_s: float
     ) -> list[io.Effect]:
         host = self._hosts.get(peer, "")
         where = address_range(host)
-        while self._latest and not 0 <= now_s - self._latest[0][0] < IN_S:
-            self._latest.popleft()
-        crowded = sum(one == where for _, one in self._latest) >= MOST_OF_ONE_RANGE
+        while self._recent and not 0 <= now_s - self._recent[0][0] < RATE_WINDOW_S:
+            self._recent.popleft()
+        crowded = sum(one == where for _, one in self._recent) >= MAX_PER_ADDRESS_RANGE
         known = any(look.key == message.peer for look in self._open.values())
-        if crowded or known or len(self._open) >= MOST_OPEN or peer in self._open:
-            return [io.Send(peer, TOO_MANY)]
-        self._latest.append((now_s, where))
-        self._open[peer] = _Open(message.peer)
-        effects, probe = self.introduce(message.peer, MOST_PROBED)
-        reply = io.Send(peer, m.CheckupReply(probe, status()))
-        note = io.Note("info", "checkup", {"from": host})
-        back = _at(candidates(Place(message.address, host, "")), host)
+        if crowded or known or len(self._open) >= MAX_OPEN_CHECKUPS or peer in self._open:
+            return [io.Send(peer, TOO_MANY_CHECKUPS)]
+        self._recent.append((now_s, where))
+        self._open[peer] = _Checkup(message.peer)
+        effects, probe = self.introduce(message.peer, MAX_PROBED)
+        reply = io.Send(peer, m.DiagnosticReply(probe, status()))
+        note = io.LogEvent("info", "checkup", {"from": host})
+        back = _addresses_at(dial_back_addresses(PeerLocation(message.address, host, "")), host)
         # Always answered, also where there is nothing to be tried.
-        called: io.Effect = io.CallBack(message.peer, back) if back else io.Send(peer, m.Reach(""))
+        called: io.Effect = io.DialBack(message.peer, back) if back else io.Send(peer, m.Reachability(""))
         return [note, *effects, reply, called]
 
 
-def _is_whole(payload: object) -> bool:
-    return memoryview(payload).nbytes == m.BURST_BYTES  # type: ignore[arg-type]
+def _is_full_burst(payload: object) -> bool:
+    return memoryview(payload).nbytes == m.BURST_MESSAGE_BYTES  # type: ignore[arg-type]
 
 
-def _at(addresses: tuple[str, ...], host: str) -> tuple[str, ...]:
+def _addresses_at(addresses: tuple[str, ...], host: str) -> tuple[str, ...]:
     """Only where the connection comes from: this is no way to have others' ports tried."""
     return tuple(
         address

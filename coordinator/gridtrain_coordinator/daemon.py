@@ -25,54 +25,54 @@ from gridtrain._version import __version__
 from gridtrain.config import Deadlines
 from gridtrain.errors import JournalError, TransportError
 from gridtrain.protocol import membership_io as io
-from gridtrain.protocol.door import Door
+from gridtrain.protocol.door import Authorization
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.messages import (
-    BundleAsk,
-    Done,
-    Expel,
-    Pardon,
+    BundleRequest,
+    OperatorReply,
     PeerId,
     Refused,
-    RunState,
+    RemoveWorker,
+    RunStateUpdate,
     StatusReply,
     StatusRequest,
+    Unban,
 )
-from gridtrain.protocol.recovery import recover
+from gridtrain.protocol.recovery import recover_run
 from gridtrain.transport.base import (
-    Denied,
+    ConnectionDenied,
     PeerDown,
     PeerUp,
-    Reached,
+    ReachResult,
     Received,
     Transport,
     TransportEvent,
-    Violation,
+    TransportViolation,
 )
 from gridtrain_coordinator.backups import Backups
 from gridtrain_coordinator.checkups import Checkups
 from gridtrain_coordinator.log import Log, silent
-from gridtrain_coordinator.reception import Reception
-from gridtrain_coordinator.shelf import Shelf
-from gridtrain_coordinator.standstill import RETRY_S, Standstill
-from gridtrain_coordinator.store import JournalFull, Store
-from gridtrain_coordinator.views import Speedometer, payload, status_picture, withhold_places
+from gridtrain_coordinator.reception import AccessHandler
+from gridtrain_coordinator.shelf import BundleServer
+from gridtrain_coordinator.standstill import RETRY_S, DiskFullMode
+from gridtrain_coordinator.store import JournalFull, JournalStore
+from gridtrain_coordinator.views import RateMeter, build_status, encode_status, redact_addresses
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_WAIT_S = 0.25
 """The longest single wait, so that a stop is noticed within it."""
 
-FAREWELL_S = 5.0
+EXIT_DELAY_S = 5.0
 """After the end of the run, workers get so long to hear of it and to leave."""
 
 
-class Stop(Protocol):
+class StopFlag(Protocol):
     """A `threading.Event`, or anything else that can tell."""
 
     def is_set(self) -> bool: ...
 
 
-class Core(Protocol):
+class MembershipCore(Protocol):
     """What the loop needs of `Membership`."""
 
     @property
@@ -81,14 +81,14 @@ class Core(Protocol):
     def handle(self, event: io.Event, now_s: float) -> list[io.Effect]: ...
     def tick(self, now_s: float) -> list[io.Effect]: ...
     def snapshot(self, now_s: float) -> dict[str, Any]: ...
-    def lend(self, guest: PeerId, most: int) -> tuple[list[io.Effect], tuple[tuple[PeerId, str], ...]]: ...
+    def introduce_pending_member(self, guest: PeerId, most: int) -> tuple[list[io.Effect], tuple[tuple[PeerId, str], ...]]: ...
 
 
-class Window(Protocol):
+class DashboardPort(Protocol):
     """Where people look in: the dashboard.  None of it may wait."""
 
-    def show(self, picture: Mapping[str, Any]) -> None: ...
-    def orders(self) -> Iterable[tuple[Expel | Pardon, Future[Done | Refused]]]: ...
+    def publish(self, picture: Mapping[str, Any]) -> None: ...
+    def take_orders(self) -> Iterable[tuple[RemoveWorker | Unban, Future[OperatorReply | Refused]]]: ...
 
 
 class Coordinator:
@@ -113,9 +113,9 @@ class Coordinator:
     def __init__(
         self,
         transport: Transport,
-        store: Store,
-        membership: Core,
-        reception: Reception,
+        store: JournalStore,
+        membership: MembershipCore,
+        reception: AccessHandler,
         *,
         reach_s: float = Deadlines().reach_s,
         log: Log = silent,
@@ -123,35 +123,35 @@ class Coordinator:
         address: str = "",
         clock: Callable[[], float] = time.monotonic,
         backups: Backups | None = None,
-        window: Window | None = None,
-        shelf: Shelf | None = None,
+        window: DashboardPort | None = None,
+        shelf: BundleServer | None = None,
     ) -> None:
-        self._shelf = shelf or Shelf()
+        self._bundle_server = shelf or BundleServer()
         self._transport = transport
         self._store = store
-        self._core = membership
-        self._reception = reception
-        self._reach_s = reach_s
+        self._membership = membership
+        self._access = reception
+        self._dial_back_timeout_s = reach_s
         self._log = log
         self._exit_when_finished = exit_when_finished
         self._real_clock = clock
-        self._behind_s = 0.0  # the core's clock stood still for so long
-        self._standstill: Standstill | None = None
-        self._checkups = Checkups(lambda guest, most: membership.lend(guest, most))
-        self._present: set[PeerId] = set()  # workers that are connected
+        self._core_clock_lag_s = 0.0  # the core's clock stood still for so long
+        self._disk_full: DiskFullMode | None = None
+        self._checkups = Checkups(lambda guest, most: membership.introduce_pending_member(guest, most))
+        self._connected: set[PeerId] = set()  # workers that are connected
         self._backups = backups
-        self._window = window
-        self._speed = Speedometer()
+        self._dashboard = window
+        self._rates = RateMeter()
         self._address = address
         self._started_s = self._clock()
-        self._farewell_until_s: float | None = None
+        self._exit_deadline_s: float | None = None
 
     @classmethod
-    def of_run(
+    def for_run(
         cls,
         transport: Transport,
-        store: Store,
-        door: Door,
+        store: JournalStore,
+        door: Authorization,
         *,
         run: str = "default",
         operator: PeerId | None = None,
@@ -161,9 +161,9 @@ class Coordinator:
         exit_when_finished: bool = False,
         address: str = "",
         backups: Backups | None = None,
-        shelf: Shelf | None = None,
+        shelf: BundleServer | None = None,
         plans: bool = True,
-        window: Window | None = None,
+        window: DashboardPort | None = None,
     ) -> Coordinator:
         """A coordinator with the real core, in the journal's next term; `door` is the transport's gate.
 
@@ -177,7 +177,7 @@ class Coordinator:
                 remedy="name another folder with --state, or the other run with --run",
             )
         try:
-            recovered = recover(entries)
+            recovered = recover_run(entries)
         except (KeyError, TypeError, ValueError) as error:
             raise JournalError(
                 f"the journal holds an entry that no coordinator wrote: {error!r}",
@@ -194,7 +194,7 @@ class Coordinator:
             recovered=recovered,
             plans=plans,
         )
-        if recovered.finished:
+        if recovered.is_finished:
             raise JournalError(
                 f'the run "{run}" of this journal is finished',
                 remedy="begin a new one: name another run with --run, or another folder with --state",
@@ -203,7 +203,7 @@ class Coordinator:
             transport,
             store,
             membership,
-            Reception(door, membership, operator, time.time),
+            AccessHandler(door, membership, operator, time.time),
             reach_s=deadlines.reach_s,
             log=log,
             exit_when_finished=exit_when_finished,
@@ -213,7 +213,7 @@ class Coordinator:
             shelf=shelf,
         )
 
-    def run(self, stop: Stop) -> None:
+    def run(self, stop: StopFlag) -> None:
         """Serve until `stop` is set, or the run is over (`exit_when_finished`).
 
         Raises `JournalError` if something cannot be made durable: it is then not sent either.  Where there
@@ -221,10 +221,10 @@ class Coordinator:
         """
         try:
             now_s = self._clock()
-            self._perform(self._core.start(now_s), now_s)
-            while not stop.is_set() and not self._over():
-                self._turn()
-            if self._backups is not None and self._backups.wanted and self._standstill is None:
+            self._perform(self._membership.start(now_s), now_s)
+            while not stop.is_set() and not self._should_exit():
+                self._run_once()
+            if self._backups is not None and self._backups.is_pending and self._disk_full is None:
                 self._back_up(self._backups)  # so that the latest one knows all that this one knew
         finally:
             self._transport.close()
@@ -234,62 +234,62 @@ class Coordinator:
 
     def _clock(self) -> float:
         """The core's: it stands still while nothing can be decided."""
-        standing = self._standstill
-        return standing.core_s if standing is not None else self._real_clock() - self._behind_s
+        standing = self._disk_full
+        return standing.core_stopped_s if standing is not None else self._real_clock() - self._core_clock_lag_s
 
-    def _turn(self) -> None:
-        if self._window is not None:
-            self._take_orders(self._window)
-        if self._standstill is not None:
-            self._stand_still(self._standstill)
+    def _run_once(self) -> None:
+        if self._dashboard is not None:
+            self._take_orders(self._dashboard)
+        if self._disk_full is not None:
+            self._run_once_disk_full(self._disk_full)
             return
-        wait_s = self._core.deadline_s - self._clock()
+        wait_s = self._membership.deadline_s - self._clock()
         events = self._transport.poll(min(max(wait_s, 0.0), MAX_WAIT_S))
         now_s = self._clock()
-        effects = [effect for event in events for effect in self._take(event, now_s)]
-        if now_s >= self._core.deadline_s:
-            effects += self._core.tick(now_s)
+        effects = [effect for event in events for effect in self._handle_event(event, now_s)]
+        if now_s >= self._membership.deadline_s:
+            effects += self._membership.tick(now_s)
         self._perform(effects, now_s)
-        if now_s >= self._speed.due_s():
-            self._look_around(now_s)
+        if now_s >= self._rates.due_s():
+            self._run_housekeeping(now_s)
         if self._backups is not None and now_s >= self._backups.due_s:
             self._back_up(self._backups)
 
-    def _take(self, event: TransportEvent, now_s: float) -> Sequence[io.Effect]:
-        self._see(event)
+    def _handle_event(self, event: TransportEvent, now_s: float) -> Sequence[io.Effect]:
+        self._track_connection(event)
         match event:
-            case Received(peer) if not self._reception.may_speak(peer):
+            case Received(peer) if not self._access.may_send(peer):
                 return []  # it was put out by an earlier message of this turn
-            case Received(peer, StatusRequest()) if not self._reception.is_guest(peer):
-                return [io.Send(peer, StatusReply(self._status(peer, now_s)))]
-            case Received(peer, message) if self._checkups.hears(peer, message):
+            case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
+                return [io.Send(peer, StatusReply(self._encoded_status(peer, now_s)))]
+            case Received(peer, message) if self._checkups.accepts(peer, message):
                 asker: PeerId = peer
-                return self._checkups.hear(asker, message, lambda: self._status(asker, now_s), now_s)
-            case Received(peer, BundleAsk() as ask) if not self._reception.is_guest(peer):
-                return self._shelf.answer(peer, ask, now_s)
+                return self._checkups.handle(asker, message, lambda: self._encoded_status(asker, now_s), now_s)
+            case Received(peer, BundleRequest() as ask) if not self._access.is_pending(peer):
+                return self._bundle_server.answer(peer, ask, now_s)
             case Received(peer, message):
-                answered = self._reception.hear(peer, message, now_s)
-                return answered if answered is not None else self._core.handle(io.Heard(peer, message), now_s)
+                answered = self._access.handle(peer, message, now_s)
+                return answered if answered is not None else self._membership.handle(io.MessageReceived(peer, message), now_s)
             case PeerUp(peer, _, host):
-                return [] if self._reception.came(event) else self._core.handle(io.Up(peer, host), now_s)
+                return [] if self._access.on_connected(event) else self._membership.handle(io.PeerConnected(peer, host), now_s)
             case PeerDown(peer, reason):
-                return [] if self._reception.went(peer) else self._core.handle(io.Lost(peer, reason), now_s)
-            case Reached(peer, address):
-                if (told := self._checkups.reached(event)) is not None:
+                return [] if self._access.on_disconnected(peer) else self._membership.handle(io.PeerDisconnected(peer, reason), now_s)
+            case ReachResult(peer, address):
+                if (told := self._checkups.on_dial_back_result(event)) is not None:
                     return told
-                return self._core.handle(io.CalledBack(peer, address), now_s)
-            case Violation(peer, reason):
-                return self._violation(peer, reason, now_s)
-            case Denied(peer, address):
-                return [io.Note("info", "denied", {"peer": peer.hex()[:12], "address": address})]
+                return self._membership.handle(io.DialBackResult(peer, address), now_s)
+            case TransportViolation(peer, reason):
+                return self._handle_violation(peer, reason, now_s)
+            case ConnectionDenied(peer, address):
+                return [io.LogEvent("info", "denied", {"peer": peer.hex()[:12], "address": address})]
 
-    def _violation(self, peer: PeerId | None, reason: str, now_s: float) -> Sequence[io.Effect]:
-        guest = peer is not None and self._reception.went(peer)
+    def _handle_violation(self, peer: PeerId | None, reason: str, now_s: float) -> Sequence[io.Effect]:
+        guest = peer is not None and self._access.on_disconnected(peer)
         name = "not greeted" if peer is None else "a guest" if guest else peer.hex()[:12]
-        note = io.Note("warning", "violation", {"peer": name, "reason": reason})
+        note = io.LogEvent("warning", "violation", {"peer": name, "reason": reason})
         if peer is None or guest:
-            return [note, *([io.Dismiss(peer)] if peer is not None else [])]
-        return [note, *self._core.handle(io.Offended(peer, reason), now_s)]
+            return [note, *([io.Disconnect(peer)] if peer is not None else [])]
+        return [note, *self._membership.handle(io.ProtocolViolation(peer, reason), now_s)]
 
     def _perform(self, effects: Sequence[io.Effect], now_s: float) -> None:
         """Carry out effects in order; the journal's first, all in one transaction.
@@ -300,25 +300,25 @@ class Coordinator:
         """
         failed: set[PeerId] = set()
         while effects:
-            effects = [further for effect in effects for further in self._judged(effect, now_s)]
+            effects = [further for effect in effects for further in self._record_violation(effect, now_s)]
             try:
                 self._make_durable(effects)
             except JournalFull as full:
-                self._begin_standstill(full, effects, now_s)
+                self._enter_disk_full_mode(full, effects, now_s)
                 return
             losses = self._carry_out(effects, failed)
-            effects = [effect for loss in losses for effect in self._core.handle(loss, now_s)]
+            effects = [effect for loss in losses for effect in self._membership.handle(loss, now_s)]
 
     def _make_durable(self, effects: Sequence[io.Effect]) -> None:
-        entries = [(effect.kind, effect.body) for effect in effects if isinstance(effect, io.Journal)]
+        entries = [(effect.kind, effect.body) for effect in effects if isinstance(effect, io.JournalEntry)]
         if entries:
             self._store.append_all(entries)
             if self._backups is not None:
-                self._backups.want()
+                self._backups.request()
 
-    def _carry_out(self, effects: Sequence[io.Effect], failed: set[PeerId]) -> list[io.Lost]:
+    def _carry_out(self, effects: Sequence[io.Effect], failed: set[PeerId]) -> list[io.PeerDisconnected]:
         """What follows the journal; who could not be sent to."""
-        losses: list[io.Lost] = []
+        losses: list[io.PeerDisconnected] = []
         for effect in effects:
             match effect:
                 case io.Send(peer, message) if peer not in failed:
@@ -326,99 +326,99 @@ class Coordinator:
                         self._transport.send(peer, message)
                     except TransportError as error:
                         failed.add(peer)
-                        losses.append(io.Lost(peer, error.reason))
-                case io.Dismiss(peer):
+                        losses.append(io.PeerDisconnected(peer, error.reason))
+                case io.Disconnect(peer):
                     self._transport.hang_up(peer)
-                case io.CallBack(peer, addresses):
-                    self._transport.reach(peer, addresses, self._reach_s)
-                case io.Note(level, event, fields):
+                case io.DialBack(peer, addresses):
+                    self._transport.reach(peer, addresses, self._dial_back_timeout_s)
+                case io.LogEvent(level, event, fields):
                     self._log(level, event, fields)
         return losses
 
-    def _judged(self, effect: io.Effect, now_s: float) -> Sequence[io.Effect]:
+    def _record_violation(self, effect: io.Effect, now_s: float) -> Sequence[io.Effect]:
         """A strike becomes what the door makes of it; a member that it removes gives no further ones."""
-        return self._reception.strike(effect, now_s) if isinstance(effect, io.Strike) else [effect]
+        return self._access.record_violation(effect, now_s) if isinstance(effect, io.RecordViolation) else [effect]
 
     # -- no room, and backups ------------------------------------------------------------------
 
-    def _see(self, event: TransportEvent) -> None:
+    def _track_connection(self, event: TransportEvent) -> None:
         if isinstance(event, PeerUp):
-            self._checkups.came(event)
+            self._checkups.on_connected(event)
         elif isinstance(event, PeerDown):
-            self._checkups.went(event.peer)
+            self._checkups.on_disconnected(event.peer)
         if (
             isinstance(event, PeerUp)
-            and event.guest_of is None
-            and not self._reception.is_operator(event.peer)
+            and event.pending_key is None
+            and not self._access.is_operator(event.peer)
         ):
-            self._present.add(event.peer)
+            self._connected.add(event.peer)
         elif isinstance(event, PeerDown):
-            self._present.discard(event.peer)
+            self._connected.discard(event.peer)
 
-    def _begin_standstill(self, full: JournalFull, effects: Sequence[io.Effect], now_s: float) -> None:
-        standing = Standstill(full.reason, effects, began_s=self._real_clock(), core_s=now_s)
-        self._standstill = standing
+    def _enter_disk_full_mode(self, full: JournalFull, effects: Sequence[io.Effect], now_s: float) -> None:
+        standing = DiskFullMode(full.reason, effects, began_s=self._real_clock(), core_s=now_s)
+        self._disk_full = standing
         self._log(
             "error", "no_room", {"reason": full.reason, "remedy": "make room: it is tried every second"}
         )
-        self._carry_out([io.Send(peer, standing.state()) for peer in sorted(self._present)], set())
+        self._carry_out([io.Send(peer, standing.state()) for peer in sorted(self._connected)], set())
 
-    def _stand_still(self, standing: Standstill) -> None:
+    def _run_once_disk_full(self, standing: DiskFullMode) -> None:
         """A turn without decisions."""
         for event in self._transport.poll(MAX_WAIT_S):
-            self._see(event)
-            self._carry_out(self._meanwhile(standing, event), set())
+            self._track_connection(event)
+            self._carry_out(self._handle_event_disk_full(standing, event), set())
         if self._real_clock() < standing.retry_at_s:
             return
         standing.retry_at_s = self._real_clock() + RETRY_S
-        self._show(self._core.snapshot(standing.core_s), standing.core_s)
+        self._update_dashboard(self._membership.snapshot(standing.core_stopped_s), standing.core_stopped_s)
         try:
             self._make_durable(standing.effects)
         except JournalFull:
             return
-        self._go_on(standing)
+        self._leave_disk_full_mode(standing)
 
-    def _meanwhile(self, standing: Standstill, event: TransportEvent) -> Sequence[io.Effect]:
+    def _handle_event_disk_full(self, standing: DiskFullMode, event: TransportEvent) -> Sequence[io.Effect]:
         match event:
-            case Received(peer) if not self._reception.may_speak(peer):
+            case Received(peer) if not self._access.may_send(peer):
                 return []
-            case Received(peer, StatusRequest()) if not self._reception.is_guest(peer):
-                return [io.Send(peer, StatusReply(self._status(peer, standing.core_s)))]
-            case Received(peer) if self._reception.is_guest(peer) or self._reception.is_operator(peer):
+            case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
+                return [io.Send(peer, StatusReply(self._encoded_status(peer, standing.core_stopped_s)))]
+            case Received(peer) if self._access.is_pending(peer) or self._access.is_operator(peer):
                 return [io.Send(peer, standing.refusal())]
             case PeerUp(peer):
-                if self._reception.came(event):
+                if self._access.on_connected(event):
                     return []
-                return [io.Send(peer, standing.state()), *standing.keep(event)]
-            case PeerDown(peer) if self._reception.went(peer):
+                return [io.Send(peer, standing.state()), *standing.queue_event(event)]
+            case PeerDown(peer) if self._access.on_disconnected(peer):
                 return []
-            case Denied():
-                return self._take(event, standing.core_s)
+            case ConnectionDenied():
+                return self._handle_event(event, standing.core_stopped_s)
             case _:
-                return standing.keep(event)
+                return standing.queue_event(event)
 
-    def _go_on(self, standing: Standstill) -> None:
+    def _leave_disk_full_mode(self, standing: DiskFullMode) -> None:
         """There is room: what was decided is durable, and now told; then comes what was kept."""
-        self._standstill = None
-        self._behind_s += self._real_clock() - standing.began_s
+        self._disk_full = None
+        self._core_clock_lag_s += self._real_clock() - standing.began_s
         now_s = self._clock()
         self._log("info", "room_again", {"after_s": round(self._real_clock() - standing.began_s, 1)})
         losses = self._carry_out(standing.effects, set())
-        effects = [effect for loss in losses for effect in self._core.handle(loss, now_s)]
-        effects += [effect for event in standing.events for effect in self._take(event, now_s)]
-        snapshot = self._core.snapshot(now_s)
-        state = RunState(snapshot["phase"], snapshot["reason"])
-        self._perform([*effects, *(io.Send(peer, state) for peer in sorted(self._present))], now_s)
+        effects = [effect for loss in losses for effect in self._membership.handle(loss, now_s)]
+        effects += [effect for event in standing.events for effect in self._handle_event(event, now_s)]
+        snapshot = self._membership.snapshot(now_s)
+        state = RunStateUpdate(snapshot["phase"], snapshot["reason"])
+        self._perform([*effects, *(io.Send(peer, state) for peer in sorted(self._connected))], now_s)
 
     def _back_up(self, backups: Backups) -> None:
-        failed_before, began_s = backups.failed, self._clock()
+        failed_before, began_s = backups.failure, self._clock()
         try:
             path = backups.make(self._store, began_s)
         except JournalError as error:
             if error.reason != failed_before:
                 self._log("error", "backup_failed", {"reason": error.reason, "remedy": error.remedy})
             return
-        backups.done(self._clock(), self._clock() - began_s)
+        backups.record_duration(self._clock(), self._clock() - began_s)
         if failed_before:
             self._log("info", "backup", {"path": str(path), "reason": "there is room again"})
 
@@ -426,63 +426,63 @@ class Coordinator:
 
     def snapshot(self) -> dict[str, Any]:
         """What the core knows; for a window's `orders`, and for anybody once `run` has returned."""
-        return self._core.snapshot(self._clock())
+        return self._membership.snapshot(self._clock())
 
-    def _status(self, asker: PeerId, now_s: float) -> bytes:
-        return payload(
-            self._picture(self._core.snapshot(now_s), now_s, places=self._reception.is_operator(asker))
+    def _encoded_status(self, asker: PeerId, now_s: float) -> bytes:
+        return encode_status(
+            self._build_status(self._membership.snapshot(now_s), now_s, places=self._access.is_operator(asker))
         )
 
-    def _show(self, snapshot: dict[str, Any], now_s: float) -> None:
-        if self._window is not None:
-            self._window.show(self._picture(snapshot, now_s, places=True))
+    def _update_dashboard(self, snapshot: dict[str, Any], now_s: float) -> None:
+        if self._dashboard is not None:
+            self._dashboard.publish(self._build_status(snapshot, now_s, places=True))
 
-    def _take_orders(self, window: Window) -> None:
-        for order, answer in window.orders():
+    def _take_orders(self, window: DashboardPort) -> None:
+        for order, answer in window.take_orders():
             now_s = self._clock()
             if not answer.set_running_or_notify_cancel():
                 continue  # whoever asked has gone
-            standing = self._standstill
+            standing = self._disk_full
             if standing is None:
-                effects, reply = self._reception.obey(order, now_s)
+                effects, reply = self._access.execute_order(order, now_s)
                 self._perform(effects, now_s)
-                standing = self._standstill  # there was no room for it: it is kept, and done later
+                standing = self._disk_full  # there was no room for it: it is kept, and done later
             answer.set_result(reply if standing is None else standing.refusal())
 
-    def _picture(self, snapshot: dict[str, Any], now_s: float, *, places: bool) -> dict[str, Any]:
+    def _build_status(self, snapshot: dict[str, Any], now_s: float, *, places: bool) -> dict[str, Any]:
         for member in snapshot["members"]:
-            member["strikes"] = self._reception.strikes(bytes.fromhex(member["peer"]))
+            member["strikes"] = self._access.violation_count(bytes.fromhex(member["peer"]))
         if places:
-            snapshot["door"] = self._reception.picture()
+            snapshot["door"] = self._access.status()
             if self._backups is not None:
-                snapshot["backup"] = self._backups.picture(now_s)
+                snapshot["backup"] = self._backups.status(now_s)
         else:
-            withhold_places(snapshot)
-        snapshot["bundle"] = self._shelf.picture()
-        if self._standstill is not None:
-            snapshot |= {"phase": self._standstill.phase, "reason": self._standstill.reason}
-        return status_picture(
+            redact_addresses(snapshot)
+        snapshot["bundle"] = self._bundle_server.status()
+        if self._disk_full is not None:
+            snapshot |= {"phase": self._disk_full.phase, "reason": self._disk_full.reason}
+        return build_status(
             snapshot,
-            self._speed,
+            self._rates,
             software=SOFTWARE,
             address=self._address,
             now_s=now_s,
             uptime_s=now_s - self._started_s,
         )
 
-    def _look_around(self, now_s: float) -> None:
+    def _run_housekeeping(self, now_s: float) -> None:
         """Once a second: the door looks at its suspects, counters are sampled, the end is noticed."""
-        self._perform(self._reception.tick(now_s), now_s)
-        snapshot = self._core.snapshot(now_s)
-        self._speed.observe(snapshot, now_s)
-        self._show(snapshot, now_s)
+        self._perform(self._access.tick(now_s), now_s)
+        snapshot = self._membership.snapshot(now_s)
+        self._rates.observe(snapshot, now_s)
+        self._update_dashboard(snapshot, now_s)
         if not snapshot["finished"]:
-            self._farewell_until_s = None
+            self._exit_deadline_s = None
         elif not snapshot["members"]:
-            self._farewell_until_s = now_s
-        elif self._farewell_until_s is None:
-            self._farewell_until_s = now_s + FAREWELL_S
+            self._exit_deadline_s = now_s
+        elif self._exit_deadline_s is None:
+            self._exit_deadline_s = now_s + EXIT_DELAY_S
 
-    def _over(self) -> bool:
-        until_s = self._farewell_until_s
+    def _should_exit(self) -> bool:
+        until_s = self._exit_deadline_s
         return self._exit_when_finished and until_s is not None and self._clock() >= until_s

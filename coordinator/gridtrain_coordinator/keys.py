@@ -35,7 +35,7 @@ def coordinator_identity(journal: Path, known: PeerId | None, adopt: Callable[[P
             f"the journal {journal} belongs to the key {known.hex()[:12]}, and there is no {path}",
             remedy=f"restore {path} from a backup; or begin a new run: name another folder with --state",
         )
-    identity = Identity.kept_in(path)
+    identity = Identity.load_or_create(path)
     if known is None:
         adopt(identity.public)
     elif identity.public != known:
@@ -50,4 +50,4 @@ def coordinator_identity(journal: Path, known: PeerId | None, adopt: Callable[[P
 def operator_identity(journal: Path) -> Identity:
     """Whoever can read this file gives orders.  Made if there is none; deleting it makes another one at
     the next start, and the old one is worth nothing.  Raises `ConfigError`."""
-    return Identity.kept_in(journal.absolute().parent / OPERATOR_KEY)
+    return Identity.load_or_create(journal.absolute().parent / OPERATOR_KEY)

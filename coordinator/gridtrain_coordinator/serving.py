@@ -24,23 +24,23 @@ from typing import TextIO
 from gridtrain.bundle import Bundle
 from gridtrain.config import DEFAULT_PORT, Deadlines
 from gridtrain.errors import ConfigError, JournalError
-from gridtrain.protocol.door import Door, Standing
-from gridtrain.protocol.door import recover as recover_the_door
+from gridtrain.protocol.door import AccessRole, Authorization
+from gridtrain.protocol.door import recover_authorization as recover_the_door
 from gridtrain.protocol.invitation import RUN_NAME
 from gridtrain.protocol.messages import PeerId
 from gridtrain.transport.base import Transport
-from gridtrain.transport.contact import ContactFile
-from gridtrain.transport.curve import private_folder
-from gridtrain.transport.stack import over
+from gridtrain.transport.contact import EndpointFile
+from gridtrain.transport.curve import make_private_folder
+from gridtrain.transport.stack import build_stack
 from gridtrain_coordinator.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
 from gridtrain_coordinator.daemon import SOFTWARE, Coordinator
-from gridtrain_coordinator.dashboard.opening import Opened, opened
-from gridtrain_coordinator.dashboard.places import Place
+from gridtrain_coordinator.dashboard.opening import DashboardStartup, open_dashboard
+from gridtrain_coordinator.dashboard.places import DashboardAddress
 from gridtrain_coordinator.keys import operator_identity
 from gridtrain_coordinator.log import log_to, to_both
-from gridtrain_coordinator.reception import gate_of
-from gridtrain_coordinator.shelf import Shelf
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.reception import connection_gate
+from gridtrain_coordinator.shelf import BundleServer
+from gridtrain_coordinator.store import JournalStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Settings:
     backup_every_s: float = EVERY_S
     backup_keep: int = KEEP
     from_backup: Path | None = None
-    dashboard: Place | None = None
+    dashboard: DashboardAddress | None = None
     bundle: Bundle | None = None
 
     def __post_init__(self) -> None:
@@ -120,33 +120,33 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     folder = settings.state or default_state(settings.run)
     _make(folder)
     backups = _backups(settings, folder)
-    board = opened(settings.dashboard, folder, log_to(err))
+    board = open_dashboard(settings.dashboard, folder, log_to(err))
     log = log_to(err) if board.service is None else to_both(log_to(err), board.service.note)
     if settings.from_backup is not None:
         source = restore(settings.from_backup, folder)
         log_to(err)("info", "restored", {"from": str(source), "to": str(folder)})
-    store = Store.open(folder / JOURNAL)
+    store = JournalStore.open(folder / JOURNAL)
     transport: Transport | None = None
     try:
         identity, operator = store.identity(), operator_identity(folder / JOURNAL)
-        door = recover_door(store, settings.run, operator.public, identity.public)
+        door = load_authorization(store, settings.run, operator.public, identity.public)
         sockets = ZeroMQTransport(
             identity,
             SOFTWARE,
-            gate=gate_of(door, time.time),
+            gate=connection_gate(door, time.time),
             encrypted=not settings.unencrypted,
             plain_anywhere=settings.benchmark,
             advertise_host=_outward_host(),
         )
-        transport = over(
-            sockets, identity, may_relay=door_lets_relay(door, operator.public), software=SOFTWARE
+        transport = build_stack(
+            sockets, identity, may_relay=relay_policy(door, operator.public), software=SOFTWARE
         )
         # First the port, then the term: a start that fails leaves no trace.
         bound = transport.listen(settings.listen)
-        contact = ContactFile(
+        contact = EndpointFile(
             settings.advertise or bound, bound, identity.public, settings.run, not settings.unencrypted
         )
-        coordinator = Coordinator.of_run(
+        coordinator = Coordinator.for_run(
             transport,
             store,
             door,
@@ -160,7 +160,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
             address=contact.address,
             backups=backups,
             window=board.service,
-            shelf=Shelf(settings.bundle),
+            shelf=BundleServer(settings.bundle),
         )
     except BaseException:
         if transport is not None:
@@ -180,7 +180,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     return 128 + stop.signal_number if stop.signal_number else 0
 
 
-def recover_door(store: Store, run: str, operator: PeerId, coordinator: PeerId) -> Door:
+def load_authorization(store: JournalStore, run: str, operator: PeerId, coordinator: PeerId) -> Authorization:
     """Who may come in, as the journal left it.  Raises `JournalError`."""
     try:
         entries = [(entry.kind, entry.body) for entry in store.entries()]
@@ -192,11 +192,11 @@ def recover_door(store: Store, run: str, operator: PeerId, coordinator: PeerId) 
         ) from None
 
 
-def door_lets_relay(door: Door, operator: PeerId) -> Callable[[PeerId, PeerId], bool]:
+def relay_policy(door: Authorization, operator: PeerId) -> Callable[[PeerId, PeerId], bool]:
     """The relay of last resort serves members of the run, and nobody else."""
 
     def may_relay(origin: PeerId, to: PeerId) -> bool:
-        members = (door.standing(key, time.time()) is Standing.PEER for key in (origin, to))
+        members = (door.access_role(key, time.time()) is AccessRole.PEER for key in (origin, to))
         return operator not in (origin, to) and all(members)
 
     return may_relay
@@ -206,13 +206,13 @@ def _backups(settings: Settings, state: Path) -> Backups | None:
     if settings.backup_to is None:
         return None
     backups = Backups(settings.backup_to, state, every_s=settings.backup_every_s, keep=settings.backup_keep)
-    backups.try_folder()
+    backups.check_folder()
     return backups
 
 
 def _make(folder: Path) -> None:
     try:
-        private_folder(folder)
+        make_private_folder(folder)
     except OSError as error:
         raise ConfigError(
             f"the folder {folder} cannot be made: {error.strerror}", remedy="name another one with --state"
@@ -233,7 +233,7 @@ def _outward_host() -> str:
 
 
 def _greeting(
-    settings: Settings, contact: ContactFile, folder: Path, board: Opened, *, is_terminal: bool
+    settings: Settings, contact: EndpointFile, folder: Path, board: DashboardStartup, *, is_terminal: bool
 ) -> str:
     where = f" --state {shlex.quote(str(settings.state))}" if settings.state is not None else ""
     where += "" if settings.run == "default" or where else f" --run {settings.run}"
@@ -247,7 +247,7 @@ def _greeting(
     ]
     if settings.bundle is not None:
         lines.append(f"  volunteers run:      {settings.bundle.run.script}, {settings.bundle.digest}")
-    lines += board.greeting(is_terminal=is_terminal)
+    lines += board.startup_lines(is_terminal=is_terminal)
     if not contact.encrypted:
         lines.insert(1, "  NOT ENCRYPTED: everybody on the way can read and alter what is sent")
     return "\n".join(lines) + "\n"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from gridtrain.bundle import Bundle
-from gridtrain.options import Settings as Chosen
-from gridtrain.options.addresses import explicit_address
-from gridtrain_coordinator.dashboard.places import Place, parsed
+from gridtrain.options import OptionValues as Chosen
+from gridtrain.options.addresses import parse_explicit_address
+from gridtrain_coordinator.dashboard.places import DashboardAddress, parse_address
 from gridtrain_coordinator.serving import Settings
 
 
@@ -22,8 +22,8 @@ def settings_from(chosen: Chosen) -> Settings:
     assert isinstance(every_s, int | float) and isinstance(recut_s, int | float)
     return Settings(
         run=chosen.text("run"),
-        listen=explicit_address(chosen.where("listen"), chosen.text("listen"), any_port=True),
-        advertise=explicit_address(chosen.where("advertise"), advertise) if advertise else "",
+        listen=parse_explicit_address(chosen.where("listen"), chosen.text("listen"), any_port=True),
+        advertise=parse_explicit_address(chosen.where("advertise"), advertise) if advertise else "",
         state=_folder(chosen, "state"),
         unencrypted=chosen.switch("unencrypted"),
         benchmark=chosen.switch("benchmark"),
@@ -36,15 +36,15 @@ def settings_from(chosen: Chosen) -> Settings:
         plans=chosen.text("order") == "planned",
         recut_s=float(recut_s),
         dashboard=_dashboard(chosen),
-        bundle=Bundle.made(chosen.runfile) if chosen.switch("bundle") else None,
+        bundle=Bundle.from_run_file(chosen.runfile) if chosen.switch("bundle") else None,
     )
 
 
-def _dashboard(chosen: Chosen) -> Place | None:
+def _dashboard(chosen: Chosen) -> DashboardAddress | None:
     text = chosen.text("dashboard")
-    if text == chosen["dashboard"].option.off:
+    if text == chosen["dashboard"].option.off_word:
         return None
-    return parsed(
+    return parse_address(
         text, open_to_network=chosen.switch("dashboard_open"), named=chosen.texts("dashboard_hosts")
     )
 

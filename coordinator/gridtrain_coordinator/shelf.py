@@ -16,13 +16,13 @@ from gridtrain.protocol import membership_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.wire.schema import MAX_BLOCK_BYTES
 
-WHOLE, WHOLE_IN_S = 4, 600.0
+MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S = 4, 600.0
 """So many whole bundles a worker may fetch within that time: an ask is small, and its answer is not."""
 
 MAX_ASKERS = 1000
 
 
-class Shelf:
+class BundleServer:
     """What is served; None: nothing is."""
 
     def __init__(self, bundle: Bundle | None = None) -> None:
@@ -31,7 +31,7 @@ class Shelf:
         self._blocks = [archive[i : i + MAX_BLOCK_BYTES] for i in range(0, len(archive), MAX_BLOCK_BYTES)]
         self._asked: dict[m.PeerId, deque[float]] = {}
 
-    def answer(self, peer: m.PeerId, ask: m.BundleAsk, now_s: float) -> list[io.Effect]:
+    def answer(self, peer: m.PeerId, ask: m.BundleRequest, now_s: float) -> list[io.Effect]:
         """To be sent; at most `WHOLE` times as much as there is within `WHOLE_IN_S`."""
         if self._bundle is None:
             return [
@@ -44,13 +44,13 @@ class Shelf:
             return [
                 io.Send(peer, m.Refused("bundle", text, "start the worker again: it asks for the new one"))
             ]
-        if not self._may(peer, now_s):
-            text = f"{WHOLE} whole bundles in {WHOLE_IN_S / 60:.0f} minutes are enough"
+        if not self._is_allowed(peer, now_s):
+            text = f"{MAX_BUNDLES_PER_WORKER} whole bundles in {RATE_WINDOW_S / 60:.0f} minutes are enough"
             return [io.Send(peer, m.Refused("too-often", text, "try again later"))]
         block = m.BundleBlock(ask.digest, ask.index, len(self._blocks), self._blocks[ask.index])
         return [io.Send(peer, block)]
 
-    def picture(self) -> dict[str, Any] | None:
+    def status(self) -> dict[str, Any] | None:
         """For the status."""
         if self._bundle is None:
             return None
@@ -61,12 +61,12 @@ class Shelf:
         assert self._bundle is not None
         return bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))
 
-    def _may(self, peer: m.PeerId, now_s: float) -> bool:
+    def _is_allowed(self, peer: m.PeerId, now_s: float) -> bool:
         """Counts this ask."""
-        asked = self._asked.pop(peer, None) or deque(maxlen=WHOLE * len(self._blocks))
-        while asked and asked[0] <= now_s - WHOLE_IN_S:
+        asked = self._asked.pop(peer, None) or deque(maxlen=MAX_BUNDLES_PER_WORKER * len(self._blocks))
+        while asked and asked[0] <= now_s - RATE_WINDOW_S:
             asked.popleft()
-        allowed = len(asked) < WHOLE * len(self._blocks)
+        allowed = len(asked) < MAX_BUNDLES_PER_WORKER * len(self._blocks)
         if allowed:
             asked.append(now_s)
         self._asked[peer] = asked  # at the end: the first ones have been quiet for longest

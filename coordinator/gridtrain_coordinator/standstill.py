@@ -28,7 +28,7 @@ MAX_EVENTS = 20_000
 REMEDY = "try again when its owner has made room"
 
 
-class Standstill:
+class DiskFullMode:
     """See the module's text.
 
     Args:
@@ -39,17 +39,17 @@ class Standstill:
     """
 
     def __init__(self, why: str, effects: Sequence[io.Effect], *, began_s: float, core_s: float) -> None:
-        self.why = why
+        self.cause = why
         self.effects = list(effects)
         self.events: deque[TransportEvent] = deque()
-        self.began_s, self.core_s = began_s, core_s
+        self.began_s, self.core_stopped_s = began_s, core_s
         self.retry_at_s = began_s + RETRY_S
 
     @property
     def reason(self) -> str:
         """For `RunState` and `gridtrain status`."""
         return (
-            f"the coordinator decides nothing more, because {self.why}; whoever trains goes on until a "
+            f"the coordinator decides nothing more, because {self.cause}; whoever trains goes on until a "
             "member is missing, and all goes on when there is room"
         )
 
@@ -58,16 +58,16 @@ class Standstill:
         return str(io.RunPhase.PAUSED)
 
     def refusal(self) -> m.Refused:
-        return m.Refused("no-room", f"nothing can be decided now, because {self.why}", REMEDY)
+        return m.Refused("no-room", f"nothing can be decided now, because {self.cause}", REMEDY)
 
-    def state(self) -> m.RunState:
-        return m.RunState(self.phase, self.reason)
+    def state(self) -> m.RunStateUpdate:
+        return m.RunStateUpdate(self.phase, self.reason)
 
-    def keep(self, event: TransportEvent) -> list[io.Effect]:
+    def queue_event(self, event: TransportEvent) -> list[io.Effect]:
         """For later.  Beats say nothing that the next one does not say again."""
-        if isinstance(event, Received) and isinstance(event.message, m.Beat):
+        if isinstance(event, Received) and isinstance(event.message, m.Heartbeat):
             return []
         if len(self.events) < MAX_EVENTS or not isinstance(event, Received | PeerUp):
             self.events.append(event)
             return []
-        return [io.Dismiss(event.peer)]
+        return [io.Disconnect(event.peer)]

@@ -63,7 +63,7 @@ _REMEDIES = {  # SQLite's result code -> (what happened, the next thing to do)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredEntry:
     """One line of the journal; `at` is ISO 8601, UTC."""
 
     id: int
@@ -72,7 +72,7 @@ class Entry:
     body: dict[str, Any]
 
 
-class Store:
+class JournalStore:
     """See the module's text.  Used by one thread at a time.  Every method raises `JournalError`."""
 
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
@@ -82,7 +82,7 @@ class Store:
         self._chain = b""  # of the latest entry
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Store:
+    def open(cls, path: str | os.PathLike[str]) -> JournalStore:
         """Open the journal at `path`, made and brought up to date if need be; ":memory:" forgets.
 
         Raises:
@@ -161,7 +161,7 @@ class Store:
             for kind, body in entries:
                 self._insert(kind, body)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[StoredEntry]:
         """All entries, oldest first.  Raises `JournalError` if one is not as it was written."""
         with _explained(self._path):
             rows = self._connection.execute(
@@ -169,12 +169,12 @@ class Store:
             ).fetchall()
         chain, chained = b"", False
         for row_id, at, kind, body, written in rows:
-            chain, chained = _link(chain, row_id, at, kind, body), chained or written is not None
+            chain, chained = _chain_digest(chain, row_id, at, kind, body), chained or written is not None
             if chained and written != chain:  # gridtrain once wrote none
                 raise self._damaged(f"entry {row_id} is not what was written")
         self._chain = chain
         try:
-            return [Entry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body, _ in rows]
+            return [StoredEntry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body, _ in rows]
         except (ValueError, TypeError) as error:  # of a version without digests
             raise self._damaged(f"an entry is no JSON: {error}") from None
 
@@ -247,7 +247,7 @@ class Store:
         text = json.dumps(body, separators=(",", ":"))
         (last,) = self._connection.execute("SELECT max(id) FROM journal").fetchone()
         row_id = (last or 0) + 1
-        self._chain = _link(self._chain, row_id, at, kind, text)
+        self._chain = _chain_digest(self._chain, row_id, at, kind, text)
         line = (row_id, at, kind, text, self._chain)
         self._connection.execute(
             "INSERT INTO journal (id, at, kind, body, chain) VALUES (?, ?, ?, ?, ?)", line
@@ -268,7 +268,7 @@ class Store:
                 raise
 
 
-def _link(before: bytes, row_id: int, at: str, kind: str, body: str) -> bytes:
+def _chain_digest(before: bytes, row_id: int, at: str, kind: str, body: str) -> bytes:
     """The digest that goes with an entry: over the one before it and all of itself."""
     text = f"{row_id}\0{at}\0{kind}\0{body}".encode(errors="surrogatepass")
     return hashlib.blake2b(before + text, digest_size=CHAIN_BYTES).digest()

@@ -16,7 +16,7 @@ from typing import Any
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
-RATED_FIGURES = ("sent_bytes", "received_bytes")  # what workers count from their start on
+RATE_METRICS = ("sent_bytes", "received_bytes")  # what workers count from their start on
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class _Sample:
     figures: dict[str, dict[str, float]]  # by peer
 
 
-class Speedometer:
+class RateMeter:
     """Turns counters that only grow into rates over the last `WINDOW_S` seconds."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def _slope(from_s: float, from_value: float, to_s: float, to_value: float) -> fl
     return (to_value - from_value) / (to_s - from_s) if to_s > from_s and to_value >= from_value else None
 
 
-def withhold_places(snapshot: dict[str, Any]) -> None:
+def redact_addresses(snapshot: dict[str, Any]) -> None:
     """Where the members are is the operator's business, and nobody else's."""
     for member in snapshot["members"]:
         member["address"] = ""
@@ -73,14 +73,14 @@ def withhold_places(snapshot: dict[str, Any]) -> None:
         event.pop("tried", None)
 
 
-def payload(picture: dict[str, Any]) -> bytes:
+def encode_status(picture: dict[str, Any]) -> bytes:
     """Of a StatusReply: UTF-8 JSON."""
     return json.dumps(picture, separators=(",", ":")).encode()
 
 
-def status_picture(
+def build_status(
     snapshot: dict[str, Any],
-    speed: Speedometer,
+    speed: RateMeter,
     *,
     software: str,
     address: str,
@@ -97,7 +97,7 @@ def status_picture(
             **member,
             **{
                 figure.replace("_bytes", "_Bps"): speed.figure_per_s(member["peer"], figure)
-                for figure in RATED_FIGURES
+                for figure in RATE_METRICS
             },
         }
         for member in snapshot["members"]

@@ -33,18 +33,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from gridtrain.adapters.mail import Mail
+from gridtrain.adapters.mail import GlooChannel
 from gridtrain.config import GTopK
 from gridtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from gridtrain.optim.flat import canonical_parameters
-from gridtrain.protocol.collective import Arrived, Complete, SendTo
-from gridtrain.protocol.messages import Phase, Place
-from gridtrain.runtime.buffers import ButterflyWorkspace
-from gridtrain.runtime.stars import SPARSE_WORKSPACES
-from gridtrain.sparsify.feedback import ErrorFeedback, Prepared
+from gridtrain.protocol.collective import CollectiveComplete, PayloadReceived, SendTo
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
+from gridtrain.runtime.buffers import ButterflyBuffer
+from gridtrain.runtime.stars import SPARSE_BUFFERS
+from gridtrain.sparsify.feedback import ErrorFeedback, PreparedState
 from gridtrain.sparsify.merge import largest_summable
 from gridtrain.wire.sparse import ValueKind, encoded_bytes
-from gridtrain.wire.values import BY_NAME
+from gridtrain.wire.values import VALUE_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +86,31 @@ class GTopKState:
             raise ConfigError(
                 f"{self.exchange!r} cannot go into DDP", remedy="use gridtrain.GTopK(...) for the hook"
             )
-        self.kind: ValueKind = BY_NAME[self.exchange.values]
+        self.kind: ValueKind = VALUE_KINDS[self.exchange.values]
         self.step = 0
         self._scaler = scaler
         # Of its own: payloads are on the host, and DDP itself goes on using its group meanwhile.
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        self._mail = Mail(group)
+        self._channel = GlooChannel(group)
         self._buckets: dict[tuple[int, ...], _Bucket] = {}
         self._loaded: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, until its bucket comes
-        self._exchanged: list[tuple[ErrorFeedback, Prepared, ButterflyWorkspace]] = []
+        self._exchanged: list[tuple[ErrorFeedback, PreparedState, ButterflyBuffer]] = []
         self._skipped = False
         self._thread = ThreadPoolExecutor(1, "gridtrain-ddp")
         weakref.finalize(self, self._thread.shutdown, wait=False)
-        self._check_alike()
+        self._check_same_on_all()
 
     @property
     def world_size(self) -> int:
-        return self._mail.world_size
+        return self._channel.world_size
 
     # -- one bucket ------------------------------------------------------------------------------
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Select here, on the thread and stream that computed the bucket; exchange on the other thread."""
         mean_B = bucket.buffer()
-        held = self._held(tuple(bucket.parameters()), mean_B)
+        held = self._bucket_for(tuple(bucket.parameters()), mean_B)
         k = self.exchange.k_at(self.step, mean_B.numel())
         limit, weight = largest_summable(self.world_size), 1.0 / self.world_size
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
@@ -130,7 +130,7 @@ class GTopKState:
         self,
         future: torch.futures.Future[Tensor],
         held: _Bucket,
-        prepared: Prepared,
+        prepared: PreparedState,
         k: int,
         mean_B: Tensor,
         scale: float,
@@ -141,7 +141,7 @@ class GTopKState:
             if index == 0:  # also after a step that an error has ended
                 self._exchanged, self._skipped = [], False
             n = mean_B.numel()
-            made = SPARSE_WORKSPACES[self.exchange.topology]
+            made = SPARSE_BUFFERS[self.exchange.topology]
             workspace = made(prepared.payload, n=n, k=k, kind=self.kind, decoded=prepared.decoded)
             skip = self._run(workspace, prepared.skip, encoded_bytes(k, n, self.kind))
             update_B = _dense(workspace, mean_B, scale, skip)
@@ -154,37 +154,37 @@ class GTopKState:
         except BaseException as error:  # DDP waits for the future, and raises what is in it
             future.set_exception(error)  # type: ignore[arg-type]
 
-    def _run(self, workspace: ButterflyWorkspace, skip: bool, most_bytes: int) -> bool:
+    def _run(self, workspace: ButterflyBuffer, skip: bool, most_bytes: int) -> bool:
         """The collective, to its end.  Returns whether anybody skips."""
-        mail = self._mail
-        core = workspace.collective(mail.rank, mail.world_size, skip)
+        mail = self._channel
+        core = workspace.make_collective(mail.rank, mail.world_size, skip)
         effects = core.start(0.0)
         while True:
             for effect in effects:
                 match effect:
                     case SendTo(to_rank, place, flag):
                         head = (place.phase, place.hop, place.segment, place.slice, flag)
-                        mail.post(to_rank, head, workspace.payload(place))
-                    case Complete(skipped):
-                        mail.settle()
+                        mail.send(to_rank, head, workspace.payload(place))
+                    case CollectiveComplete(skipped):
+                        mail.wait_sent()
                         return skipped
                     case _:
                         workspace.apply(effect)
             from_rank = min(core.waiting_for())
-            head_H, payload = mail.take(from_rank, most_bytes)
-            effects = core.handle(Arrived(from_rank, _place(head_H), bool(head_H[4]), payload), 0.0)
+            head_H, payload = mail.receive(from_rank, most_bytes)
+            effects = core.handle(PayloadReceived(from_rank, _place(head_H), bool(head_H[4]), payload), 0.0)
 
     def _commit(self) -> None:
         """All buckets of a step or none: GradScaler drops a step in which one of them is NaN."""
         exchanged, self._exchanged = self._exchanged, []
         if not self._skipped:
             for feedback, prepared, workspace in exchanged:
-                feedback.commit(prepared, workspace.kept)
+                feedback.commit(prepared, workspace.truncated)
         self.step += 1
 
     # -- what was not sent -------------------------------------------------------------------------
 
-    def _held(self, parameters: tuple[Tensor, ...], mean_B: Tensor) -> _Bucket:
+    def _bucket_for(self, parameters: tuple[Tensor, ...], mean_B: Tensor) -> _Bucket:
         key = tuple(id(parameter) for parameter in parameters)
         if key in self._buckets:
             return self._buckets[key]
@@ -193,7 +193,7 @@ class GTopKState:
                 f"a bucket of {mean_B.numel()} elements for parameters of "
                 f"{sum(parameter.numel() for parameter in parameters)}"
             )
-        moved = [self._take_out(parameter) for parameter in parameters]
+        moved = [self._take_residual(parameter) for parameter in parameters]
         fresh = _Bucket(
             parameters, ErrorFeedback(mean_B.numel(), mean_B.device, momentum=self.exchange.momentum)
         )
@@ -201,7 +201,7 @@ class GTopKState:
         self._buckets[key] = fresh
         return fresh
 
-    def _take_out(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _take_residual(self, parameter: Tensor) -> dict[str, Tensor]:
         """What belongs to a parameter, flat; the rest of its old bucket stays to be taken out, too."""
         self._dissolve(parameter)
         names = ("residual", "u") if self.exchange.momentum else ("residual",)
@@ -211,13 +211,13 @@ class GTopKState:
     def _dissolve(self, parameter: Tensor) -> None:
         for key, held in list(self._buckets.items()):
             if id(parameter) in key:
-                self._loaded |= _by_parameter(held)
+                self._loaded |= _residuals_by_parameter(held)
                 del self._buckets[key]
 
     def _by_id(self) -> dict[int, dict[str, Tensor]]:
         found = dict(self._loaded)
         for held in self._buckets.values():
-            found |= _by_parameter(held)
+            found |= _residuals_by_parameter(held)
         return found
 
     def residual_of(self, parameter: Tensor) -> Tensor:
@@ -248,11 +248,11 @@ class GTopKState:
             for name, kept in state.items()
         }
 
-    def _check_alike(self) -> None:
+    def _check_same_on_all(self) -> None:
         mine = blake2b(self.exchange.describe().encode(), digest_size=8).digest()
         number = torch.frombuffer(bytearray(mine), dtype=torch.int64)
         numbers = [torch.empty_like(number) for _ in range(self.world_size)]
-        dist.all_gather(numbers, number, group=self._mail.group)
+        dist.all_gather(numbers, number, group=self._channel.group)
         unlike = [rank for rank, other in enumerate(numbers) if not torch.equal(other, number)]
         if unlike:
             raise ConfigError(
@@ -271,7 +271,7 @@ def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[to
     return state.begin(bucket)
 
 
-def _by_parameter(held: _Bucket) -> dict[int, dict[str, Tensor]]:
+def _residuals_by_parameter(held: _Bucket) -> dict[int, dict[str, Tensor]]:
     parts = {name: torch.split(flat, held.sizes) for name, flat in held.feedback.state().items()}
     return {
         id(parameter): {name: pieces[index].clone() for name, pieces in parts.items()}
@@ -279,7 +279,7 @@ def _by_parameter(held: _Bucket) -> dict[int, dict[str, Tensor]]:
     }
 
 
-def _dense(workspace: ButterflyWorkspace, like_B: Tensor, scale: float, skip: bool) -> Tensor:
+def _dense(workspace: ButterflyBuffer, like_B: Tensor, scale: float, skip: bool) -> Tensor:
     if skip:
         return torch.full_like(like_B, torch.nan)
     update_B = torch.zeros_like(like_B)
@@ -288,8 +288,8 @@ def _dense(workspace: ButterflyWorkspace, like_B: Tensor, scale: float, skip: bo
     return update_B
 
 
-def _place(head: Sequence[int]) -> Place:
+def _place(head: Sequence[int]) -> PayloadSlot:
     phase, hop, segment, slice_ = head[:4]
-    if phase not in set(Phase):
+    if phase not in set(CollectivePhase):
         raise RemoteProtocolError(f"place of phase {phase}", remedy="run one version on all processes")
-    return Place(Phase(phase), hop, segment, slice_)
+    return PayloadSlot(CollectivePhase(phase), hop, segment, slice_)

@@ -53,7 +53,7 @@ class GridTrainer(Trainer):
         self.grid = grid
         self._grid_options = grid_options or {}
         self._loader: GridLoader | None = None
-        self.add_callback(_Steps(self))
+        self.add_callback(_StepCallback(self))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if model is None:  # older versions know no argument
@@ -96,7 +96,7 @@ class GridTrainer(Trainer):
             self._loader.finish()
 
 
-class _Steps(TrainerCallback):
+class _StepCallback(TrainerCallback):
     """Trainer counts from 0 and stops by its own count; here the run counts."""
 
     def __init__(self, trainer: GridTrainer) -> None:

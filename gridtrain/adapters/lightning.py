@@ -68,13 +68,13 @@ class GridStrategy(SingleDeviceStrategy):
             )
         if trainer.training:  # newcomers receive them
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            ours = state_sync.OURS
+            ours = state_sync.INTERNAL_PREFIX
             self._grid.track(**{f"{ours}scheduler{n or ''}": each for n, each in enumerate(schedulers)})
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: LightningModule | None = None, **options: Any
     ) -> Any:
-        once = _ClosureFirst(optimizer)
+        once = _ClosureFirstOptimizer(optimizer)
         return self.precision_plugin.optimizer_step(
             once, model=model or self.lightning_module, closure=closure, **options
         )
@@ -87,7 +87,7 @@ class GridStrategy(SingleDeviceStrategy):
             super().teardown()
 
 
-class _ClosureFirst:
+class _ClosureFirstOptimizer:
     """An optimizer whose `step` runs the closure once, then steps by the gradient that it left."""
 
     def __init__(self, optimizer: Any) -> None:

@@ -22,7 +22,7 @@ from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 HEAD = 7
 
 
-class Mail:
+class GlooChannel:
     """This process's end of the messages in `group`, a gloo group; ranks are those within it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -31,16 +31,16 @@ class Mail:
         self.world_size = dist.get_world_size(group)
         self._under_way: list[tuple[dist.Work, Tensor]] = []  # a tensor lives until it has been sent
 
-    def post(self, to_rank: int, head: Sequence[int], payload: bytes | memoryview = b"") -> None:
+    def send(self, to_rank: int, head: Sequence[int], payload: bytes | memoryview = b"") -> None:
         """Begin to send; `settle` waits for the end."""
         if len(head) > HEAD - 1:
             raise LocalProtocolError(f"message head of {len(head)} numbers, at most {HEAD - 1} fit")
         numbers = [len(payload), *head, *[0] * (HEAD - 1 - len(head))]
-        self._send(torch.tensor(numbers, dtype=torch.int64), to_rank)
+        self._send_tensor(torch.tensor(numbers, dtype=torch.int64), to_rank)
         if len(payload):
-            self._send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to_rank)
+            self._send_tensor(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to_rank)
 
-    def take(self, from_rank: int, most_bytes: int) -> tuple[list[int], bytes]:
+    def receive(self, from_rank: int, most_bytes: int) -> tuple[list[int], bytes]:
         """Wait for the next message of `from_rank`: (its head, filled up with zeros; its payload).
 
         Raises:
@@ -48,7 +48,7 @@ class Mail:
             RuntimeError: of gloo: that process is gone, or the group's time is up.
         """
         numbers_H = torch.empty(HEAD, dtype=torch.int64)
-        self._receive(numbers_H, from_rank)
+        self._receive_tensor(numbers_H, from_rank)
         payload_bytes, *head = numbers_H.tolist()
         if not 0 <= payload_bytes <= most_bytes:
             raise RemoteProtocolError(
@@ -58,19 +58,19 @@ class Mail:
         if not payload_bytes:
             return head, b""
         data_B = torch.empty(payload_bytes, dtype=torch.uint8)
-        self._receive(data_B, from_rank)
+        self._receive_tensor(data_B, from_rank)
         return head, data_B.numpy().tobytes()
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Wait until everything has been sent."""
         under_way, self._under_way = self._under_way, []
         for work, _ in under_way:
             work.wait()
 
-    def _send(self, tensor: Tensor, to_rank: int) -> None:
+    def _send_tensor(self, tensor: Tensor, to_rank: int) -> None:
         work = dist.isend(tensor, group=self.group, group_dst=to_rank)
         assert work is not None  # this process is in the group
         self._under_way.append((work, tensor))
 
-    def _receive(self, tensor: Tensor, from_rank: int) -> None:
+    def _receive_tensor(self, tensor: Tensor, from_rank: int) -> None:
         dist.recv(tensor, group=self.group, group_src=from_rank)

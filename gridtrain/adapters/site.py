@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from gridtrain.adapters.mail import Mail
+from gridtrain.adapters.mail import GlooChannel
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.optim import sampler
 from gridtrain.optim.flat import FlatGradient
@@ -57,7 +57,7 @@ class SiteFailed(GridtrainError):
     """Another process of this site is gone or has failed."""
 
 
-class _Word(IntEnum):
+class _SiteMessage(IntEnum):
     TURN = 1  # leader: the samples of the next step
     END = 2  # leader: no further step; with a text: because of an error
     READY = 3  # the others: the gradient is there
@@ -72,13 +72,13 @@ class Site:
         rank, world_size: within the site.
     """
 
-    def __init__(self, grid: Grid | None, mail: Mail) -> None:
+    def __init__(self, grid: Grid | None, mail: GlooChannel) -> None:
         self.grid = grid
         self.rank, self.world_size = mail.rank, mail.world_size
-        self._mail = mail
+        self._channel = mail
         self._optimizer: SiteOptimizer | None = None
         self._weight = 0.0  # of this process's gradient in the site's
-        self._listening = self._told_to_end = self._has_ended = False
+        self._listening = self._is_end_received = self._has_ended = False
 
     @classmethod
     def enter(cls, invitation: str | None = None, **options: Any) -> Site:
@@ -92,9 +92,9 @@ class Site:
                 dist.init_process_group(backend)
             else:
                 dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        mail = Mail(dist.new_group(backend="gloo"))
+        mail = GlooChannel(dist.new_group(backend="gloo"))
         site = cls(None, mail)
-        site._end_politely()
+        site._stop_cleanly()
         if mail.rank == LEADER:
             try:
                 site.grid = join(invitation, **options)
@@ -150,10 +150,10 @@ class Site:
             options: dict[str, Any] = {"epochs": epochs, "steps": steps, "seed": seed, **ours}
             turns = self._lead(self.grid.sampler(dataset, global_batch_size=global_batch_size, **options))
         for indices in turns:
-            part = _part(indices, self.rank, self.world_size)
+            part = _share_of(indices, self.rank, self.world_size)
             self._weight = len(part) / len(indices)
             self._optimizer.stepped = False
-            yield sampler.fetch(dataset, part or indices[:1], collate_fn)
+            yield sampler.fetch_batch(dataset, part or indices[:1], collate_fn)
             if not self._optimizer.stepped:
                 raise ConfigError(
                     "optimizer.step() was not called for a batch; each batch is one step",
@@ -164,17 +164,17 @@ class Site:
 
     def _lead(self, turns: sampler.GridSampler) -> Iterator[list[int]]:
         for indices in turns:
-            self._tell(_Word.TURN, np.asarray(indices, np.int64).tobytes())
+            self._broadcast(_SiteMessage.TURN, np.asarray(indices, np.int64).tobytes())
             self._share_model()
             yield indices
         self._has_ended = True
-        self._tell(_Word.END, b"")
+        self._broadcast(_SiteMessage.END, b"")
         self._share_model()
 
     def _follow(self) -> Iterator[list[int]]:
         while True:
             word, payload = self._listen(LEADER, 8 * _MOST_SAMPLES)
-            if word is _Word.END:
+            if word is _SiteMessage.END:
                 self._has_ended = True
                 if payload:
                     raise SiteFailed(payload.decode(errors="replace"), remedy="see the leader's output")
@@ -211,43 +211,43 @@ class Site:
         if self.is_leader:
             for rank in range(1, self.world_size):  # whoever has failed would leave a reduce hanging
                 word, payload = self._listen(rank, _MOST_TEXT_BYTES)
-                if word is not _Word.READY:
+                if word is not _SiteMessage.READY:
                     text = payload.decode(errors="replace")
                     raise SiteFailed(f"process {rank} of this site failed: {text}", remedy="see its output")
         else:
-            self._mail.post(LEADER, [_Word.READY])
+            self._channel.send(LEADER, [_SiteMessage.READY])
         dist.reduce(flat_N, group_dst=LEADER)
-        self._mail.settle()
+        self._channel.wait_sent()
 
     # -- words -----------------------------------------------------------------------------------------
 
-    def _tell(self, word: _Word, payload: bytes) -> None:
+    def _broadcast(self, word: _SiteMessage, payload: bytes) -> None:
         for rank in range(1, self.world_size):
-            self._mail.post(rank, [word], payload)
-        self._mail.settle()
+            self._channel.send(rank, [word], payload)
+        self._channel.wait_sent()
 
-    def _listen(self, rank: int, most_bytes: int) -> tuple[_Word, bytes]:
+    def _listen(self, rank: int, most_bytes: int) -> tuple[_SiteMessage, bytes]:
         """torchrun ends all processes when one fails: what that one has said is heard first."""
         self._listening = True
         try:
-            head, payload = self._mail.take(rank, most_bytes)
+            head, payload = self._channel.receive(rank, most_bytes)
         except RuntimeError as error:  # of gloo
             who = "the leader" if rank == LEADER else f"process {rank}"
             first = (str(error).splitlines() or [""])[0]
             raise SiteFailed(f"{who} of this site is gone: {first}", remedy="see its output") from error
         finally:
             self._listening = False
-        if self._told_to_end and head[0] != _Word.FAILED:
+        if self._is_end_received and head[0] != _SiteMessage.FAILED:
             sys.exit(128 + signal.SIGTERM)
-        return _Word(head[0]), payload
+        return _SiteMessage(head[0]), payload
 
-    def _end_politely(self) -> None:
+    def _stop_cleanly(self) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._terminate)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         if self._listening:
-            self._told_to_end = True
+            self._is_end_received = True
         else:
             sys.exit(128 + number)
 
@@ -259,10 +259,10 @@ class Site:
         text = reason.encode()[:_MOST_TEXT_BYTES]
         try:
             if self.is_leader:
-                self._tell(_Word.END, text)
+                self._broadcast(_SiteMessage.END, text)
             else:
-                self._mail.post(LEADER, [_Word.FAILED], text)
-                self._mail.settle()
+                self._channel.send(LEADER, [_SiteMessage.FAILED], text)
+                self._channel.wait_sent()
         except RuntimeError:  # of gloo: whom it should reach is gone already
             pass
 
@@ -315,7 +315,7 @@ class SiteOptimizer(WrappingOptimizer):
             self.inner.step()
 
 
-def _part(indices: Sequence[int], rank: int, world_size: int) -> list[int]:
+def _share_of(indices: Sequence[int], rank: int, world_size: int) -> list[int]:
     """Near-equal parts in order; () where there are fewer samples than processes."""
     n = len(indices)
     return list(indices[n * rank // world_size : n * (rank + 1) // world_size])

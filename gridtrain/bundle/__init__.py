@@ -7,6 +7,6 @@ Decides what is in it, and refuses everything else.  Executes nothing, and asks 
 """
 
 from gridtrain.bundle.archive import MAX_BUNDLE_BYTES
-from gridtrain.bundle.bundle import Bundle, sha256
+from gridtrain.bundle.bundle import Bundle, digest_of
 
-__all__ = ["MAX_BUNDLE_BYTES", "Bundle", "sha256"]
+__all__ = ["MAX_BUNDLE_BYTES", "Bundle", "digest_of"]

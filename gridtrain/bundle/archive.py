@@ -14,37 +14,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.options.runfile import is_inside
+from gridtrain.options.runfile import is_safe_relative_name
 
 MAX_BUNDLE_BYTES = 8 << 20
 MAX_FILES = 128
-BLOCK = 512
-_END = bytes(2 * BLOCK)
-_SIZE = slice(124, 136)
+TAR_BLOCK_BYTES = 512
+_END_OF_ARCHIVE = bytes(2 * TAR_BLOCK_BYTES)
+_SIZE_FIELD = slice(124, 136)
 
 
-class Unfit(ValueError):
+class ArchiveError(ValueError):
     """These files cannot be one archive; for people."""
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
     """The archive of `files`, by their names.  Raises `Unfit`."""
     if not 1 <= len(files) <= MAX_FILES:
-        raise Unfit(f"{len(files)} files; there may be 1 to {MAX_FILES}")
+        raise ArchiveError(f"{len(files)} files; there may be 1 to {MAX_FILES}")
     folded = {name.casefold() for name in files}
     if len(folded) < len(files):
-        raise Unfit("two names differ only in upper and lower case")
+        raise ArchiveError("two names differ only in upper and lower case")
     if inside := [name for name in files if any(other.startswith(name.casefold() + "/") for other in folded)]:
-        raise Unfit(f"{inside[0]!r} is both a file and a folder")
+        raise ArchiveError(f"{inside[0]!r} is both a file and a folder")
     parts = []
     for name in sorted(files):
-        if not is_inside(name):
-            raise Unfit(f"{name!r:.120} is no plain name of a file within the folder")
+        if not is_safe_relative_name(name):
+            raise ArchiveError(f"{name!r:.120} is no plain name of a file within the folder")
         content = files[name]
-        parts += [_header(name, len(content)), content, bytes(-len(content) % BLOCK)]
-    archive = b"".join([*parts, _END])
+        parts += [_header(name, len(content)), content, bytes(-len(content) % TAR_BLOCK_BYTES)]
+    archive = b"".join([*parts, _END_OF_ARCHIVE])
     if len(archive) > MAX_BUNDLE_BYTES:
-        raise Unfit(f"{len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
+        raise ArchiveError(f"{len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
     return archive
 
 
@@ -54,16 +54,16 @@ def unpack(archive: bytes) -> dict[str, bytes]:
         raise _no_bundle(f"{len(archive)} bytes, at most {MAX_BUNDLE_BYTES} are allowed")
     files: dict[str, bytes] = {}
     at = 0
-    while len(files) <= MAX_FILES and (header := archive[at : at + BLOCK]).strip(b"\0"):
-        name, size = header[:100].rstrip(b"\0"), header[_SIZE].rstrip(b"\0")
+    while len(files) <= MAX_FILES and (header := archive[at : at + TAR_BLOCK_BYTES]).strip(b"\0"):
+        name, size = header[:100].rstrip(b"\0"), header[_SIZE_FIELD].rstrip(b"\0")
         if not name.isascii() or not size.isdigit() or set(size) - set(b"01234567"):
             raise _no_bundle(f"the header at byte {at} cannot be read")
         length = int(size, 8)
-        files[name.decode("ascii")] = archive[at + BLOCK : at + BLOCK + length]
-        at += BLOCK + length + -length % BLOCK
+        files[name.decode("ascii")] = archive[at + TAR_BLOCK_BYTES : at + TAR_BLOCK_BYTES + length]
+        at += TAR_BLOCK_BYTES + length + -length % TAR_BLOCK_BYTES
     try:
         again = pack(files)
-    except Unfit as error:
+    except ArchiveError as error:
         raise _no_bundle(str(error)) from None
     if again != archive:
         raise _no_bundle("its bytes are not those that its files give: it holds more than plain files")
@@ -81,7 +81,7 @@ def _header(name: str, size: int) -> bytes:
         + b"0"  # a plain file
         + bytes(100)  # linked to
         + b"ustar\x0000"
-    ).ljust(BLOCK, b"\0")
+    ).ljust(TAR_BLOCK_BYTES, b"\0")
     return fields[:148] + b"%06o\0 " % sum(fields) + fields[156:]
 
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gridtrain.bundle.archive import MAX_BUNDLE_BYTES, Unfit, pack, unpack
+from gridtrain.bundle.archive import MAX_BUNDLE_BYTES, ArchiveError, pack, unpack
 from gridtrain.errors import ConfigError, RemoteProtocolError
-from gridtrain.options.runfile import RUN_FILE, Run, RunFile
+from gridtrain.options.runfile import RUN_FILE, RunDescription, RunFile
 
-_SHRINK = "name large data in [run.data] instead, which volunteers get elsewhere"
+_TOO_LARGE_REMEDY = "name large data in [run.data] instead, which volunteers get elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Bundle:
     """
 
     digest: str
-    run: Run
+    run: RunDescription
     files: Mapping[str, bytes] = field(repr=False)
     archive: bytes = field(repr=False)
 
     @classmethod
-    def made(cls, runfile: RunFile) -> Bundle | None:
+    def from_run_file(cls, runfile: RunFile) -> Bundle | None:
         """The bundle of the owner's run.toml; None: it names no script.
 
         Raises:
@@ -50,25 +50,25 @@ class Bundle:
             raise ConfigError(
                 f"{runfile.path}: [run] names {RUN_FILE} itself", remedy="leave it out: it is always there"
             )
-        known = sha256(contents[run.script])
+        known = digest_of(contents[run.script])
         if run.digest and run.digest != known:
             raise ConfigError(
                 f"{folder / run.script} has the digest {known}, and {runfile.path} says {run.digest}",
                 remedy="if the script is as you want it, write its digest into run.toml; else restore it",
             )
         run = replace(run, digest=known, files=tuple(sorted({*run.files} - {run.script})))
-        files = {RUN_FILE: to_toml(run).encode(), **contents}
+        files = {RUN_FILE: run_to_toml(run).encode(), **contents}
         try:
             archive = pack(files)
-        except Unfit as error:
-            raise ConfigError(f"{runfile.path} names no bundle: {error}", remedy=_SHRINK) from None
-        return cls(sha256(archive), run, files, archive)
+        except ArchiveError as error:
+            raise ConfigError(f"{runfile.path} names no bundle: {error}", remedy=_TOO_LARGE_REMEDY) from None
+        return cls(digest_of(archive), run, files, archive)
 
     @classmethod
-    def opened(cls, archive: bytes, digest: str) -> Bundle:
+    def from_archive(cls, archive: bytes, digest: str) -> Bundle:
         """What a coordinator sent under this digest.  Raises `RemoteProtocolError` if it is anything else."""
-        if sha256(archive) != digest:
-            raise _wrong(f"it has the digest {sha256(archive)}, and {digest} was asked for")
+        if digest_of(archive) != digest:
+            raise _wrong(f"it has the digest {digest_of(archive)}, and {digest} was asked for")
         files = unpack(archive)
         text = files.get(RUN_FILE, b"")
         try:
@@ -76,21 +76,21 @@ class Bundle:
         except ConfigError as error:
             raise _wrong(error.reason) from None
         run = read.run
-        if to_toml(run).encode() != text:
+        if run_to_toml(run).encode() != text:
             raise _wrong(f"its {RUN_FILE} is not in the form in which a coordinator writes it")
         if set(files) != {RUN_FILE, run.script, *run.files} or not run.script:
             raise _wrong(f"its {RUN_FILE} names other files than there are")
-        if sha256(files[run.script]) != run.digest:
+        if digest_of(files[run.script]) != run.digest:
             raise _wrong(f"{run.script} is not the script that its {RUN_FILE} has the digest of")
         return cls(digest, run, files, archive)
 
 
-def sha256(content: bytes) -> str:
+def digest_of(content: bytes) -> str:
     """As `sha256sum` prints it, with its name in front."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def to_toml(run: Run) -> str:
+def run_to_toml(run: RunDescription) -> str:
     """The one form of [run] in a bundle; `RunFile.parse` reads it back."""
     pairs: list[tuple[str, str | list[str]]] = [
         ("name", run.name),
@@ -124,7 +124,7 @@ def _read(path: Path) -> bytes:
             remedy=f"mend script and files in [run] of {RUN_FILE}",
         ) from None
     if len(content) > MAX_BUNDLE_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_BUNDLE_BYTES} bytes", remedy=_SHRINK)
+        raise ConfigError(f"{path} is larger than {MAX_BUNDLE_BYTES} bytes", remedy=_TOO_LARGE_REMEDY)
     return content
 
 

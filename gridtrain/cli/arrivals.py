@@ -18,74 +18,74 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.orders import SHOWN_DIGITS, shown_duration
+from gridtrain.cli.orders import SHOWN_KEY_DIGITS, format_duration
 from gridtrain.errors import CoordinatorUnreachable, GridtrainError
 
 if TYPE_CHECKING:
     from gridtrain.protocol.invitation import Invitation
 
-LOOK_S = 0.5
-ANSWER_S = 5.0
-ARRIVED = ("admitted", "spare", "following", "active")
+POLL_S = 0.5
+ANSWER_TIMEOUT_S = 5.0
+MEMBER_STATES = ("admitted", "spare", "following", "active")
 """States of `gridtrain status` in which a worker has said what it trains, and that fitted the run."""
 
-Ask = Callable[[float], dict[str, Any]]
-Say = Callable[[str, str, dict[str, Any]], None]
+StatusQuery = Callable[[float], dict[str, Any]]
+EventPrinter = Callable[[str, str, dict[str, Any]], None]
 
 
-class NotInTime(GridtrainError):
+class JoinTimeout(GridtrainError):
     """Fewer workers than were waited for are members."""
 
 
 @dataclass
-class Arrivals:
+class JoinProgress:
     """What is known of those who came with one invitation.  `look` says what is new of it."""
 
     id: str
     wanted: int
-    say: Say
-    let_in: set[str] = field(default_factory=set)
+    print_event: EventPrinter
+    admitted: set[str] = field(default_factory=set)
     members: dict[str, str] = field(default_factory=dict)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.members) >= self.wanted
 
-    def look(self, picture: Mapping[str, Any]) -> None:
+    def update(self, picture: Mapping[str, Any]) -> None:
         door = picture.get("door")
         enrolled = door.get("enrolled") if isinstance(door, dict) else None
         for line in enrolled if isinstance(enrolled, list) else ():
             peer = str(line.get("peer"))
-            if line.get("invitation") == self.id and peer not in self.let_in:
-                self.let_in.add(peer)
-                key = peer[:SHOWN_DIGITS]
-                self.say("let_in", f"key {key} was let in; its script starts", {"peer": key})
+            if line.get("invitation") == self.id and peer not in self.admitted:
+                self.admitted.add(peer)
+                key = peer[:SHOWN_KEY_DIGITS]
+                self.print_event("let_in", f"key {key} was let in; its script starts", {"peer": key})
         for line in picture.get("members") or ():
             peer, state = str(line.get("peer")), str(line.get("state"))
-            if peer in self.let_in and peer not in self.members and state in ARRIVED:
+            if peer in self.admitted and peer not in self.members and state in MEMBER_STATES:
                 name, rank = str(line.get("name")), line.get("rank")
                 self.members[peer] = name
                 place = f"rank {rank}" if isinstance(rank, int) else state
                 of = f"{len(self.members)} of {self.wanted}"
-                fields = {"peer": peer[:SHOWN_DIGITS], "name": name, "state": state, "rank": rank}
-                self.say("member", f"{name} is a member ({place}); {of}", fields)
+                fields = {"peer": peer[:SHOWN_KEY_DIGITS], "name": name, "state": state, "rank": rank}
+                self.print_event("member", f"{name} is a member ({place}); {of}", fields)
 
     def text(self) -> str:
         """How far it has come, for people."""
         here = f"{len(self.members)} of {self.wanted} workers are members"
-        coming = len(self.let_in) - len(self.members)
+        coming = len(self.admitted) - len(self.members)
         return here + (f", {coming} more were let in" if coming else "")
 
 
 def await_members(
-    ask: Ask,
+    ask: StatusQuery,
     invitation: Invitation,
     uses: int,
     patience_s: float,
     *,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
-    say: Say | None = None,
+    say: EventPrinter | None = None,
 ) -> None:
     """Return when `uses` workers that came with the invitation are members.
 
@@ -93,41 +93,41 @@ def await_members(
         NotInTime: they are not within `patience_s`, or the run is over.
         CoordinatorUnreachable: nobody answered at the end of it.
     """
-    from gridtrain.protocol.door_rules import stored_form
+    from gridtrain.protocol.invitation import invitation_digest
     from gridtrain.transport.curve import Identity
 
-    arrivals = Arrivals(
-        stored_form(Identity.from_secret(invitation.token).public)[:8], uses, say or say_on_stderr
+    arrivals = JoinProgress(
+        invitation_digest(Identity.from_secret(invitation.token).public)[:8], uses, say or print_event_on_stderr
     )
     until_s, away = clock() + patience_s, False
-    arrivals.say(
-        "waiting", f"waiting {shown_duration(patience_s)} for them (Ctrl-C ends that)", {"workers": uses}
+    arrivals.print_event(
+        "waiting", f"waiting {format_duration(patience_s)} for them (Ctrl-C ends that)", {"workers": uses}
     )
     while True:
         try:
-            picture = ask(min(ANSWER_S, max(LOOK_S, until_s - clock())))
+            picture = ask(min(ANSWER_TIMEOUT_S, max(POLL_S, until_s - clock())))
             away = False
         except CoordinatorUnreachable as error:
             if clock() >= until_s:
                 raise
             if not away:
-                arrivals.say("away", f"the coordinator does not answer: {error.reason}", {})
+                arrivals.print_event("away", f"the coordinator does not answer: {error.reason}", {})
             away, picture = True, {}
-        arrivals.look(picture)
-        if arrivals.complete:
+        arrivals.update(picture)
+        if arrivals.is_complete:
             return
         if picture.get("finished"):
-            raise NotInTime(f"{arrivals.text()}, and the run is finished", remedy="begin another run")
+            raise JoinTimeout(f"{arrivals.text()}, and the run is finished", remedy="begin another run")
         if clock() >= until_s:
-            raise NotInTime(
-                f"{arrivals.text()} after {shown_duration(patience_s)}",
+            raise JoinTimeout(
+                f"{arrivals.text()} after {format_duration(patience_s)}",
                 remedy="the invitation stays valid; `gridtrain doctor INVITATION` on the volunteer's machine "
                 "says what is in the way, `gridtrain members` who has come",
             )
-        pause(min(LOOK_S, max(0.0, until_s - clock())))
+        pause(min(POLL_S, max(0.0, until_s - clock())))
 
 
-def say_on_stderr(event: str, text: str, fields: dict[str, Any]) -> None:
+def print_event_on_stderr(event: str, text: str, fields: dict[str, Any]) -> None:
     """A sentence on a terminal, else a JSON object as the worker's and the coordinator's logs have them."""
     if sys.stderr.isatty():
         click.echo(text, err=True)

@@ -78,16 +78,16 @@ def bench(
     from rich.console import Console
 
     from gridtrain.extras import require_torch
-    from gridtrain.speed.main import Plan, check_memory, measure, show
+    from gridtrain.speed.main import BenchPlan, check_memory, print_result, run_bench
     from gridtrain.transport.limits import parse_rate
 
     require_torch("gridtrain bench")
     for rate in (cap, line) if cap else (line,):
         parse_rate(rate)  # before anything is started
-    plan = Plan(parameters, density, workers, repeats, not unencrypted, cap, line)
+    plan = BenchPlan(parameters, density, workers, repeats, not unencrypted, cap, line)
     check_memory(plan)
-    found = measure(plan, lambda text: click.echo(f"measuring {text} ...", err=True))
+    found = run_bench(plan, lambda text: click.echo(f"measuring {text} ...", err=True))
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     else:
-        show(found, Console())
+        print_result(found, Console())

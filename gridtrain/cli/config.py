@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from gridtrain.cli.chosen import options_of, settings_of
+from gridtrain.cli.chosen import add_options, resolve_settings
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.options import PROGRAMS, Settings
+from gridtrain.options import PROGRAMS, OptionValues
 
 STYLES = {"flag": "magenta", "environment": "cyan", "run.toml": "green", "default": "dim"}
 
@@ -36,13 +36,13 @@ def show(context: click.Context) -> None:
     A table on a terminal; elsewhere a JSON object a line, with program, name, value, source and where.
     """
     if context.invoked_subcommand is None:
-        _print([settings_of(program, {}) for program in PROGRAMS])
+        _print([resolve_settings(program, {}) for program in PROGRAMS])
 
 
 def _of(program: str) -> Callable[..., None]:
-    @options_of(program)
+    @add_options(program)
     def command(**given: Any) -> None:
-        _print([settings_of(program, given)])
+        _print([resolve_settings(program, given)])
 
     command.__doc__ = f"Those of `gridtrain {program}`, with its flags."
     return command
@@ -52,35 +52,35 @@ for _program in PROGRAMS:
     show.command(_program, epilog=EXIT_CODES)(_of(_program))
 
 
-def _print(found: list[Settings]) -> None:
+def _print(found: list[OptionValues]) -> None:
     if not sys.stdout.isatty():
         for settings in found:
-            for line in lines(settings):
+            for line in json_lines(settings):
                 click.echo(json.dumps(line))
         return
     from rich.console import Console
 
     console = Console()
     for settings in found:
-        console.print(table(settings))
+        console.print(settings_table(settings))
 
 
-def lines(settings: Settings) -> list[dict[str, Any]]:
+def json_lines(settings: OptionValues) -> list[dict[str, Any]]:
     """For programs; what is secret is not in them."""
     return [
         {
             "program": settings.program,
             "name": name,
-            "value": one.shown if one.option.secret and one.value else one.value,
+            "value": one.shown if one.option.is_secret and one.value else one.value,
             "source": one.source,
             "where": one.where,
         }
         for name, one in settings.items()
-        if not one.option.hidden
+        if not one.option.is_hidden
     ]
 
 
-def table(settings: Settings) -> Any:
+def settings_table(settings: OptionValues) -> Any:
     """For people."""
     from rich.table import Table
     from rich.text import Text
@@ -89,7 +89,7 @@ def table(settings: Settings) -> Any:
     for heading in ("option", "value", "from"):
         shown.add_column(heading, header_style="dim", overflow="fold")
     for name, one in settings.items():
-        if not one.option.hidden:
+        if not one.option.is_hidden:
             style = STYLES[one.source]
             shown.add_row(Text(name), Text(one.shown, style=style), Text(one.where or "default", style=style))
     return shown

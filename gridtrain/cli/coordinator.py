@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from gridtrain.cli.chosen import options_of, settings_of
+from gridtrain.cli.chosen import add_options, resolve_settings
 from gridtrain.cli.main import EXIT_CODES
 
 
 @click.command(epilog=EXIT_CODES)
-@options_of("coordinator")
+@add_options("coordinator")
 def coordinator(**given: Any) -> None:
     """Coordinate a run: admit workers, assign ranks, keep the journal.
 
@@ -22,5 +22,5 @@ def coordinator(**given: Any) -> None:
     from gridtrain_coordinator.serving import serve
     from gridtrain_coordinator.settings import settings_from
 
-    settings = settings_from(settings_of("coordinator", given))
+    settings = settings_from(resolve_settings("coordinator", given))
     sys.exit(serve(settings, out=sys.stdout, err=sys.stderr))

@@ -77,7 +77,7 @@ def demo(
     from rich.console import Console
 
     from gridtrain.demo.main import run_demo
-    from gridtrain.demo.orchestrate import Plan
+    from gridtrain.demo.orchestrate import DemoPlan
     from gridtrain.extras import require_torch
 
     require_torch("gridtrain demo")  # before processes are started that would miss it one by one
@@ -93,7 +93,7 @@ def demo(
         recipe = RECIPES[name]
         return steps or (recipe.quick_steps if quick else recipe.steps)
 
-    plan = Plan(
+    plan = DemoPlan(
         runs=tuple((name, steps_of(name)) for name in names),
         out=out,
         workers=workers,

@@ -25,7 +25,7 @@ from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from gridtrain.doctor.findings import Finding
-    from gridtrain.doctor.prediction import Run
+    from gridtrain.doctor.prediction import RunStatus
 
 EXIT_WARNINGS, EXIT_FAILURES = 1, 2
 MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failure": ("FAILURE", "red")}
@@ -48,26 +48,26 @@ def doctor(invitation: str, as_json: bool) -> None:
     """
     from gridtrain.cli.worker import _read
     from gridtrain.doctor.examine import Examination
-    from gridtrain.doctor.findings import Level, worst
+    from gridtrain.doctor.findings import FindingLevel, worst_level
     from gridtrain.protocol.invitation import parse
 
     began_s = time.monotonic()
     plain = as_json or not sys.stdout.isatty()
     found: list[Finding] = []
-    for finding in Examination(parse(_read(invitation)), read_run).findings():
+    for finding in Examination(parse(_read(invitation)), parse_run_status).findings():
         found.append(finding)
         _show(finding, plain)
-    level, took_s = worst(found), time.monotonic() - began_s
+    level, took_s = worst_level(found), time.monotonic() - began_s
     if plain:
         click.echo(json.dumps({"check": "doctor", "level": str(level), "took_s": round(took_s, 3)}))
     else:
         said = {
-            Level.OK: "this machine can join",
-            Level.WARNING: "this machine can join; see the warnings",
-            Level.FAILURE: "this machine cannot join like this",
+            FindingLevel.OK: "this machine can join",
+            FindingLevel.WARNING: "this machine can join; see the warnings",
+            FindingLevel.FAILURE: "this machine cannot join like this",
         }
         click.echo(f"{said[level]} ({took_s:.1f} s)")
-    sys.exit({Level.OK: 0, Level.WARNING: EXIT_WARNINGS, Level.FAILURE: EXIT_FAILURES}[level])
+    sys.exit({FindingLevel.OK: 0, FindingLevel.WARNING: EXIT_WARNINGS, FindingLevel.FAILURE: EXIT_FAILURES}[level])
 
 
 def _show(finding: Finding, plain: bool) -> None:
@@ -80,28 +80,28 @@ def _show(finding: Finding, plain: bool) -> None:
         click.echo(f"{'':8} {'':12} -> {finding.fix}")
 
 
-def read_run(picture: Mapping[str, Any]) -> Run:
+def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
     """What the prediction needs of a status.  Raises `ConfigError`."""
-    from gridtrain.cli.live_network import from_status
-    from gridtrain.doctor.prediction import Run, numbers_of, shares_of
+    from gridtrain.cli.live_network import network_from_status
+    from gridtrain.doctor.prediction import RunStatus, member_figures, member_shares
     from gridtrain.protocol.messages import LedgerSpec, Setup
-    from gridtrain.protocol.topology import load_of
+    from gridtrain.protocol.topology import workload_of
 
     facts = picture.get("facts", {})
     texts = tuple((str(k), str(v)) for k, v in facts.items()) if isinstance(facts, dict) else ()
-    load = load_of(Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None))
-    shares, compute_s = shares_of(picture), numbers_of(picture, "computing_s")
+    load = workload_of(Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None))
+    shares, compute_s = member_shares(picture), member_figures(picture, "computing_s")
     if load is None or not sum(shares) or not compute_s:
         raise ConfigError(
             "nobody trains yet, so there is nothing to compare with", remedy="ask again once somebody trains"
         )
     whole = picture.get("global_batch_size")
-    network = from_status(picture).members if len(shares) > 1 else None
-    return Run(
+    network = network_from_status(picture).members if len(shares) > 1 else None
+    return RunStatus(
         network,
         load,
         compute_s,
         shares,
         whole if isinstance(whole, int) and whole > 0 else None,
-        numbers_of(picture, "float32_flops"),
+        member_figures(picture, "float32_flops"),
     )

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.cli.chosen import of_a_run
+from gridtrain.cli.chosen import run_options
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import operator_of, seconds, shown_duration
+from gridtrain.cli.orders import format_duration, operator_for, parse_duration
 
 if TYPE_CHECKING:
     from gridtrain.protocol.invitation import Invitation
 
-LEAST_VALID_S = 1.0
+MIN_VALIDITY_S = 1.0
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
 
 
@@ -27,20 +27,20 @@ def _validity(context: click.Context, parameter: click.Parameter, text: str) -> 
     """As `seconds`; an invitation for no time at all would be a withdrawal."""
     from gridtrain.protocol.door_rules import MAX_EXPIRES_S
 
-    value_s = seconds(context, parameter, text)
-    if not LEAST_VALID_S <= value_s <= MAX_EXPIRES_S:
-        bounds = f"{shown_duration(LEAST_VALID_S)} and {shown_duration(MAX_EXPIRES_S)}"
+    value_s = parse_duration(context, parameter, text)
+    if not MIN_VALIDITY_S <= value_s <= MAX_EXPIRES_S:
+        bounds = f"{format_duration(MIN_VALIDITY_S)} and {format_duration(MAX_EXPIRES_S)}"
         raise click.BadParameter(f"{text!r} is not between {bounds}")
     return value_s
 
 
 def _patience(context: click.Context, parameter: click.Parameter, text: str) -> float:
     """0: it was not asked for."""
-    return seconds(context, parameter, text) if text else 0.0
+    return parse_duration(context, parameter, text) if text else 0.0
 
 
 @click.command(epilog=EXIT_CODES)
-@of_a_run
+@run_options
 @click.option(
     "--uses", type=click.IntRange(1, 10_000), default=1, show_default=True, metavar="N",
     help="How many workers may come in with it.",
@@ -54,7 +54,7 @@ def _patience(context: click.Context, parameter: click.Parameter, text: str) -> 
     help="Where the volunteer reaches the coordinator.  [default: what the coordinator advertises]",
 )  # fmt: skip
 @click.option(
-    "--wait", callback=seconds, metavar="TIME", default="0s", help="For a coordinator that is just starting."
+    "--wait", callback=parse_duration, metavar="TIME", default="0s", help="For a coordinator that is just starting."
 )
 @click.option(
     "--until-joined", callback=_patience, metavar="TIME", default="",
@@ -86,30 +86,30 @@ def invite(
     """
     from gridtrain.cli.arrivals import await_members
     from gridtrain.protocol.invitation import parse
-    from gridtrain.runtime.client import coordinator_address
+    from gridtrain.runtime.client import parse_coordinator_address
 
-    given = coordinator_address(address) if address else ""
+    given = parse_coordinator_address(address) if address else ""
     old = parse(withdraw) if withdraw else None
-    with operator_of(run, state, wait) as operator:
+    with operator_for(run, state, wait) as operator:
         if old is not None:
             click.echo(operator.withdraw(old), err=True)
             return
         invitation = operator.invite(uses, expires, given)
         click.echo(invitation.text())  # whatever comes next: it is valid from now on
         has_bundle = bool(operator.status().get("bundle"))
-        click.echo(explained(invitation, uses, expires, time.time(), has_bundle), err=True)
+        click.echo(explanation(invitation, uses, expires, time.time(), has_bundle), err=True)
         if until_joined:
             await_members(operator.status, invitation, uses, until_joined)
 
 
-def explained(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
+def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
     """For the person who has just made it; the token is not in it."""
     workers = "one worker" if uses == 1 else f"{uses} workers"
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(wall_s + expires_s))
     clear = "" if invitation.encrypted else " --unencrypted"
     lines = [
         f'An invitation to the run "{invitation.run}" for {workers}, valid for '
-        f"{shown_duration(expires_s)} (until {until}).  The volunteer types:",
+        f"{format_duration(expires_s)} (until {until}).  The volunteer types:",
         f"  gridtrain worker INVITATION{clear}{'' if has_bundle else ' -- python train.py'}",
     ]
     if _LOOPBACK.fullmatch(invitation.address):

@@ -6,25 +6,25 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.chosen import of_a_run
+from gridtrain.cli.chosen import run_options
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import known_keys, named, operator_of, whom
+from gridtrain.cli.orders import known_keys, operator_for, resolve_member, with_member_name
 
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("who")
 @click.option("--reason", default="", metavar="TEXT", help="Told to the worker, and kept in the journal.")
-@of_a_run
+@run_options
 def kick(who: str, reason: str, run: str, state: Path | None) -> None:
     """Remove a member from the run: WHO is its name, or at least 6 digits of its key.
 
     It is cut off at once, and needs a new invitation to come back.  An open invitation with uses left
     lets the same person in with another key: see `gridtrain invite --withdraw`.
     """
-    from gridtrain.protocol.door_rules import tidy
-    from gridtrain.protocol.messages import Expel
+    from gridtrain.protocol.door_rules import clean_reason
+    from gridtrain.protocol.messages import RemoveWorker
 
-    with operator_of(run, state) as operator:
+    with operator_for(run, state) as operator:
         known = known_keys(operator.status())
-        peer = whom(who, known)
-        click.echo(named(peer, known, operator.order(Expel(peer, False, tidy(reason)))))
+        peer = resolve_member(who, known)
+        click.echo(with_member_name(peer, known, operator.order(RemoveWorker(peer, False, clean_reason(reason)))))

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 MOST_LAYERS = 2000
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B")
 _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_KNOWN = {"name", "repeat", "parameters", "trainable", "forward", "backward", "overhead"}
-_KNOWN |= {"output", "gradient", "kept", "work", "fixed_work"}
+_KNOWN_KEYS = {"name", "repeat", "parameters", "trainable", "forward", "backward", "overhead"}
+_KNOWN_KEYS |= {"output", "gradient", "kept", "work", "fixed_work"}
 
 
 def parse_bytes(text: str) -> int:
@@ -50,7 +50,7 @@ def parse_bytes(text: str) -> int:
     return round(float(match[1]) * scale)
 
 
-def alike(count: int, parameters: int, compute_s: float, batch: int, output_bytes: int) -> list[Layer]:
+def uniform_layers(count: int, parameters: int, compute_s: float, batch: int, output_bytes: int) -> list[Layer]:
     """So many even layers of a model that has float32 `parameters` and computes a step in `compute_s`."""
     from gridtrain.protocol.stage_costs import Layer
 
@@ -61,7 +61,7 @@ def alike(count: int, parameters: int, compute_s: float, batch: int, output_byte
     return [Layer(f"layer{i}", sample_s / 3, 2 * sample_s / 3, nbytes, output_bytes) for i in range(count)]
 
 
-def read(path: Path) -> tuple[list[Layer], int]:
+def read_layers(path: Path) -> tuple[list[Layer], int]:
     """(layers, bytes of a sample of the input), see the module's text.
 
     Raises:
@@ -88,8 +88,8 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
 
     name = entry.get("name", f"layer{number}")
     where = f'{path}: layer "{name}"'
-    if unknown := set(entry) - _KNOWN:
-        raise ConfigError(f"{where} has {sorted(unknown)}", remedy=f"a layer has {', '.join(sorted(_KNOWN))}")
+    if unknown := set(entry) - _KNOWN_KEYS:
+        raise ConfigError(f"{where} has {sorted(unknown)}", remedy=f"a layer has {', '.join(sorted(_KNOWN_KEYS))}")
     repeat = entry.get("repeat", 1)
     if not isinstance(name, str) or type(repeat) is not int or not 1 <= repeat <= MOST_LAYERS:
         raise ConfigError(f"{where} comes {repeat!r} times", remedy=f"give repeat = 1 to {MOST_LAYERS}")

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridtrain.protocol.lines import Link, Network
-    from gridtrain.protocol.loads import Load
+    from gridtrain.protocol.lines import LinkModel, NetworkModel
+    from gridtrain.protocol.loads import Workload
 
 MOST_MEMBERS = 1000  # that a coordinator admits
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveNetwork:
     """The members of a run in rank order.
 
     Attributes:
@@ -29,41 +29,41 @@ class Live:
         text: for people.
     """
 
-    members: Network
-    load: Load | None
+    members: NetworkModel
+    workload: Workload | None
     compute_s: float | None
-    text: str
-    is_even: bool = False
+    description: str
+    is_uniform: bool = False
 
     @property
     def workers(self) -> int:
         return self.members.size
 
-    def network(self, size: int) -> Network:
+    def network(self, size: int) -> NetworkModel:
         """Of other numbers than there are: the first members, or further ones like those that are there.
 
         Two that are like the same member are as far apart as that one is from the nearest other.
         """
-        from gridtrain.protocol.lines import Link, Network
+        from gridtrain.protocol.lines import LinkModel, NetworkModel
 
         members, count = self.members, self.workers
         if size == count:
             return members
         if size < count:
-            return members.ordered(range(size))
+            return members.reordered(range(size))
         nearest = [
             min((members.link(one, other) for other in range(count) if other != one), key=_alpha_s)
             for one in range(count)
         ]
-        alike = [Link(near.alpha_s) for near in nearest]  # at the rate of their own lines
+        alike = [LinkModel(near.alpha_s) for near in nearest]  # at the rate of their own lines
 
         repeated = [rank * count // size for rank in range(size)]  # those that are alike side by side
 
-        def link(a: int, b: int) -> Link:
+        def link(a: int, b: int) -> LinkModel:
             one, other = repeated[a], repeated[b]
             return members.link(one, other) if one != other else alike[one]
 
-        return Network(
+        return NetworkModel(
             link,
             [members.up_Bps[one] for one in repeated],
             [members.down_Bps[one] for one in repeated],
@@ -71,10 +71,10 @@ class Live:
         )
 
 
-def from_status(picture: Mapping[str, Any]) -> Live:
+def network_from_status(picture: Mapping[str, Any]) -> LiveNetwork:
     """Raises `ConfigError`: nobody trains, or nothing is measured."""
     from gridtrain.protocol.messages import LedgerSpec, Setup
-    from gridtrain.protocol.topology import Measured, load_of
+    from gridtrain.protocol.topology import LinkMeasurements, workload_of
 
     size, run = picture.get("world_size", 0), str(picture.get("run", "?"))
     links = picture.get("links", [])
@@ -82,14 +82,14 @@ def from_status(picture: Mapping[str, Any]) -> Live:
     if isinstance(size, int) and size >= 2 and isinstance(links, list):
         ranks = [rank.to_bytes(2, "big") * 16 for rank in range(min(size, MOST_MEMBERS))]
         trips: dict[tuple[bytes, bytes], float] = {}
-        measured = Measured(trips)
+        measured = LinkMeasurements(trips)
         for entry in links:
             a, b, rtt_s, rate_Bps = _entry(entry, len(ranks))
             if rtt_s is not None:
                 trips[ranks[a], ranks[b]] = rtt_s
             if rate_Bps is not None:
-                measured.told(ranks[a], [(ranks[b], rate_Bps, 0.0)])
-        network = measured.network(ranks, bounded=False)  # the coordinator has compared both ends' words
+                measured.record(ranks[a], [(ranks[b], rate_Bps, 0.0)])
+        network = measured.build_network(ranks, bounded=False)  # the coordinator has compared both ends' words
     if network is None:
         raise ConfigError(
             f'nothing is measured between members of "{run}" ({size} train)',
@@ -98,12 +98,12 @@ def from_status(picture: Mapping[str, Any]) -> Live:
     facts = picture.get("facts", {})
     texts = tuple((str(name), str(text)) for name, text in facts.items()) if isinstance(facts, dict) else ()
     setup = Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None)
-    return Live(
-        network, load_of(setup), _compute_s(picture), f'{network.size} members of "{run}", as measured'
+    return LiveNetwork(
+        network, workload_of(setup), _compute_s(picture), f'{network.size} members of "{run}", as measured'
     )
 
 
-def _alpha_s(link: Link) -> float:
+def _alpha_s(link: LinkModel) -> float:
     return link.alpha_s
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.chosen import of_a_run
+from gridtrain.cli.chosen import run_options
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import NO_NAME, SHOWN_DIGITS, known_keys, operator_of, shown_duration
+from gridtrain.cli.orders import NO_NAME, SHOWN_KEY_DIGITS, format_duration, known_keys, operator_for
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -28,14 +28,14 @@ MAX_LINES = 50  # of each kind, below the table
 
 
 @click.command(epilog=EXIT_CODES)
-@of_a_run
+@run_options
 @click.option("--json", "as_json", is_flag=True, help="Print members and door as one JSON object.")
 def members(run: str, state: Path | None, as_json: bool) -> None:
     """List the members of the run that is coordinated on this machine, its invitations and its bans.
 
     A member is a key that was let in; "away" is one whose worker is not running now.
     """
-    with operator_of(run, state) as operator:
+    with operator_for(run, state) as operator:
         picture = operator.status()
     if as_json:
         click.echo(json.dumps({name: picture.get(name) for name in ("run", "members", "door")}))
@@ -52,10 +52,10 @@ def render(picture: Mapping[str, Any]) -> Group:
 
     door = picture.get("door")
     below = [*_invitations(door), *_banned(door), *_strikes(door, known_keys(picture))]
-    return Group(table(picture), *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
+    return Group(members_table(picture), *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
 
 
-def table(picture: Mapping[str, Any]) -> Table:
+def members_table(picture: Mapping[str, Any]) -> Table:
     """First who has joined, by rank, then the members that are away."""
     from rich.table import Table
     from rich.text import Text
@@ -64,14 +64,14 @@ def table(picture: Mapping[str, Any]) -> Table:
     drawn.add_column("rank", justify="right", no_wrap=True)
     for heading in COLUMNS:
         drawn.add_column(heading, justify="right" if heading == "strikes" else "left", no_wrap=True)
-    for cells in rows(picture):
+    for cells in member_rows(picture):
         drawn.add_row(*(Text(cell) for cell in cells))
     if not drawn.row_count:
         drawn.add_row("-", Text("nobody was let in yet: gridtrain invite", style="dim"))
     return drawn
 
 
-def rows(picture: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def member_rows(picture: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     joined = _lines(picture, "members")
     here = {line.get("peer") for line in joined if isinstance(line.get("peer"), str)}
     for line in sorted(joined, key=_rank):
@@ -97,7 +97,7 @@ def _rank(line: Mapping[str, Any]) -> tuple[bool, int]:
 def _invitations(door: Any) -> Iterator[str]:
     for line in _lines(door, "invitations")[:MAX_LINES]:
         left_s = line.get("left_s")
-        left = shown_duration(left_s) if isinstance(left_s, int | float) else "?"
+        left = format_duration(left_s) if isinstance(left_s, int | float) else "?"
         used = f"{_count(line.get('used'))} of {_count(line.get('uses'))} uses"
         yield f"invitation {line.get('id', '?')!s}: {used}, {left} left"
 
@@ -116,7 +116,7 @@ def _strikes(door: Any, known: Mapping[str, str]) -> Iterator[str]:
 
 
 def _key(line: Mapping[str, Any]) -> str:
-    return str(line.get("peer", "?"))[:SHOWN_DIGITS]
+    return str(line.get("peer", "?"))[:SHOWN_KEY_DIGITS]
 
 
 def _count(value: Any) -> str:

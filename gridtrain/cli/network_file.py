@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridtrain.protocol.lines import Link, Network
+    from gridtrain.protocol.lines import LinkModel, NetworkModel
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
 _UNITS_s = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -45,7 +45,7 @@ def parse_seconds(text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class NetworkSite:
     """Workers that stand together."""
 
     name: str
@@ -56,10 +56,10 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class DescribedNetwork:
     """Sites, and for each pair of them the latency and the rate (or none) of what lies between."""
 
-    sites: tuple[Site, ...]
+    sites: tuple[NetworkSite, ...]
     between: dict[frozenset[str], tuple[float, float | None]]
 
     @property
@@ -67,29 +67,29 @@ class Described:
         return sum(site.workers for site in self.sites)
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         """For people."""
         return ", ".join(f"{site.workers} at {site.name}" for site in self.sites)
 
     @property
-    def is_even(self) -> bool:
+    def is_uniform(self) -> bool:
         return len(self.sites) == 1
 
-    def network(self, size: int) -> Network:
+    def network(self, size: int) -> NetworkModel:
         """So many workers, of each site in proportion; site after site."""
-        from gridtrain.protocol.lines import Link, Network
+        from gridtrain.protocol.lines import LinkModel, NetworkModel
 
         members = [
             site for site, count in zip(self.sites, self._counts(size), strict=True) for _ in range(count)
         ]
-        links = {(site.name, site.name): Link(site.alpha_s) for site in self.sites}
+        links = {(site.name, site.name): LinkModel(site.alpha_s) for site in self.sites}
         shared_Bps: dict[str, float] = {}
         for pair, (alpha_s, rate_Bps) in self.between.items():
             for a, b in (sorted(pair), sorted(pair, reverse=True)):
                 links[a, b] = _between(a, b, alpha_s, rate_Bps)
                 if rate_Bps is not None:
                     shared_Bps[f"{a} to {b}"] = rate_Bps
-        return Network(
+        return NetworkModel(
             lambda src, dst: links[members[src].name, members[dst].name],
             [site.up_Bps for site in members],
             [site.down_Bps for site in members],
@@ -106,19 +106,19 @@ class Described:
         return counts
 
 
-def _between(a: str, b: str, alpha_s: float, rate_Bps: float | None) -> Link:
-    from gridtrain.protocol.lines import Link
+def _between(a: str, b: str, alpha_s: float, rate_Bps: float | None) -> LinkModel:
+    from gridtrain.protocol.lines import LinkModel
 
-    return Link(alpha_s, shared=(f"{a} to {b}",) if rate_Bps is not None else ())
+    return LinkModel(alpha_s, shared_links=(f"{a} to {b}",) if rate_Bps is not None else ())
 
 
-def one_site(link: str, latency: str) -> Described:
+def single_site(link: str, latency: str) -> DescribedNetwork:
     """Everybody alike: `link` is "RATE", or "DOWN/UP" as providers write it."""
     down_Bps, up_Bps = _rates(link)
-    return Described((Site("all", 1, up_Bps, down_Bps, parse_seconds(latency)),), {})
+    return DescribedNetwork((NetworkSite("all", 1, up_Bps, down_Bps, parse_seconds(latency)),), {})
 
 
-def read(path: Path) -> Described:
+def read_network(path: Path) -> DescribedNetwork:
     """See the module's text.
 
     Raises:
@@ -146,7 +146,7 @@ def read(path: Path) -> Described:
                     f'{path}: nothing is said about what lies between "{b}" and "{a}"',
                     remedy=f'add [[between]] with sites = ["{b}", "{a}"] and a latency; a link if it is thin',
                 )
-    return Described(sites, between)
+    return DescribedNetwork(sites, between)
 
 
 def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, A
     return found
 
 
-def _site(path: Path, entry: dict[str, Any]) -> Site:
+def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
     known = {"name", "workers", "link", "up", "down", "latency"}
     where = f'{path}: site "{entry.get("name", "?")}"'
     if unknown := set(entry) - known:
@@ -172,7 +172,7 @@ def _site(path: Path, entry: dict[str, Any]) -> Site:
     if both is None and ("up" not in entry or "down" not in entry):
         raise ConfigError(f"{where} has no line", remedy="give it a link, or up and down")
     down_Bps, up_Bps = _rates(str(both)) if both is not None else _rates(f"{entry['down']}/{entry['up']}")
-    return Site(name, workers, up_Bps, down_Bps, parse_seconds(str(entry.get("latency", "0s"))))
+    return NetworkSite(name, workers, up_Bps, down_Bps, parse_seconds(str(entry.get("latency", "0s"))))
 
 
 def _pair(

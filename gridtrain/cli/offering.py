@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.options import Settings
+from gridtrain.options import OptionValues
 
 if TYPE_CHECKING:
-    from gridtrain_worker.adoption import Offer
+    from gridtrain_worker.adoption import BundleOffer
     from gridtrain_worker.agent import Job
 
-LIMITS = ("upload_limit", "download_limit", "donate_limit", "relay", "checkpoint_every", "set")
-LEAVES = (
+SHOWN_LIMITS = ("upload_limit", "download_limit", "donate_limit", "relay", "checkpoint_every", "set")
+DISCLOSED_DATA = (
     "to other workers: gradients or changes of parameters, votes, your address; to newcomers the model",
     "to the coordinator: this worker's name and address, step times, byte counts, digests and sizes of",
     "  model and data, and the numbers that the script reports",
@@ -29,34 +29,34 @@ LEAVES = (
 )
 
 
-def ask(settings: Settings, job: Job, offer: Offer) -> bool:
+def ask_consent(settings: OptionValues, job: Job, offer: BundleOffer) -> bool:
     """Show the offer to the person at the terminal; True: they accept it."""
-    click.echo("\n".join(lines(settings, job, offer)), err=True)
+    click.echo("\n".join(offer_lines(settings, job, offer)), err=True)
     click.echo("", err=True)
     return click.confirm("Run it on this machine?", default=False, err=True)
 
 
-def show(settings: Settings, job: Job, offer: Offer | None) -> None:
+def show_offer(settings: OptionValues, job: Job, offer: BundleOffer | None) -> None:
     """Of a dry run."""
     from gridtrain_worker.adoption import is_accepted
 
     if not sys.stdout.isatty():
-        click.echo(json.dumps(facts(settings, job, offer)))
+        click.echo(json.dumps(offer_facts(settings, job, offer)))
         return
     if offer is None:
         click.echo(f"It would run: {shlex.join(job.command)}")
         click.echo("\n".join(_limits(settings)))
         return
-    click.echo("\n".join(lines(settings, job, offer)))
+    click.echo("\n".join(offer_lines(settings, job, offer)))
     state = "accepted on this machine" if is_accepted(offer) else "not accepted yet"
     click.echo(f"\nA dry run: nothing was started.  The bundle is {state}.")
 
 
-def facts(settings: Settings, job: Job, offer: Offer | None) -> dict[str, object]:
+def offer_facts(settings: OptionValues, job: Job, offer: BundleOffer | None) -> dict[str, object]:
     """For programs."""
     from gridtrain_worker.adoption import is_accepted
 
-    limits = {name: settings[name].shown for name in LIMITS}
+    limits = {name: settings[name].shown for name in SHOWN_LIMITS}
     if offer is None:
         return {"event": "dry_run", "command": list(job.command), "limits": limits}
     run = offer.bundle.run
@@ -64,7 +64,7 @@ def facts(settings: Settings, job: Job, offer: Offer | None) -> dict[str, object
         "event": "dry_run",
         "run": offer.entry.run,
         "coordinator": offer.entry.coordinator,
-        "fingerprint": offer.fingerprint,
+        "fingerprint": offer.coordinator_digest,
         "digest": offer.bundle.digest,
         "accepted": is_accepted(offer),
         "command": list(offer.command),
@@ -77,14 +77,14 @@ def facts(settings: Settings, job: Job, offer: Offer | None) -> dict[str, object
     }
 
 
-def lines(settings: Settings, job: Job, offer: Offer) -> list[str]:
+def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[str]:
     """For people."""
     run, entry = offer.bundle.run, offer.entry
     size = sum(len(content) for content in offer.bundle.files.values())
     needs = ", ".join(f"{name} {least} or newer" if least else name for name, least in run.requires)
     changed = (
-        [f"  CHANGED      you accepted {offer.before} before"]
-        if offer.before and offer.before != offer.bundle.digest
+        [f"  CHANGED      you accepted {offer.previous_digest} before"]
+        if offer.previous_digest and offer.previous_digest != offer.bundle.digest
         else []
     )
     about = [f"  about        {run.about}"] if run.about else []
@@ -94,7 +94,7 @@ def lines(settings: Settings, job: Job, offer: Offer) -> list[str]:
         f'The owner of the run "{entry.run}" asks this machine to run a script.',
         "",
         f"  by whom      the coordinator at {entry.coordinator}",
-        f"               key {offer.fingerprint} (in your invitation; ask the owner whether it is theirs)",
+        f"               key {offer.coordinator_digest} (in your invitation; ask the owner whether it is theirs)",
         *about,
         f"  what         {shlex.join(('python', *offer.command[1:]))}",
         f"               {len(offer.bundle.files)} files, {size:,} bytes; read them in {offer.folder}",
@@ -104,15 +104,15 @@ def lines(settings: Settings, job: Job, offer: Offer) -> list[str]:
         *image,
         *data,
         f"  as           {job.name or 'a random name'}",
-        *(f"  {'leaves' if i == 0 else '':<12} {text}" for i, text in enumerate(LEAVES)),
+        *(f"  {'leaves' if i == 0 else '':<12} {text}" for i, text in enumerate(DISCLOSED_DATA)),
         *_limits(settings),
     ]
 
 
-def _limits(settings: Settings) -> list[str]:
+def _limits(settings: OptionValues) -> list[str]:
     shown = [
         f"{name.replace('_', ' ')}: {settings[name].shown}"
         + (f" ({settings[name].where})" if settings[name].where else "")
-        for name in LIMITS
+        for name in SHOWN_LIMITS
     ]
     return [f"  {'limits' if i == 0 else '':<12} {text}" for i, text in enumerate(shown)]

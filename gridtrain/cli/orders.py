@@ -19,10 +19,10 @@ import click
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridtrain.runtime.operator import Operator
+    from gridtrain.runtime.operator import OperatorClient
 
-LEAST_DIGITS = 6
-SHOWN_DIGITS = 12
+MIN_KEY_DIGITS = 6
+SHOWN_KEY_DIGITS = 12
 KEY_DIGITS = 64
 MAX_CANDIDATES = 10
 NO_NAME = "(away)"
@@ -30,7 +30,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd])")
 
 
-def seconds(context: click.Context, parameter: click.Parameter, text: str) -> float:
+def parse_duration(context: click.Context, parameter: click.Parameter, text: str) -> float:
     """An option's callback: from "90s", "15m", "12h" or "7d"."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
@@ -38,7 +38,7 @@ def seconds(context: click.Context, parameter: click.Parameter, text: str) -> fl
     return float(match[1]) * _UNITS_S[match[2]]
 
 
-def shown_duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """In its two largest units: "6 d 23 h"."""
     minutes, left_s = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
@@ -48,14 +48,14 @@ def shown_duration(seconds: float) -> str:
     return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count) or "0 s"
 
 
-def operator_of(run: str, state: Path | None, wait_s: float = 0.0) -> Operator:
+def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorClient:
     """Raises `ConfigError` if no coordinator runs on this machine for this user."""
-    from gridtrain.runtime.operator import Contact, Operator
+    from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
 
-    return Operator(Contact.find(run, state, wait_s=wait_s))
+    return OperatorClient(CoordinatorEndpoint.find(run, state, wait_s=wait_s))
 
 
-def named(peer: bytes, known: Mapping[str, str], told: str) -> str:
+def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
     """The coordinator's answer about a key, with the name that people know."""
     name = known.get(peer.hex(), NO_NAME)
     return told if name == NO_NAME else f"{name}: {told}"
@@ -76,7 +76,7 @@ def known_keys(picture: Mapping[str, Any], *, banned: bool = False) -> dict[str,
     return known
 
 
-def whom(who: str, known: Mapping[str, str], *, any_key: bool = False) -> bytes:
+def resolve_member(who: str, known: Mapping[str, str], *, any_key: bool = False) -> bytes:
     """The key that `who` means: a name, or the beginning of a key.
 
     Args:
@@ -86,7 +86,7 @@ def whom(who: str, known: Mapping[str, str], *, any_key: bool = False) -> bytes:
         ConfigError: nobody is meant, or more than one.
     """
     digits = who.lower()
-    is_key = not set(digits) - set(string.hexdigits) and LEAST_DIGITS <= len(digits) <= KEY_DIGITS
+    is_key = not set(digits) - set(string.hexdigits) and MIN_KEY_DIGITS <= len(digits) <= KEY_DIGITS
     meant = {key for key, name in known.items() if name == who and name != NO_NAME}
     meant |= {key for key in known if is_key and key.startswith(digits)}
     if not meant and any_key and is_key and len(digits) == KEY_DIGITS:
@@ -98,7 +98,7 @@ def whom(who: str, known: Mapping[str, str], *, any_key: bool = False) -> bytes:
         raise ConfigError(f"{who!r} means {len(meant)}: {candidates}", remedy="give more digits of the key")
     raise ConfigError(
         f"{who!r} means nobody; there is {candidates or 'nobody'}",
-        remedy=f"give a name, or at least {LEAST_DIGITS} digits of a key; `gridtrain members` lists them",
+        remedy=f"give a name, or at least {MIN_KEY_DIGITS} digits of a key; `gridtrain members` lists them",
     )
 
 
@@ -107,7 +107,7 @@ def _candidates(known: Mapping[str, str], keys: set[str]) -> Iterator[str]:
         if number == MAX_CANDIDATES:
             yield f"and {len(keys) - MAX_CANDIDATES} more"
             return
-        yield f"{known[key]} {key[:SHOWN_DIGITS]}"
+        yield f"{known[key]} {key[:SHOWN_KEY_DIGITS]}"
 
 
 def _lines(place: Any, name: str) -> list[Mapping[str, Any]]:

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.plan_stages import NAMES, pipeline_options, show
+from gridtrain.cli.plan_stages import OPTION_NAMES, pipeline_options, show_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from gridtrain.cli.live_network import Live
-    from gridtrain.cli.network_file import Described
-    from gridtrain.protocol.choosing import Outlook
+    from gridtrain.cli.live_network import LiveNetwork
+    from gridtrain.cli.network_file import DescribedNetwork
+    from gridtrain.protocol.choosing import ExchangeEstimate
 
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 PLAIN_WIDTH = 120
-MOST_ORDERED = 32
+MAX_ORDERED_WORKERS = 32
 """Up to so many workers the best order of an uneven network is looked for; above, sites stay together."""
 
 MOST_WORKERS = 8192
@@ -118,7 +118,7 @@ def plan(
     the whole model on one worker.
     """
     from gridtrain.cli import network_file
-    from gridtrain.protocol.loads import Kind, Load
+    from gridtrain.protocol.loads import ExchangeKind, Workload
 
     def given(name: str) -> bool:
         return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
@@ -132,11 +132,11 @@ def plan(
             f"{picture.absolute().parent} is no folder to write to", param_hint="--picture"
         )
     live = _live(coordinator, state) if coordinator or state else None
-    described: Described | Live
+    described: DescribedNetwork | LiveNetwork
     if live is not None:
-        described, from_run = live, live.load
+        described, from_run = live, live.workload
     else:
-        described = network_file.read(network) if network else network_file.one_site(link, latency)
+        described = network_file.read_network(network) if network else network_file.single_site(link, latency)
         from_run = None
     compute_s = network_file.parse_seconds(compute)
     if not 1e-9 <= compute_s <= MOST_COMPUTE_s:
@@ -145,9 +145,9 @@ def plan(
         )
     if pipeline["stages"]:
         lines = described.network(pipeline["stages"])
-        show(lines, _parameters(parameters) if parameters else 0, compute_s, picture, as_json, pipeline)
+        show_plan(lines, _parameters(parameters) if parameters else 0, compute_s, picture, as_json, pipeline)
         return
-    if extra := [name for name in NAMES if given(name)]:
+    if extra := [name for name in OPTION_NAMES if given(name)]:
         raise click.UsageError(
             f"--{extra[0].replace('_', '-')} says how a model is cut: give --stages as well"
         )
@@ -162,10 +162,10 @@ def plan(
     count = _parameters(parameters) if parameters else from_run.parameters if from_run else 0
     if count < 1:
         raise click.UsageError("--parameters is missing: how many has the model?")
-    if from_run is not None and from_run.kind.sparse:
+    if from_run is not None and from_run.kind.is_sparse:
         density = density if given("density") else from_run.density
         values = values if given("values") else from_run.values
-    loads = [Load(Kind(name), count, density, values, not plain) for name in _names(exchanges)]
+    loads = [Workload(ExchangeKind(name), count, density, values, not plain) for name in _names(exchanges)]
     if live is not None and live.compute_s and not given("compute"):
         compute_s = live.compute_s
     rows = [[_look(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
@@ -179,22 +179,22 @@ def plan(
             click.echo(f"picture: {picture}")
 
 
-def _live(coordinator: str | None, state: Path | None) -> Live:
-    from gridtrain.cli.live_network import from_status
-    from gridtrain.cli.status import ANSWER_S, client_of
+def _live(coordinator: str | None, state: Path | None) -> LiveNetwork:
+    from gridtrain.cli.live_network import network_from_status
+    from gridtrain.cli.status import ANSWER_TIMEOUT_S, client_for
 
-    with client_of(coordinator, "default", state) as client:
-        return from_status(client.status(ANSWER_S))
+    with client_for(coordinator, "default", state) as client:
+        return network_from_status(client.status(ANSWER_TIMEOUT_S))
 
 
-def _look(load: Any, described: Described | Live, count: int, compute_s: float, local_steps: int) -> Outlook:
-    from gridtrain.protocol.choosing import outlook, planned
-    from gridtrain.protocol.loads import Cpu
+def _look(load: Any, described: DescribedNetwork | LiveNetwork, count: int, compute_s: float, local_steps: int) -> ExchangeEstimate:
+    from gridtrain.protocol.choosing import estimate_best_order, estimate_exchange
+    from gridtrain.protocol.loads import CpuCosts
 
     network = described.network(count)
-    ordered = not described.is_even and 2 < count <= MOST_ORDERED
-    look = planned if ordered else outlook
-    return look(load, network, Cpu(), compute_s, local_steps=local_steps)
+    ordered = not described.is_uniform and 2 < count <= MAX_ORDERED_WORKERS
+    look = estimate_best_order if ordered else estimate_exchange
+    return look(load, network, CpuCosts(), compute_s, local_steps=local_steps)
 
 
 # -- what the options say --------------------------------------------------------------------------
@@ -243,36 +243,36 @@ def _names(text: str) -> list[str]:
 # -- how it is shown -------------------------------------------------------------------------------
 
 
-def _print(rows: Sequence[Sequence[Outlook]], described: Described | Live) -> None:
+def _print(rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwork | LiveNetwork) -> None:
     import sys
 
     from rich.console import Console
 
-    from gridtrain.protocol.choosing import recommend, said
+    from gridtrain.protocol.choosing import format_exchange, recommend_exchange
 
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print("Step time, bytes that the busiest worker sends, scaling efficiency:", highlight=False)
     for table in _tables(rows, console):
         console.print(table, markup=False)
     if rows[0][0].local_steps > 1:
-        console.print(f"{said(rows[0][0])}: bytes are of one exchange.", markup=False, highlight=False)
-    console.print(recommend(rows[-1])[1], markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{format_exchange(rows[0][0])}: bytes are of one exchange.", markup=False, highlight=False)
+    console.print(recommend_exchange(rows[-1])[1], markup=False, highlight=False, soft_wrap=True)
     if len(rows) > 1:
-        console.print(recommend(rows[0])[1], markup=False, highlight=False, soft_wrap=True)
-    if not described.is_even:
+        console.print(recommend_exchange(rows[0])[1], markup=False, highlight=False, soft_wrap=True)
+    if not described.is_uniform:
         console.print("Members are ordered for each exchange by predicted time.", highlight=False)
         if rows[-1][0].world_size > described.workers and _is_live(described):
             text = f"More than {described.workers} are like the members that there are, in even parts."
             console.print(text, highlight=False)
 
 
-def _is_live(described: Described | Live) -> bool:
-    from gridtrain.cli.live_network import Live
+def _is_live(described: DescribedNetwork | LiveNetwork) -> bool:
+    from gridtrain.cli.live_network import LiveNetwork
 
-    return isinstance(described, Live)
+    return isinstance(described, LiveNetwork)
 
 
-def _tables(rows: Sequence[Sequence[Outlook]], console: Console) -> list[Table]:
+def _tables(rows: Sequence[Sequence[ExchangeEstimate]], console: Console) -> list[Table]:
     """One for all exchanges; several, with fewer in each, where the terminal is too narrow for it."""
     from rich.measure import Measurement
 
@@ -285,11 +285,11 @@ def _tables(rows: Sequence[Sequence[Outlook]], console: Console) -> list[Table]:
     return tables
 
 
-def _table(rows: Sequence[Sequence[Outlook]]) -> Table:
+def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
     """A line for each number of workers; of each exchange the step, the bytes, the efficiency."""
     from rich.table import Table
 
-    from gridtrain.protocol.choosing import said_s
+    from gridtrain.protocol.choosing import format_seconds
 
     table = Table()
     table.add_column("workers", justify="right")
@@ -300,13 +300,13 @@ def _table(rows: Sequence[Sequence[Outlook]]) -> Table:
         cells = [
             cell
             for each in row
-            for cell in (said_s(each.step_s), _bytes(each.cost.sent_bytes), f"{each.efficiency:.1%}")
+            for cell in (format_seconds(each.step_s), _bytes(each.cost.sent_bytes), f"{each.efficiency:.1%}")
         ]
         table.add_row(str(row[0].world_size), *cells)
     return table
 
 
-def _figures(each: Outlook) -> dict[str, Any]:
+def _figures(each: ExchangeEstimate) -> dict[str, Any]:
     return {
         "exchange": str(each.load.kind),
         "workers": each.world_size,
@@ -320,26 +320,26 @@ def _figures(each: Outlook) -> dict[str, Any]:
     }
 
 
-def _subtitle(parameters: int, described: Described | Live, link: str, latency: str, compute_s: float) -> str:
-    lines = f"{link} and {latency} each" if described.is_even else described.text
+def _subtitle(parameters: int, described: DescribedNetwork | LiveNetwork, link: str, latency: str, compute_s: float) -> str:
+    lines = f"{link} and {latency} each" if described.is_uniform else described.description
     return f"{parameters:,} parameters; {lines}; {compute_s:g} s of computing a step; predicted"
 
 
-def _drawn(rows: Sequence[Sequence[Outlook]], subtitle: str) -> str:
-    from gridtrain.demo.picture import COLOURS, Line, Panel, draw
+def _drawn(rows: Sequence[Sequence[ExchangeEstimate]], subtitle: str) -> str:
+    from gridtrain.demo.picture import COLOURS, ChartLine, ChartPanel, draw_chart
 
-    lines: list[tuple[Line, Line]] = []
+    lines: list[tuple[ChartLine, ChartLine]] = []
     for index, first in enumerate(rows[0]):
         name, colour = str(first.load.kind), COLOURS[index % len(COLOURS)]
         each = [row[index] for row in rows]
         efficiency = tuple((float(at.world_size), 100 * at.efficiency) for at in each)
         seconds = tuple((float(at.world_size), at.step_s) for at in each)
-        lines.append((Line(name, efficiency, colour), Line(name, seconds, colour)))
+        lines.append((ChartLine(name, efficiency, colour), ChartLine(name, seconds, colour)))
     panels = (
-        Panel("Scaling efficiency", "workers", "%", tuple(left for left, _ in lines), log_x=True),
-        Panel("Step time", "workers", "seconds", tuple(right for _, right in lines), log_x=True, log_y=True),
+        ChartPanel("Scaling efficiency", "workers", "%", tuple(left for left, _ in lines), log_x=True),
+        ChartPanel("Step time", "workers", "seconds", tuple(right for _, right in lines), log_x=True, log_y=True),
     )
-    return draw("How each exchange scales on this network", subtitle, panels)
+    return draw_chart("How each exchange scales on this network", subtitle, panels)
 
 
 def _bytes(nbytes: float) -> str:

@@ -15,15 +15,15 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gridtrain.protocol.lines import Network
-    from gridtrain.protocol.pipelining import Outlook, Proposal
-    from gridtrain.protocol.stage_costs import Card, Layer, Running
+    from gridtrain.protocol.lines import NetworkModel
+    from gridtrain.protocol.pipelining import MicroBatchProposal, StepEstimate
+    from gridtrain.protocol.stage_costs import Card, ExecutionSettings, Layer
 
 MOST_STAGES = 256
 MOST_BATCH = 1_000_000
 MOST_ROWS = 10
 PLAIN_WIDTH = 120
-NAMES = (
+OPTION_NAMES = (
     *("layers", "activations", "batch", "micro_batches", "schedule", "memory", "speeds", "optimizer"),
     "keep_activations",
 )
@@ -64,8 +64,8 @@ def pipeline_options(command: _Command) -> _Command:
     return command
 
 
-def show(
-    network: Network,
+def show_plan(
+    network: NetworkModel,
     parameters: int,
     compute_s: float,
     picture: Path | None,
@@ -80,20 +80,20 @@ def show(
         said: the options of `pipeline_options` by name.
     """
     from gridtrain.pipeline import picture as drawing
-    from gridtrain.protocol.pipelining import propose
-    from gridtrain.protocol.stage_costs import SLACK
+    from gridtrain.protocol.pipelining import propose_micro_batches
+    from gridtrain.protocol.stage_costs import TIME_TOLERANCE
 
     layers, input_bytes = _layers(parameters, compute_s, said)
     cards = _cards(said)
     running = _running(input_bytes, said)
     numbers = _numbers(said["micro_batches"], said["batch"])
-    proposal = propose(layers, cards, network, running, said["batch"], numbers=numbers, slack=SLACK)
+    proposal = propose_micro_batches(layers, cards, network, running, said["batch"], numbers=numbers, slack=TIME_TOLERANCE)
     if picture:
-        picture.write_text(drawing.svg(layers, proposal.chosen))
+        picture.write_text(drawing.chart_svg(layers, proposal.chosen))
     if as_json:
         click.echo(json.dumps(_figures(layers, proposal)))
         return
-    _print(layers, proposal, drawing.reason(layers, proposal, asked=len(numbers) == 1))
+    _print(layers, proposal, drawing.partition_reason(layers, proposal, asked=len(numbers) == 1))
     if picture:
         click.echo(f"picture: {picture}")
 
@@ -108,11 +108,11 @@ def _layers(parameters: int, compute_s: float, said: dict[str, Any]) -> tuple[li
     if not words.isdecimal():
         if not Path(words).is_file():
             raise click.BadParameter(f'"{words}" is neither a file nor a number', param_hint="--layers")
-        return layers_file.read(Path(words))
+        return layers_file.read_layers(Path(words))
     if parameters < 1:
         raise click.UsageError("--parameters is missing: how many has the model?  (or --layers FILE)")
     output_bytes = layers_file.parse_bytes(said["activations"])
-    return layers_file.alike(int(words), parameters, compute_s, said["batch"], output_bytes), output_bytes
+    return layers_file.uniform_layers(int(words), parameters, compute_s, said["batch"], output_bytes), output_bytes
 
 
 def _cards(said: dict[str, Any]) -> list[Card]:
@@ -139,17 +139,17 @@ def _each(
     return values * stages if len(values) == 1 else values
 
 
-def _running(input_bytes: int, said: dict[str, Any]) -> Running:
-    from gridtrain.protocol.stage_costs import STATES, Order, Running
+def _running(input_bytes: int, said: dict[str, Any]) -> ExecutionSettings:
+    from gridtrain.protocol.stage_costs import OPTIMIZER_STATE_COPIES, ExecutionSettings, ScheduleKind
 
-    if said["optimizer"] not in STATES:
+    if said["optimizer"] not in OPTIMIZER_STATE_COPIES:
         raise click.BadParameter(
-            f'"{said["optimizer"]}"; take one of {", ".join(STATES)}', param_hint="--optimizer"
+            f'"{said["optimizer"]}"; take one of {", ".join(OPTIMIZER_STATE_COPIES)}', param_hint="--optimizer"
         )
-    return Running(
-        order=Order(said["schedule"]),
+    return ExecutionSettings(
+        order=ScheduleKind(said["schedule"]),
         rematerialise=not said["keep_activations"],
-        copies=1.0 + STATES[said["optimizer"]],
+        copies=1.0 + OPTIMIZER_STATE_COPIES[said["optimizer"]],
         input_bytes=input_bytes,
     )
 
@@ -168,24 +168,24 @@ def _numbers(text: str, batch: int) -> list[int]:
 # -- how it is shown -------------------------------------------------------------------------------
 
 
-def _print(layers: list[Layer], proposal: Proposal, reason: str) -> None:
+def _print(layers: list[Layer], proposal: MicroBatchProposal, reason: str) -> None:
     import sys
 
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(_stages(layers, proposal.chosen), markup=False)
-    if len(proposal.others) > 1:
+    if len(proposal.alternatives) > 1:
         console.print(_compared(proposal), markup=False)
     console.print(reason, markup=False, highlight=False, soft_wrap=True)
 
 
-def _stages(layers: list[Layer], chosen: Outlook) -> Table:
+def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:
     """A line for each stage; the link is the one to the next stage, in bytes of a step each way."""
     from rich.table import Table
 
-    from gridtrain.protocol.choosing import said_s
-    from gridtrain.protocol.fitting import said_bytes
+    from gridtrain.protocol.choosing import format_seconds
+    from gridtrain.protocol.fitting import format_bytes
 
     table = Table()
     table.add_column("stage", justify="right")
@@ -198,11 +198,11 @@ def _stages(layers: list[Layer], chosen: Outlook) -> Table:
         table.add_row(
             str(index),
             _named(layers, stage.start, stage.stop),
-            said_s(stage.compute_s),
-            said_s(stage.line_s),
-            f"{said_bytes(on)} / {said_bytes(back)}" if on or back else "",
-            said_bytes(stage.bytes.total),
-            said_bytes(limit) if limit < float("inf") else "",
+            format_seconds(stage.compute_s),
+            format_seconds(stage.transfer_s),
+            f"{format_bytes(on)} / {format_bytes(back)}" if on or back else "",
+            format_bytes(stage.memory.total),
+            format_bytes(limit) if limit < float("inf") else "",
         )
     return table
 
@@ -212,18 +212,18 @@ def _named(layers: list[Layer], start: int, stop: int) -> str:
     return first if stop - start == 1 else f"{first} to {last} ({stop - start})"
 
 
-def _link(outlook: Outlook, stage: int) -> tuple[int, int]:
+def _link(outlook: StepEstimate, stage: int) -> tuple[int, int]:
     """Bytes of a step to the next stage, and back from it; as if all micro-batches were of the largest."""
-    stages, count = outlook.cut.stages, outlook.running.micro_batches
+    stages, count = outlook.cut.stages, outlook.settings.micro_batches
     if stage + 1 == len(stages):
         return 0, 0
     return count * stages[stage].out_bytes, count * stages[stage + 1].back_bytes
 
 
-def _compared(proposal: Proposal) -> Table:
+def _compared(proposal: MicroBatchProposal) -> Table:
     from rich.table import Table
 
-    from gridtrain.protocol.choosing import said_s
+    from gridtrain.protocol.choosing import format_seconds
 
     table = Table()
     for name in ("micro-batches", "samples", "step", "bubble", "of even stages"):
@@ -231,9 +231,9 @@ def _compared(proposal: Proposal) -> Table:
     table.add_column("")
     for each in _some(proposal):
         table.add_row(
-            str(each.running.micro_batches),
-            str(each.running.samples),
-            said_s(each.step_s),
+            str(each.settings.micro_batches),
+            str(each.settings.samples),
+            format_seconds(each.step_s),
             f"{each.bubble:.1%}",
             f"{each.ideal_bubble:.1%}",
             "proposed" if each is proposal.chosen else "",
@@ -241,20 +241,20 @@ def _compared(proposal: Proposal) -> Table:
     return table
 
 
-def _some(proposal: Proposal) -> list[Outlook]:
+def _some(proposal: MicroBatchProposal) -> list[StepEstimate]:
     """Of many, those about the powers of two, and the proposed one."""
-    others = list(proposal.others)
+    others = list(proposal.alternatives)
     while len(others) > MOST_ROWS:
         halved = [each for i, each in enumerate(others) if i % 2 == 0 or each is proposal.chosen]
         others = halved if len(halved) < len(others) else others[:MOST_ROWS]
     return others
 
 
-def _figures(layers: list[Layer], proposal: Proposal) -> dict[str, Any]:
+def _figures(layers: list[Layer], proposal: MicroBatchProposal) -> dict[str, Any]:
     chosen = proposal.chosen
     return {
         "micro_batches": proposal.micro_batches,
-        "ahead": chosen.running.ahead,
+        "ahead": chosen.settings.ahead,
         "step_s": chosen.step_s,
         "bubble": chosen.bubble,
         "period_s": chosen.cut.period_s,
@@ -264,15 +264,15 @@ def _figures(layers: list[Layer], proposal: Proposal) -> dict[str, Any]:
                 "layers": [layer.name for layer in layers[stage.start : stage.stop]],
                 "forward_s": stage.forward_s,
                 "backward_s": stage.backward_s,
-                "line_s": stage.line_s,
-                "held_bytes": stage.bytes.total,
+                "line_s": stage.transfer_s,
+                "held_bytes": stage.memory.total,
                 "to_next_bytes": _link(chosen, index)[0],
                 "from_next_bytes": _link(chosen, index)[1],
             }
             for index, stage in enumerate(chosen.cut.stages)
         ],
         "compared": [
-            {"micro_batches": each.running.micro_batches, "step_s": each.step_s, "bubble": each.bubble}
-            for each in proposal.others
+            {"micro_batches": each.settings.micro_batches, "step_s": each.step_s, "bubble": each.bubble}
+            for each in proposal.alternatives
         ],
     }

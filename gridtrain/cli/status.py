@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.chosen import of_a_run
+from gridtrain.cli.chosen import run_options
 from gridtrain.cli.main import EXIT_CODES
 
 if TYPE_CHECKING:
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from gridtrain.runtime.client import CoordinatorClient
-    from gridtrain.runtime.operator import Operator
+    from gridtrain.runtime.operator import OperatorClient
 
-ANSWER_S = 4.0
+ANSWER_TIMEOUT_S = 4.0
 REFRESH_S = 1.0
-PATIENCE_S = 30.0
+RECONNECT_TIMEOUT_S = 30.0
 """While watching, a coordinator may be away for so long (a restart) before we give up."""
 
 RECENT_EVENTS = 5
 PLAIN_WIDTH = 120  # of a line in a file or a pipe
 PHASE_STYLES = {"waiting": "yellow", "training": "green", "paused": "red", "finished": "cyan"}
 COLUMNS = ("share", "step", "up/s", "down/s", "comp.", "select", "comm.", "wait", "heard")
-DROPPED = ("select", "wait", "reach", "comm.", "comp.", "heard", "down/s")
+DROP_ORDER = ("select", "wait", "reach", "comm.", "comp.", "heard", "down/s")
 """What a narrow terminal does without, the first first, so that names can be read: orders want them."""
 
 NAME_WIDTH = 16
@@ -44,7 +44,7 @@ SECONDS = ("computing_s", "selecting_s", "communicating_s", "waiting_s")
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("invitation", required=False)
-@of_a_run
+@run_options
 @click.option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C or the end of the run.")
 @click.option(
     "--json/--table",
@@ -63,9 +63,9 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
     A table on a terminal; elsewhere what the coordinator said, a JSON object a line.
     """
     as_json = not sys.stdout.isatty() if as_json is None else as_json
-    with client_of(invitation, run, state) as client:
+    with client_for(invitation, run, state) as client:
         if not watch:
-            picture = client.status(ANSWER_S)
+            picture = client.status(ANSWER_TIMEOUT_S)
             click.echo(json.dumps(picture)) if as_json else _print(picture)
         elif as_json:
             _follow(client.status)
@@ -74,22 +74,22 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
 
 
 @contextmanager
-def client_of(invitation: str | None, run: str, state: Path | None) -> Iterator[CoordinatorClient | Operator]:
+def client_for(invitation: str | None, run: str, state: Path | None) -> Iterator[CoordinatorClient | OperatorClient]:
     """A connection as the operator of this machine's coordinator, or as somebody who was invited."""
     from gridtrain.cli.worker import _read
     from gridtrain.protocol.invitation import parse
     from gridtrain.runtime.client import CoordinatorClient
-    from gridtrain.runtime.entry import enter
-    from gridtrain.runtime.operator import Contact, Operator
+    from gridtrain.runtime.entry import enroll
+    from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
     from gridtrain.transport.curve import Identity
 
     if invitation is None:
-        with Operator(Contact.find(run, state)) as operator:
+        with OperatorClient(CoordinatorEndpoint.find(run, state)) as operator:
             yield operator
         return
     invited = parse(_read(invitation))
     with (
-        enter(invited, ANSWER_S, unencrypted=not invited.encrypted) as entry,
+        enroll(invited, ANSWER_TIMEOUT_S, unencrypted=not invited.encrypted) as entry,
         CoordinatorClient(
             entry.coordinator,
             entry.coordinator_key,
@@ -107,7 +107,7 @@ def _print(picture: Mapping[str, Any]) -> None:
 
 
 def _follow(ask: Any) -> None:
-    while not (picture := ask(PATIENCE_S)).get("finished"):
+    while not (picture := ask(RECONNECT_TIMEOUT_S)).get("finished"):
         click.echo(json.dumps(picture))
         time.sleep(REFRESH_S)
     click.echo(json.dumps(picture))
@@ -116,10 +116,10 @@ def _follow(ask: Any) -> None:
 def _watch(ask: Any) -> None:
     from rich.live import Live
 
-    with Live(render(ask(ANSWER_S)), auto_refresh=False) as live:
+    with Live(render(ask(ANSWER_TIMEOUT_S)), auto_refresh=False) as live:
         while True:
             time.sleep(REFRESH_S)
-            picture = ask(PATIENCE_S)
+            picture = ask(RECONNECT_TIMEOUT_S)
             live.update(render(picture), refresh=True)
             if picture.get("finished"):
                 return
@@ -151,11 +151,11 @@ def render(picture: Mapping[str, Any]) -> Group:
     def dim(lines: list[str]) -> list[Text]:
         return [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
 
-    resting = [Text(line, no_wrap=True, overflow="ellipsis") for line in resting_lines(picture)]
-    return Group(head, figures, *dim(facts), Members(picture), *resting, *dim(events))
+    resting = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(picture)]
+    return Group(head, figures, *dim(facts), MembersTable(picture), *resting, *dim(events))
 
 
-class Members:
+class MembersTable:
     """The table with as many columns as there is room for."""
 
     def __init__(self, picture: Mapping[str, Any]) -> None:
@@ -166,11 +166,11 @@ class Members:
 
         unbounded, without = options.update(width=10_000), 0
         if options.max_width < PLAIN_WIDTH:
-            for without in range(len(DROPPED) + 1):
-                table = members_table(self._picture, DROPPED[:without], NAME_WIDTH)
+            for without in range(len(DROP_ORDER) + 1):
+                table = members_table(self._picture, DROP_ORDER[:without], NAME_WIDTH)
                 if Measurement.get(console, unbounded, table).maximum <= options.max_width:
                     break
-        yield members_table(self._picture, DROPPED[:without])
+        yield members_table(self._picture, DROP_ORDER[:without])
 
 
 def members_table(
@@ -221,7 +221,7 @@ def members_table(
     return table
 
 
-def resting_lines(picture: Mapping[str, Any]) -> list[str]:
+def paused_lines(picture: Mapping[str, Any]) -> list[str]:
     """Workers that their owners have paused: they are no members now."""
     lines = _listed(picture.get("resting"))
     return [f"{line.get('name', '?')} is {line.get('reason', 'paused')}, for {_age(line)}" for line in lines]

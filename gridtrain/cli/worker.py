@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.chosen import options_of, settings_of
+from gridtrain.cli.chosen import add_options, resolve_settings
 from gridtrain.cli.main import EXIT_CODES
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridtrain.options import Settings
+    from gridtrain.options import OptionValues
     from gridtrain_worker.agent import Job
 
 MAX_READ = 4096
-ORDERS = ("set", "show", "pause", "resume", "stop")
+CONTROL_COMMANDS = ("set", "show", "pause", "resume", "stop")
 
 
-class WithOrders(click.Command):
+class WorkerCommand(click.Command):
     """`gridtrain worker set ...` and the like are orders to a worker that runs (`cli/worker_orders.py`)."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        if args and args[0] in ORDERS:
-            from gridtrain.cli.worker_orders import orders
+        if args and args[0] in CONTROL_COMMANDS:
+            from gridtrain.cli.worker_orders import worker_commands
 
-            return orders.make_context(info_name, args, parent, **extra)
+            return worker_commands.make_context(info_name, args, parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, context: click.Context) -> Any:
@@ -38,13 +38,13 @@ class WithOrders(click.Command):
 
 def _orders(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """For the shell: an invitation is pasted, an order can be completed."""
-    return [word for word in ORDERS if incomplete and word.startswith(incomplete)]
+    return [word for word in CONTROL_COMMANDS if incomplete and word.startswith(incomplete)]
 
 
-@click.command(cls=WithOrders, epilog=EXIT_CODES)
+@click.command(cls=WorkerCommand, epilog=EXIT_CODES)
 @click.argument("invitation", required=False, shell_complete=_orders)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
-@options_of("worker")
+@add_options("worker")
 def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> None:
     """Join the run that INVITATION is for: run its script, or COMMAND, and supervise it.
 
@@ -68,24 +68,24 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
     """
     from gridtrain.cli import offering
     from gridtrain_worker.agent import supervise
-    from gridtrain_worker.voice import voice_for
+    from gridtrain_worker.voice import console_for
 
     words = (invitation, *command) if invitation is not None else command
-    chosen = settings_of("worker", given)
-    job, voice = job_of(words, chosen), voice_for(sys.stderr)
-    ask = partial(offering.ask, chosen, job) if sys.stdin.isatty() and sys.stderr.isatty() else None
-    show = partial(offering.show, chosen)
+    chosen = resolve_settings("worker", given)
+    job, voice = make_job(words, chosen), console_for(sys.stderr)
+    ask = partial(offering.ask_consent, chosen, job) if sys.stdin.isatty() and sys.stderr.isatty() else None
+    show = partial(offering.show_offer, chosen)
     sys.exit(supervise(job, voice.say, voice=voice, ask=ask, show=show))
 
 
-def job_of(words: tuple[str, ...], chosen: Settings) -> Job:
+def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     """What to run and how.  Raises `ConfigError`."""
-    from gridtrain.options.addresses import explicit_address
+    from gridtrain.options.addresses import parse_explicit_address
     from gridtrain.protocol.invitation import looks_like, parse
-    from gridtrain.wire.kinds import BoundError
+    from gridtrain.wire.kinds import FieldError
     from gridtrain.wire.schema import NAME
     from gridtrain_worker.agent import Job
-    from gridtrain_worker.controls import pairs
+    from gridtrain_worker.controls import parse_pairs
 
     kept = chosen.text("invitation")
     if not kept or (words and (looks_like(words[0]) or words[0][0:1] in ("@", "-"))):
@@ -93,7 +93,7 @@ def job_of(words: tuple[str, ...], chosen: Settings) -> Job:
     name, listen, advertise = (chosen.text(one) for one in ("name", "listen", "advertise"))
     try:
         NAME.pack(name)
-    except BoundError as error:
+    except FieldError as error:
         raise ConfigError(
             f"{chosen.where('name')} is {error.problem}", remedy="choose a shorter, plain one"
         ) from None
@@ -101,8 +101,8 @@ def job_of(words: tuple[str, ...], chosen: Settings) -> Job:
         command=words,
         invitation=parse(_read(kept)),
         name=name,
-        listen=explicit_address(chosen.where("listen"), listen, any_port=True) if listen else "",
-        advertise=explicit_address(chosen.where("advertise"), advertise) if advertise else "",
+        listen=parse_explicit_address(chosen.where("listen"), listen, any_port=True) if listen else "",
+        advertise=parse_explicit_address(chosen.where("advertise"), advertise) if advertise else "",
         upload_limit=chosen.text("upload_limit"),
         download_limit=chosen.text("download_limit"),
         donate_limit=chosen.text("donate_limit"),
@@ -115,7 +115,7 @@ def job_of(words: tuple[str, ...], chosen: Settings) -> Job:
         relay=chosen.switch("relay"),
         unencrypted=chosen.switch("unencrypted"),
         restarts=chosen.count("restarts") or 0,
-        controls=tuple(pairs(chosen.texts("set")).items()),
+        controls=tuple(parse_pairs(chosen.texts("set")).items()),
         sensors=chosen.text("sensors"),
         prefix=chosen.switch("prefix"),
         accept=chosen.text("accept"),

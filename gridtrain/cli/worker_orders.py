@@ -30,7 +30,7 @@ def _of_a_worker(command: Command) -> Command:
 
 
 @click.group(epilog=EXIT_CODES)
-def orders() -> None:
+def worker_commands() -> None:
     """Tell a worker that runs on this machine what it may do."""
 
 
@@ -41,7 +41,7 @@ def _keys(context: click.Context, parameter: click.Parameter, incomplete: str) -
     return [f"{key}=" for key in KEYS if key.startswith(incomplete)]
 
 
-@orders.command("set")
+@worker_commands.command("set")
 @click.argument("settings", nargs=-1, required=True, metavar="KEY=VALUE...", shell_complete=_keys)
 @_of_a_worker
 def set_rules(settings: tuple[str, ...], worker: str, as_json: bool) -> None:
@@ -56,19 +56,19 @@ def set_rules(settings: tuple[str, ...], worker: str, as_json: bool) -> None:
       idle=10m                          pause until nobody has touched the computer for so long; off: do not
       temperature=80/70                 pause at 80 C, go on below 70; off: no limit
     """
-    from gridtrain_worker.controls import pairs
+    from gridtrain_worker.controls import parse_pairs
 
-    _say(_ask(worker, {"ask": "set", "settings": pairs(settings)}), as_json)
+    _say(_ask(worker, {"ask": "set", "settings": parse_pairs(settings)}), as_json)
 
 
-@orders.command()
+@worker_commands.command()
 @_of_a_worker
 def show(worker: str, as_json: bool) -> None:
     """Its rules, what its sensors say, and whether it trains."""
     _say(_ask(worker, {"ask": "show"}), as_json)
 
 
-@orders.command()
+@worker_commands.command()
 @click.option(
     "--for", "length", default="", metavar="TIME", help="Such as 30m or 2h.  [default: until resume]"
 )
@@ -78,14 +78,14 @@ def pause(length: str, worker: str, as_json: bool) -> None:
     _say(_ask(worker, {"ask": "pause", "for": length}), as_json)
 
 
-@orders.command()
+@worker_commands.command()
 @_of_a_worker
 def resume(worker: str, as_json: bool) -> None:
     """Take `pause` back; the rules hold on."""
     _say(_ask(worker, {"ask": "resume"}), as_json)
 
 
-@orders.command()
+@worker_commands.command()
 @click.option("--after-step", is_flag=True, help="The same, in more words: it is what stop does.")
 @_of_a_worker
 def stop(after_step: bool, worker: str, as_json: bool) -> None:
@@ -98,10 +98,10 @@ def stop(after_step: bool, worker: str, as_json: bool) -> None:
 
 def _ask(worker: str, question: dict[str, Any]) -> dict[str, Any]:
     from gridtrain.errors import ConfigError
-    from gridtrain_worker.control import ask, the_worker
+    from gridtrain_worker.control import ask_agent, find_worker
 
     try:
-        return ask(the_worker(worker), question)
+        return ask_agent(find_worker(worker), question)
     except (OSError, ValueError, StopIteration):
         raise ConfigError("the worker does not answer", remedy="try again; it may just be ending") from None
 

@@ -17,25 +17,25 @@ from rich.live import Live
 from rich.table import Table
 
 from gridtrain.demo.metrics import StepRecord
-from gridtrain.demo.orchestrate import View
+from gridtrain.demo.orchestrate import ProgressView
 
 PLAIN_EVERY_S = 5.0
 COLUMNS = ("step", "loss", "held-out", "MB sent", "seconds", "compute", "select", "communicate", "wait")
 
 
-def view_for(console: Console) -> View:
+def view_for(console: Console) -> ProgressView:
     """The table on a terminal, lines in a file, a pipe or a CI log."""
     return TableView(console) if console.is_terminal else LineView(console)
 
 
 @dataclass(slots=True)
-class _Row:
+class _ProgressRow:
     label: str
     steps: int
     record: StepRecord | None = None
     held_out: float | None = None
 
-    def take(self, record: StepRecord) -> None:
+    def update(self, record: StepRecord) -> None:
         self.record = record
         self.held_out = self.held_out if record.held_out is None else record.held_out
 
@@ -53,18 +53,18 @@ class TableView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._rows: list[_Row] = []
+        self._rows: list[_ProgressRow] = []
         self._live: Live | None = None
 
     def begin(self, label: str, steps: int) -> None:
-        self._rows.append(_Row(label, steps))
+        self._rows.append(_ProgressRow(label, steps))
         self._live = Live(
             get_renderable=self._table, console=self._console, refresh_per_second=4, transient=True
         )
         self._live.start()
 
     def update(self, record: StepRecord) -> None:
-        self._rows[-1].take(record)
+        self._rows[-1].update(record)
 
     def end(self) -> None:
         if self._live is not None:
@@ -83,7 +83,7 @@ class TableView:
         return table
 
 
-def _cells(row: _Row) -> tuple[str, ...]:
+def _cells(row: _ProgressRow) -> tuple[str, ...]:
     record = row.record
     if record is None:
         return (f"0/{row.steps}",)
@@ -103,27 +103,27 @@ class LineView:
 
     console: Console
     every_s: float = PLAIN_EVERY_S
-    _row: _Row | None = None
-    _said_s: float = field(default=0.0)
-    _unsaid: bool = False
+    _row: _ProgressRow | None = None
+    _printed_s: float = field(default=0.0)
+    _has_unprinted: bool = False
 
     def begin(self, label: str, steps: int) -> None:
-        self._row = _Row(label, steps)
+        self._row = _ProgressRow(label, steps)
         self._print(f"{label}: {steps} steps; workers import torch and meet")
 
     def update(self, record: StepRecord) -> None:
         assert self._row is not None
-        self._row.take(record)
-        self._unsaid = True
-        if time.monotonic() - self._said_s >= self.every_s:
-            self._say()
+        self._row.update(record)
+        self._has_unprinted = True
+        if time.monotonic() - self._printed_s >= self.every_s:
+            self._print_row()
 
     def end(self) -> None:
-        if self._unsaid:
-            self._say()
+        if self._has_unprinted:
+            self._print_row()
         self._row = None
 
-    def _say(self) -> None:
+    def _print_row(self) -> None:
         assert self._row is not None and self._row.record is not None
         record, held_out = self._row.record, self._row.held_out
         compute, select, communicate, wait = ms_per_step(record)
@@ -134,8 +134,8 @@ class LineView:
             f"{sent_mb:.1f} MB sent, {record.seconds:.1f} s; ms a step: {compute:.0f} computing, "
             f"{select:.0f} selecting, {communicate:.0f} communicating, {wait:.0f} waiting"
         )
-        self._said_s = time.monotonic()
-        self._unsaid = False
+        self._printed_s = time.monotonic()
+        self._has_unprinted = False
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)

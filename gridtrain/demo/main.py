@@ -15,14 +15,14 @@ from rich.table import Table
 
 from gridtrain.demo import report
 from gridtrain.demo.live import view_for
-from gridtrain.demo.orchestrate import Plan, run_all
+from gridtrain.demo.orchestrate import DemoPlan, run_all
 from gridtrain.demo.recipe import SIZES
 from gridtrain.demo.text import load_corpus
 from gridtrain.errors import ConfigError
 from gridtrain.transport.limits import parse_rate
 
 
-def run_demo(plan: Plan, console: Console) -> list[report.Curve]:
+def run_demo(plan: DemoPlan, console: Console) -> list[report.LossCurve]:
     """Run, show and write everything.
 
     Raises:
@@ -33,7 +33,7 @@ def run_demo(plan: Plan, console: Console) -> list[report.Curve]:
     torch_version = _torch_version()
     corpus = load_corpus()
     size = SIZES[plan.model]
-    setting = report.Setting(
+    setting = report.DemoSetting(
         workers=plan.workers,
         cap=f"{parse_rate(plan.cap) * 8 / 1e6:g} Mbit/s",
         model=f"byte GPT, {size.parameters:,} parameters",
@@ -52,14 +52,14 @@ def run_demo(plan: Plan, console: Console) -> list[report.Curve]:
     )
     began_s = time.monotonic()
     curves = run_all(plan, view_for(console))
-    paths = report.write(curves, setting, plan.out)
+    paths = report.write_report(curves, setting, plan.out)
     console.print()
-    console.print(_table(report.HEADINGS, report.table(curves)))
-    console.print(_table(report.TIME_HEADINGS, report.where_time_went(curves)))
-    for sentence in report.findings(curves):
+    console.print(_table(report.HEADINGS, report.comparison_rows(curves)))
+    console.print(_table(report.TIME_HEADINGS, report.time_rows(curves)))
+    for sentence in report.summary_sentences(curves):
         console.print(sentence, style="bold", highlight=False)
-    console.print(report.CLOCK_SENTENCE, highlight=False)
-    console.print(report.HONEST_SENTENCE.format(cap=setting.cap), highlight=False)
+    console.print(report.CLOCK_NOTE, highlight=False)
+    console.print(report.SINGLE_PROCESS_CAVEAT.format(cap=setting.cap), highlight=False)
     console.print(f"Took {time.monotonic() - began_s:.0f} s in all. Written:", highlight=False)
     for path in paths:
         console.print(f"  {path}", highlight=False, soft_wrap=True)

@@ -21,7 +21,7 @@ SENT_GLOB = "sent-*.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentBytes:
     """Bytes that one worker has put on its sockets so far, framing included.
 
     Attributes:
@@ -35,7 +35,7 @@ class Sent:
     control: int = 0
 
     @classmethod
-    def of_traffic(cls, sent_bytes: Mapping[str, int]) -> Sent:
+    def of_traffic(cls, sent_bytes: Mapping[str, int]) -> SentBytes:
         """From a transport's counters by message type."""
         data = sent_bytes.get("Data", 0)
         votes = sent_bytes.get("Vote", 0) + sent_bytes.get("Decision", 0)
@@ -43,7 +43,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class StepTimes:
     """Seconds of the first worker so far: in its own backward passes, selecting what to send, with
     the exchange on its line, and waiting for votes and for others."""
 
@@ -68,8 +68,8 @@ class StepRecord:
     seconds: float
     loss: float
     held_out: float | None
-    sent: Sent
-    times: Times
+    sent: SentBytes
+    times: StepTimes
 
     def to_line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"
@@ -79,7 +79,7 @@ class StepRecord:
         """Raises `GridtrainError` if the line is not a record."""
         try:
             values: dict[str, Any] = json.loads(line)
-            values["sent"], values["times"] = Sent(**values["sent"]), Times(**values["times"])
+            values["sent"], values["times"] = SentBytes(**values["sent"]), StepTimes(**values["times"])
             return cls(**values)
         except (ValueError, TypeError, KeyError) as error:
             raise GridtrainError(
@@ -88,7 +88,7 @@ class StepRecord:
             ) from error
 
 
-class Follower:
+class RecordReader:
     """Reads the records that were added to a growing file since the last call."""
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +107,7 @@ class Follower:
         return [StepRecord.from_line(line) for line in complete.decode().splitlines()]
 
 
-def write_sent(folder: Path, worker: str, sent: Sent) -> None:
+def write_sent(folder: Path, worker: str, sent: SentBytes) -> None:
     (folder / f"sent-{worker}.json").write_text(json.dumps(asdict(sent)))
 
 
@@ -116,4 +116,4 @@ def mean_sent(folder: Path) -> dict[str, float]:
     totals = [json.loads(path.read_text()) for path in sorted(folder.glob(SENT_GLOB))]
     if not totals:
         return {}
-    return {field.name: sum(t[field.name] for t in totals) / len(totals) for field in fields(Sent)}
+    return {field.name: sum(t[field.name] for t in totals) / len(totals) for field in fields(SentBytes)}

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gridtrain.demo.recipe import SIZES, VOCABULARY, Size
+from gridtrain.demo.recipe import SIZES, VOCABULARY, ModelSize
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal self-attention and an MLP, each after a layer norm and around a residual."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: ModelSize) -> None:
         super().__init__()
         d = size.width
         self.heads = size.heads
@@ -51,12 +51,12 @@ class ByteGPT(nn.Module):
     `SIZES["small"]`: 120,576 parameters, 0.48 MB of float32 gradient a step.
     """
 
-    def __init__(self, size: Size = SIZES["small"], *, seed: int = 0) -> None:
+    def __init__(self, size: ModelSize = SIZES["small"], *, seed: int = 0) -> None:
         super().__init__()
         self.size = size
         self.token = nn.Embedding(VOCABULARY, size.width)
         self.position = nn.Embedding(size.context, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self._initialise(seed)
 
@@ -101,7 +101,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         window = self.text[start : start + self.context + 1].long()
         return window[:-1], window[1:]
 
-    def spread(self, count: int) -> tuple[Tensor, Tensor]:
+    def evenly_spaced(self, count: int) -> tuple[Tensor, Tensor]:
         """`count` windows spread evenly over the text, stacked: the fixed held-out subset."""
         count = min(count, len(self))
         pairs = [self[i * len(self) // count] for i in range(count)]

@@ -25,29 +25,29 @@ from pathlib import Path
 from typing import Protocol
 
 from gridtrain.config import ENV_PREFIX
-from gridtrain.demo.metrics import STEPS_FILE, Follower, StepRecord, mean_sent
-from gridtrain.demo.recipe import DENSITY, MEASURE_EVERY, label_of
-from gridtrain.demo.report import Curve, Measurement
+from gridtrain.demo.metrics import STEPS_FILE, RecordReader, StepRecord, mean_sent
+from gridtrain.demo.recipe import DENSITY, MEASURE_EVERY, label_for
+from gridtrain.demo.report import LossCurve, Measurement
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.runtime.operator import Contact, Operator
+from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
 
 POLL_S = 0.2
-GRACE_S = (6.0, 3.0)
+SHUTDOWN_TIMEOUTS_S = (6.0, 3.0)
 """After the first and after the second SIGTERM (at which an agent kills its script); then SIGKILL."""
 
-SILENCE_S = 90.0
+NO_PROGRESS_TIMEOUT_S = 90.0
 """Without a new step for this long, a run has failed.  Longer than a step at any cap that makes sense."""
 
-START_S = 120.0
+START_TIMEOUT_S = 120.0
 """Importing torch in all workers at once, on a slow machine."""
 
-INVITED_S = 3600.0
+INVITATION_TIMEOUT_S = 3600.0
 LOG_TAIL_LINES = 15
 CLI = (sys.executable, "-c", "from gridtrain.cli import main; main()")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoPlan:
     """What `gridtrain demo` was asked for.
 
     Attributes:
@@ -67,14 +67,14 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ProcessCommand:
     """A process to start; its end with another exit code than 0 fails the run."""
 
     name: str
     argv: tuple[str, ...]
 
 
-class View(Protocol):
+class ProgressView(Protocol):
     """Who is told how a run goes on (a terminal, a log, a test)."""
 
     def begin(self, label: str, steps: int) -> None: ...
@@ -84,58 +84,58 @@ class View(Protocol):
     def end(self) -> None: ...
 
 
-def run_all(plan: Plan, view: View) -> list[Curve]:
+def run_all(plan: DemoPlan, view: ProgressView) -> list[LossCurve]:
     """Run the exchanges one after the other.
 
     Raises:
         GridtrainError: a worker or the coordinator failed; the text holds the tail of its log.
     """
-    curves: list[Curve] = []
+    curves: list[LossCurve] = []
     for exchange, steps in plan.runs:
         folder = plan.out / exchange
         _empty(folder)
-        label = label_of(exchange, plan.density)
+        label = label_for(exchange, plan.density)
         view.begin(label, steps)
         workers = partial(worker_commands, plan, exchange, steps, folder)
         try:
             supervise(coordinator_command(plan, folder), workers, folder, view.update)
         finally:
             view.end()
-        curves.append(curve_of(exchange, label, folder))
+        curves.append(read_curve(exchange, label, folder))
     return curves
 
 
-def coordinator_command(plan: Plan, folder: Path) -> Command:
+def coordinator_command(plan: DemoPlan, folder: Path) -> ProcessCommand:
     argv = (*CLI, "coordinator", "--listen", "tcp://127.0.0.1:0", "--state", str(folder.resolve()))
-    return Command("coordinator", (*argv, "--min-workers", str(plan.workers)))
+    return ProcessCommand("coordinator", (*argv, "--min-workers", str(plan.workers)))
 
 
-def worker_commands(plan: Plan, exchange: str, steps: int, folder: Path) -> list[Command] | None:
+def worker_commands(plan: DemoPlan, exchange: str, steps: int, folder: Path) -> list[ProcessCommand] | None:
     """With an invitation from the coordinator whose state is in `folder`; None: it does not listen yet."""
     try:
-        contact = Contact.find(state=folder.resolve())
+        contact = CoordinatorEndpoint.find(state=folder.resolve())
     except ConfigError:
         return None
-    with Operator(contact) as operator:
-        invitation = operator.invite(plan.workers, expires_s=INVITED_S).text()
+    with OperatorClient(contact) as operator:
+        invitation = operator.invite(plan.workers, expires_s=INVITATION_TIMEOUT_S).text()
     train = [sys.executable, "-m", "gridtrain.demo.train", "--exchange", exchange, "--steps", str(steps)]
     train += ["--density", str(plan.density), "--model", plan.model, "--seed", str(plan.seed)]
     train += ["--measure-every", str(plan.measure_every), "--metrics", str(folder)]
     worker = (*CLI, "worker", invitation, "--upload-limit", plan.cap, "--download-limit", plan.cap)
     return [
-        Command(f"worker-{i}", (*worker, "--name", f"worker-{i}", "--", *train))
+        ProcessCommand(f"worker-{i}", (*worker, "--name", f"worker-{i}", "--", *train))
         for i in range(1, plan.workers + 1)
     ]
 
 
 def supervise(
-    coordinator: Command,
-    workers: Callable[[], Sequence[Command] | None],
+    coordinator: ProcessCommand,
+    workers: Callable[[], Sequence[ProcessCommand] | None],
     folder: Path,
     on_record: Callable[[StepRecord], None],
     *,
-    start_s: float = START_S,
-    silence_s: float = SILENCE_S,
+    start_s: float = START_TIMEOUT_S,
+    silence_s: float = NO_PROGRESS_TIMEOUT_S,
 ) -> None:
     """Run until every worker has ended with exit code 0; no process outlives this call.
 
@@ -146,12 +146,12 @@ def supervise(
         GridtrainError: a process failed, or no step was made for too long.
     """
     with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(started([coordinator], folder))
-        follower = Follower(folder / STEPS_FILE)
+        processes = stack.enter_context(start_processes([coordinator], folder))
+        follower = RecordReader(folder / STEPS_FILE)
         heard_s, patience_s = time.monotonic(), start_s
         while True:
             if len(processes) == 1 and (commands := workers()) is not None:
-                processes = processes + stack.enter_context(started(commands, folder))
+                processes = processes + stack.enter_context(start_processes(commands, folder))
             ended = len(processes) > 1 and all(process.poll() is not None for process in processes[1:])
             for record in follower.new_records():
                 on_record(record)
@@ -169,10 +169,10 @@ def supervise(
 
 
 @dataclass(slots=True)
-class Running:
+class RunningProcess:
     """A started process with its log file."""
 
-    command: Command
+    command: ProcessCommand
     popen: subprocess.Popen[bytes]
     log: Path
 
@@ -194,11 +194,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def started(commands: Sequence[Command], folder: Path) -> Iterator[list[Running]]:
+def start_processes(commands: Sequence[ProcessCommand], folder: Path) -> Iterator[list[RunningProcess]]:
     """Start processes, each in its own session; end all of them and their children on leaving."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = _environment(folder)
-    running: list[Running] = []
+    running: list[RunningProcess] = []
     try:
         for command in commands:
             log = folder / f"{command.name}.log"
@@ -211,7 +211,7 @@ def started(commands: Sequence[Command], folder: Path) -> Iterator[list[Running]
                     env=environment,
                     start_new_session=True,  # Ctrl-C comes to us alone; we end the rest in order
                 )
-            running.append(Running(command, popen, log))
+            running.append(RunningProcess(command, popen, log))
         yield running
     finally:
         _end(running)
@@ -226,10 +226,10 @@ def _environment(folder: Path) -> dict[str, str]:
     return inherited | threads | ours
 
 
-def _end(running: Sequence[Running]) -> None:
+def _end(running: Sequence[RunningProcess]) -> None:
     """Ask everyone to end, workers first; ask again; kill what is left."""
     with _undisturbed():
-        for grace_s in GRACE_S:
+        for grace_s in SHUTDOWN_TIMEOUTS_S:
             alive = [process for process in reversed(running) if process.poll() is None]
             for process in alive:
                 _signal_group(process, signal.SIGTERM)
@@ -256,7 +256,7 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _signal_group(process: Running, number: signal.Signals) -> None:
+def _signal_group(process: RunningProcess, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.popen.pid, number)
 
@@ -277,13 +277,13 @@ def _empty(folder: Path) -> None:
             path.unlink()
 
 
-def curve_of(exchange: str, label: str, folder: Path) -> Curve:
+def read_curve(exchange: str, label: str, folder: Path) -> LossCurve:
     """A finished run's curve, from the files that its workers wrote.
 
     Raises:
         GridtrainError: the run left no held-out measurement.
     """
-    records = Follower(folder / STEPS_FILE).new_records()
+    records = RecordReader(folder / STEPS_FILE).new_records()
     measurements = tuple(
         Measurement(r.step, r.seconds, r.held_out, r.sent.data) for r in records if r.held_out is not None
     )
@@ -299,4 +299,4 @@ def curve_of(exchange: str, label: str, folder: Path) -> Curve:
         "control": float(last.sent.control),
     }
     times_s = {name: getattr(last.times, name) for name in ("compute", "select", "communicate", "wait")}
-    return Curve(exchange, label, measurements, last.step, last.seconds, sent, times_s)
+    return LossCurve(exchange, label, measurements, last.step, last.seconds, sent, times_s)

@@ -33,7 +33,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A polyline in data units with its label; `notes` are (index of a point, text)."""
 
     label: str
@@ -43,20 +43,20 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class ChartPanel:
     """One pair of axes.  `mark` is a dashed horizontal at (y, text)."""
 
     title: str
     x_label: str
     y_label: str
-    lines: tuple[Line, ...]
-    mark: tuple[float, str] | None = None
+    lines: tuple[ChartLine, ...]
+    reference_line: tuple[float, str] | None = None
     log_x: bool = False
     log_y: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class AxisScale:
     """Data units to pixels along one axis."""
 
     low: float
@@ -102,7 +102,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [t for t in every if first <= t <= last]
 
 
-def draw(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
+def draw_chart(title: str, subtitle: str, panels: Sequence[ChartPanel]) -> str:
     """The whole picture as SVG text."""
     width = LEFT + len(panels) * PANEL_WIDTH + (len(panels) - 1) * BETWEEN + RIGHT
     height = TOP + PANEL_HEIGHT + BOTTOM
@@ -115,39 +115,39 @@ def draw(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
         _text(LEFT, 49, subtitle, colour=FAINT),
     ]
     for position, panel in enumerate(panels):
-        parts += _PanelPen(panel, LEFT + position * (PANEL_WIDTH + BETWEEN)).draw()
+        parts += _PanelRenderer(panel, LEFT + position * (PANEL_WIDTH + BETWEEN)).draw()
     return "\n".join([*parts, "</svg>", ""])
 
 
 @dataclass(slots=True)
-class _PanelPen:
+class _PanelRenderer:
     """Draws one panel; remembers what is taken, so that labels keep clear."""
 
-    panel: Panel
+    panel: ChartPanel
     left: float
-    x: Scale = field(init=False)
-    y: Scale = field(init=False)
-    taken: list[Box] = field(default_factory=list)
+    x: AxisScale = field(init=False)
+    y: AxisScale = field(init=False)
+    occupied: list[Box] = field(default_factory=list)
     x_ticks: list[float] = field(init=False)
     y_ticks: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         xs = [x for line in self.panel.lines for x, _ in line.points]
         ys = [y for line in self.panel.lines for _, y in line.points]
-        ys += [self.panel.mark[0]] if self.panel.mark else []
+        ys += [self.panel.reference_line[0]] if self.panel.reference_line else []
         low_x = min(xs) if self.panel.log_x else 0.0
         self.x_ticks = log_ticks(low_x, max(xs)) if self.panel.log_x else nice_ticks(0.0, max(xs))
         self.y_ticks = log_ticks(min(ys), max(ys)) if self.panel.log_y else nice_ticks(min(ys), max(ys))
-        self.x = Scale(
+        self.x = AxisScale(
             self.x_ticks[0], self.x_ticks[-1], self.left, self.left + PANEL_WIDTH, self.panel.log_x
         )
-        self.y = Scale(self.y_ticks[0], self.y_ticks[-1], TOP + PANEL_HEIGHT, TOP, self.panel.log_y)
+        self.y = AxisScale(self.y_ticks[0], self.y_ticks[-1], TOP + PANEL_HEIGHT, TOP, self.panel.log_y)
 
     def draw(self) -> list[str]:
         parts = self._axes()
         curves = [[(self.x(x), self.y(y)) for x, y in line.points] for line in self.panel.lines]
-        if self.panel.mark:
-            parts += self._mark(curves)
+        if self.panel.reference_line:
+            parts += self._draw_reference_line(curves)
         for line, curve in zip(self.panel.lines, curves, strict=True):
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in curve)
             parts.append(
@@ -161,10 +161,10 @@ class _PanelPen:
                     f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{line.colour}" stroke="#FFFFFF" '
                     'stroke-width="1.5"/>'
                 )
-                self.taken.append((x - 6, y - 6, x + 6, y + 6))
-                parts.append(self._place(_around((x, y), note), note, line.colour, "normal", curves))
+                self.occupied.append((x - 6, y - 6, x + 6, y + 6))
+                parts.append(self._place_label(_around((x, y), note), note, line.colour, "normal", curves))
         for line, curve in zip(self.panel.lines, curves, strict=True):
-            parts.append(self._place(_along(curve, line.label), line.label, line.colour, "bold", curves))
+            parts.append(self._place_label(_along(curve, line.label), line.label, line.colour, "bold", curves))
         return parts
 
     def _axes(self) -> list[str]:
@@ -185,36 +185,36 @@ class _PanelPen:
         parts.append(_text(self.left - 46, middle_y, panel.y_label, anchor="middle", extra=turn))
         return parts
 
-    def _mark(self, curves: list[list[Point]]) -> list[str]:
-        assert self.panel.mark is not None
-        value, text = self.panel.mark
+    def _draw_reference_line(self, curves: list[list[Point]]) -> list[str]:
+        assert self.panel.reference_line is not None
+        value, text = self.panel.reference_line
         y, right = self.y(value), self.left + PANEL_WIDTH
-        self.taken.append((self.left, y - 2, right, y + 2))
+        self.occupied.append((self.left, y - 2, right, y + 2))
         rule = _rule(self.left, y, right, y, FAINT, dash="5 4")
         spots = [(x, y + dy) for dy in (-7.0, 16.0) for x in (self.left + 6, self.left + PANEL_WIDTH * 0.35)]
         spots += [(right - 6 - _width(text), y + dy) for dy in (16.0, -7.0)]
-        return [rule, self._place(spots, text, FAINT, "normal", curves)]
+        return [rule, self._place_label(spots, text, FAINT, "normal", curves)]
 
-    def _place(
+    def _place_label(
         self, spots: list[Point], text: str, colour: str, weight: str, curves: list[list[Point]]
     ) -> str:
         """Write at the spot (left end of the base line) that covers least."""
 
         def cost(spot: Point) -> int:
-            return self._covered(_box(spot, text), curves)
+            return self._overlap_area(_box(spot, text), curves)
 
         best = min(spots, key=cost)  # the first of equals
-        self.taken.append(_box(best, text))
+        self.occupied.append(_box(best, text))
         return _text(*best, text, colour=colour, weight=weight, halo=True)
 
-    def _covered(self, box: Box, curves: list[list[Point]]) -> int:
+    def _overlap_area(self, box: Box, curves: list[list[Point]]) -> int:
         """How much a box covers or leaves the panel; 0 is free."""
         left, top, right, bottom = box
         outside = left < self.left or right > self.left + PANEL_WIDTH + RIGHT - 4
         outside = outside or top < TOP - 12 or bottom > TOP + PANEL_HEIGHT
         hits = sum(
             left < b_right and b_left < right and top < b_bottom and b_top < bottom
-            for b_left, b_top, b_right, b_bottom in self.taken
+            for b_left, b_top, b_right, b_bottom in self.occupied
         )
         on_lines = sum(left <= x <= right and top <= y <= bottom for c in curves for x, y in _dense(c))
         return 1000 * outside + 20 * hits + on_lines

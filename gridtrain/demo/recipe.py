@@ -21,7 +21,7 @@ HELD_OUT_WINDOWS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ModelSize:
     """Width d, layers, attention heads and context in bytes."""
 
     width: int
@@ -38,9 +38,9 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(width=32, layers=1, heads=2, context=32),
-    "small": Size(width=64, layers=2, heads=4, context=64),
-    "medium": Size(width=128, layers=2, heads=4, context=64),
+    "tiny": ModelSize(width=32, layers=1, heads=2, context=32),
+    "small": ModelSize(width=64, layers=2, heads=4, context=64),
+    "medium": ModelSize(width=128, layers=2, heads=4, context=64),
 }
 
 
@@ -76,7 +76,7 @@ RECIPES = {
 }
 
 
-def exchange_of(name: str, density: float = DENSITY) -> Exchange:
+def exchange_for(name: str, density: float = DENSITY) -> Exchange:
     """The exchange that a recipe's name stands for."""
     recipe = RECIPES[name]
     if name == "dense":
@@ -85,7 +85,7 @@ def exchange_of(name: str, density: float = DENSITY) -> Exchange:
     return sparse(density=density, momentum=recipe.momentum)
 
 
-def label_of(name: str, density: float = DENSITY) -> str:
+def label_for(name: str, density: float = DENSITY) -> str:
     """For people: "dense ring", "gTop-k, density 0.05"."""
     label = RECIPES[name].label
     return label if name == "dense" else f"{label}, density {density:g}"

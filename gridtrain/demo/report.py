@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gridtrain.demo.picture import COLOURS, Line, Panel, draw
+from gridtrain.demo.picture import COLOURS, ChartLine, ChartPanel, draw_chart
 from gridtrain.errors import GridtrainError
 
-HONEST_SENTENCE = (
+SINGLE_PROCESS_CAVEAT = (
     "On one machine a single process would be faster than all of this: nothing here had to travel. "
     "The demo shows the network: what the same training costs when each worker sits behind a {cap} line."
 )
 
-CLOCK_SENTENCE = (
+CLOCK_NOTE = (
     "Seconds run from the first step's first batch to the end of the step; the first worker's held-out "
     "evaluations are taken out of the clock, in all runs alike."
 )
@@ -61,7 +61,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class LossCurve:
     """One finished run.
 
     Attributes:
@@ -90,13 +90,13 @@ class Curve:
     def data_bytes_per_step(self) -> float:
         return self.sent_bytes["data"] / max(1, self.steps)
 
-    def reaches(self, target: float) -> Measurement | None:
+    def first_at_or_below(self, target: float) -> Measurement | None:
         """The first measurement at or below `target`; None if there is none."""
         return next((m for m in self.measurements if m.held_out <= target), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class DemoSetting:
     """What was run, for the texts: workers, cap per worker, model in words, machine in words."""
 
     workers: int
@@ -105,14 +105,14 @@ class Setting:
     machine: str
 
 
-def table(curves: Sequence[Curve]) -> list[Row]:
+def comparison_rows(curves: Sequence[LossCurve]) -> list[Row]:
     """One row of texts per run, under `HEADINGS`; the first run is the baseline."""
     target = curves[0].final.held_out
     return [_row(curve, target, curves[0].final.seconds, baseline=curve is curves[0]) for curve in curves]
 
 
-def _row(curve: Curve, target: float, baseline_s: float, *, baseline: bool) -> Row:
-    hit = curve.final if baseline else curve.reaches(target)
+def _row(curve: LossCurve, target: float, baseline_s: float, *, baseline: bool) -> Row:
+    hit = curve.final if baseline else curve.first_at_or_below(target)
     reached: Row = ("not reached", "-", "-", "-")
     if hit is not None:
         sooner = "1.0x" if baseline else f"{baseline_s / hit.seconds:.1f}x"
@@ -127,13 +127,13 @@ def _row(curve: Curve, target: float, baseline_s: float, *, baseline: bool) -> R
     )
 
 
-def findings(curves: Sequence[Curve]) -> list[str]:
+def summary_sentences(curves: Sequence[LossCurve]) -> list[str]:
     """One sentence for each run after the baseline."""
     baseline = curves[0]
     target = baseline.final.held_out
     sentences: list[str] = []
     for curve in curves[1:]:
-        hit = curve.reaches(target)
+        hit = curve.first_at_or_below(target)
         if hit is None:
             sentences.append(f"{curve.label} did not reach {baseline.label}'s final loss of {target:.3f}.")
             continue
@@ -146,7 +146,7 @@ def findings(curves: Sequence[Curve]) -> list[str]:
     return sentences
 
 
-def where_time_went(curves: Sequence[Curve]) -> list[Row]:
+def time_rows(curves: Sequence[LossCurve]) -> list[Row]:
     """Rows (run, ms per step computing, selecting, communicating, waiting, kB votes, kB control)."""
     rows: list[Row] = []
     for curve in curves:
@@ -174,35 +174,35 @@ TIME_HEADINGS: Row = (
 )
 
 
-def picture(curves: Sequence[Curve], setting: Setting) -> str:
+def loss_chart(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
     """SVG text: held-out loss against wall time, and against bytes sent by a worker (log axis)."""
     target = curves[0].final.held_out
-    by_time: list[Line] = []
-    by_bytes: list[Line] = []
+    by_time: list[ChartLine] = []
+    by_bytes: list[ChartLine] = []
     for curve, colour in zip(curves, COLOURS, strict=False):
-        hit = curve.final if curve is curves[0] else curve.reaches(target)
+        hit = curve.final if curve is curves[0] else curve.first_at_or_below(target)
         at = None if hit is None else curve.measurements.index(hit)
         times = tuple((m.seconds, m.held_out) for m in curve.measurements)
         volumes = tuple((m.data_bytes / 1e6, m.held_out) for m in curve.measurements if m.data_bytes > 0)
         at_s = () if at is None else ((at, f"{curve.measurements[at].seconds:.0f} s"),)
         at_mb = () if at is None else ((at, f"{curve.measurements[at].data_bytes / 1e6:.3g} MB"),)
-        by_time.append(Line(curve.label, times, colour, at_s))
-        by_bytes.append(Line(curve.label, volumes, colour, at_mb if len(volumes) == len(times) else ()))
+        by_time.append(ChartLine(curve.label, times, colour, at_s))
+        by_bytes.append(ChartLine(curve.label, volumes, colour, at_mb if len(volumes) == len(times) else ()))
     mark = (target, f"{curves[0].label}'s final loss: {target:.3f}")
     loss = "held-out loss (nats per byte)"
-    panels = [Panel("Against wall time", "seconds", loss, tuple(by_time), mark)]
+    panels = [ChartPanel("Against wall time", "seconds", loss, tuple(by_time), mark)]
     if all(line.points for line in by_bytes):
         panels.append(
-            Panel(
+            ChartPanel(
                 "Against bytes sent", "MB sent by one worker (log scale)", loss, tuple(by_bytes), mark, True
             )
         )
     title = "The same model, the same line, another exchange"
     subtitle = f"{setting.workers} workers, each {setting.cap} up and down; {setting.model}"
-    return draw(title, subtitle, panels)
+    return draw_chart(title, subtitle, panels)
 
 
-def write(curves: Sequence[Curve], setting: Setting, folder: Path) -> list[Path]:
+def write_report(curves: Sequence[LossCurve], setting: DemoSetting, folder: Path) -> list[Path]:
     """Write report.md, loss.svg and metrics.json into `folder`; returns their paths.
 
     Raises:
@@ -215,8 +215,8 @@ def write(curves: Sequence[Curve], setting: Setting, folder: Path) -> list[Path]
         )
     folder.mkdir(parents=True, exist_ok=True)
     contents = {
-        "report.md": markdown(curves, setting),
-        "loss.svg": picture(curves, setting),
+        "report.md": report_markdown(curves, setting),
+        "loss.svg": loss_chart(curves, setting),
         "metrics.json": json.dumps(
             {"setting": asdict(setting), "runs": [asdict(curve) for curve in curves]}, indent=1
         ),
@@ -226,7 +226,7 @@ def write(curves: Sequence[Curve], setting: Setting, folder: Path) -> list[Path]
     return [folder / name for name in contents]
 
 
-def markdown(curves: Sequence[Curve], setting: Setting) -> str:
+def report_markdown(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
     """The report as Markdown."""
     target = curves[0].final.held_out
     return "\n".join(
@@ -237,19 +237,19 @@ def markdown(curves: Sequence[Curve], setting: Setting) -> str:
             f"Target: {curves[0].label}'s final held-out loss, {target:.3f}. Bytes: counted at the socket, "
             "mean over the workers.",
             "",
-            *_markdown_table(HEADINGS, table(curves)),
+            *_markdown_table(HEADINGS, comparison_rows(curves)),
             "",
-            *findings(curves),
+            *summary_sentences(curves),
             "",
             "![held-out loss](loss.svg)",
             "",
             "Milliseconds of a step on the first worker, and what is sent beside the exchange's own bytes:",
             "",
-            *_markdown_table(TIME_HEADINGS, where_time_went(curves)),
+            *_markdown_table(TIME_HEADINGS, time_rows(curves)),
             "",
-            CLOCK_SENTENCE,
+            CLOCK_NOTE,
             "",
-            HONEST_SENTENCE.format(cap=setting.cap),
+            SINGLE_PROCESS_CAVEAT.format(cap=setting.cap),
             "",
         ]
     )

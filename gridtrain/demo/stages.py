@@ -20,16 +20,16 @@ from rich.console import Console
 from rich.table import Table
 
 from gridtrain.demo.metrics import StepRecord
-from gridtrain.demo.orchestrate import CLI, INVITED_S, Command, supervise
+from gridtrain.demo.orchestrate import CLI, INVITATION_TIMEOUT_S, ProcessCommand, supervise
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.runtime.operator import Contact, Operator
+from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
 
-LEFT_BEHIND = ("steps.jsonl", "worker-*.json", "*.log", "journal.sqlite*", "coordinator.*", "operator.key")
+OLD_RESULT_PATTERNS = ("steps.jsonl", "worker-*.json", "*.log", "journal.sqlite*", "coordinator.*", "operator.key")
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PipelineRun:
     """S stages x R replicas."""
 
     name: str
@@ -44,17 +44,17 @@ class Run:
 
 
 RUNS = (
-    Run("one-piece", "in one piece", 1, 1, "dense"),
-    Run("four-stages", "4 stages", 4, 1, "dense"),
-    Run("two-by-two", "2 stages x 2 replicas, gTop-k", 2, 2, "gtopk"),
+    PipelineRun("one-piece", "in one piece", 1, 1, "dense"),
+    PipelineRun("four-stages", "4 stages", 4, 1, "dense"),
+    PipelineRun("two-by-two", "2 stages x 2 replicas, gTop-k", 2, 2, "gtopk"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FinishedRun:
     """What a run's workers have told, in rank order."""
 
-    run: Run
+    run: PipelineRun
     workers: list[dict[str, Any]]
 
     @property
@@ -76,7 +76,7 @@ class Ended:
         return total / len(self.workers) / len(self.losses)
 
 
-def run_pipeline_demo(out: Path, console: Console, *, steps: int, quick: bool) -> list[Ended]:
+def run_pipeline_demo(out: Path, console: Console, *, steps: int, quick: bool) -> list[FinishedRun]:
     """Run all, show what came of it.
 
     Raises:
@@ -89,7 +89,7 @@ def run_pipeline_demo(out: Path, console: Console, *, steps: int, quick: bool) -
     ended = [_run(run, out / run.name, console, steps=steps, quick=quick) for run in RUNS]
     console.print()
     console.print(_table(ended))
-    for sentence in findings(ended, out, limit_bytes):
+    for sentence in summary_sentences(ended, out, limit_bytes):
         console.print(sentence, style="bold", highlight=False)
     console.print(
         f"Took {time.monotonic() - began_s:.0f} s in all. Logs and parameters: {out}", highlight=False
@@ -97,16 +97,16 @@ def run_pipeline_demo(out: Path, console: Console, *, steps: int, quick: bool) -
     return ended
 
 
-def _run(run: Run, folder: Path, console: Console, *, steps: int, quick: bool) -> Ended:
+def _run(run: PipelineRun, folder: Path, console: Console, *, steps: int, quick: bool) -> FinishedRun:
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in (*LEFT_BEHIND, "final*", "gridtrain/*/identities/*/worker-*"):
+    for pattern in (*OLD_RESULT_PATTERNS, "final*", "gridtrain/*/identities/*/worker-*"):
         for path in folder.glob(pattern):
             path.unlink()
     train = [sys.executable, "-m", "gridtrain.demo.stages_train", "--stages", str(run.stages)]
     train += ["--exchange", run.exchange, "--steps", str(steps), "--metrics", str(folder)]
     train += ["--quick"] if quick else []
     argv = (*CLI, "coordinator", "--listen", "tcp://127.0.0.1:0", "--state", str(folder.resolve()))
-    coordinator = Command("coordinator", (*argv, "--min-workers", str(run.workers)))
+    coordinator = ProcessCommand("coordinator", (*argv, "--min-workers", str(run.workers)))
     workers = "1 worker" if run.workers == 1 else f"{run.workers} workers"
     console.print(f"{run.label}: {workers}, {steps} steps", highlight=False)
 
@@ -121,23 +121,23 @@ def _run(run: Run, folder: Path, console: Console, *, steps: int, quick: bool) -
         raise GridtrainError(
             f"{len(told)} of {run.workers} workers have told how they ended", remedy=f"see {folder}"
         )
-    return Ended(run, sorted(told, key=lambda worker: int(worker["rank"])))
+    return FinishedRun(run, sorted(told, key=lambda worker: int(worker["rank"])))
 
 
-def _workers(run: Run, folder: Path, train: list[str]) -> list[Command] | None:
+def _workers(run: PipelineRun, folder: Path, train: list[str]) -> list[ProcessCommand] | None:
     try:
-        contact = Contact.find(state=folder.resolve())
+        contact = CoordinatorEndpoint.find(state=folder.resolve())
     except ConfigError:
         return None
-    with Operator(contact) as operator:
-        invitation = operator.invite(run.workers, expires_s=INVITED_S).text()
+    with OperatorClient(contact) as operator:
+        invitation = operator.invite(run.workers, expires_s=INVITATION_TIMEOUT_S).text()
     return [
-        Command(f"worker-{i}", (*CLI, "worker", invitation, "--name", f"worker-{i}", "--", *train))
+        ProcessCommand(f"worker-{i}", (*CLI, "worker", invitation, "--name", f"worker-{i}", "--", *train))
         for i in range(1, run.workers + 1)
     ]
 
 
-def _table(ended: list[Ended]) -> Table:
+def _table(ended: list[FinishedRun]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     headings = ("run", "loss at\nfirst", "loss at\nlast", "seconds", "MiB sent by a\nworker per step")
     for heading in (*headings, "MiB held, by stage"):
@@ -155,7 +155,7 @@ def _table(ended: list[Ended]) -> Table:
     return table
 
 
-def findings(ended: list[Ended], out: Path, limit_bytes: int | None) -> list[str]:
+def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | None) -> list[str]:
     """What the runs show, with figures.  Raises `GridtrainError` where they must agree and do not."""
     whole, cut, square = ended
     if limit_bytes is not None and max(cut.held_bytes) > limit_bytes:
@@ -163,7 +163,7 @@ def findings(ended: list[Ended], out: Path, limit_bytes: int | None) -> list[str
             f"a stage holds {max(cut.held_bytes) / MIB:.1f} MiB, the limit is {limit_bytes / MIB:.1f} MiB",
             remedy="cut into more stages",
         )
-    differs = largest_difference(out / whole.run.name, out / cut.run.name)
+    differs = largest_parameter_difference(out / whole.run.name, out / cut.run.name)
     said = [
         f"{cut.run.stages} stages against one piece after {len(cut.losses)} steps: largest difference of a "
         f"parameter {differs:g}, of a loss {_apart(whole.losses, cut.losses):g}.",
@@ -176,7 +176,7 @@ def findings(ended: list[Ended], out: Path, limit_bytes: int | None) -> list[str
     return said
 
 
-def largest_difference(whole: Path, cut: Path) -> float:
+def largest_parameter_difference(whole: Path, cut: Path) -> float:
     """Between the parameters of both runs, by name; infinite where a name is missing."""
     import safetensors.torch
 

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridtrain.demo.model import Block
-from gridtrain.demo.recipe import VOCABULARY, Size
+from gridtrain.demo.model import TransformerBlock
+from gridtrain.demo.recipe import VOCABULARY, ModelSize
 
-SIZE = Size(width=96, layers=8, heads=4, context=64)
-QUICK = Size(width=32, layers=4, heads=2, context=32)
+SIZE = ModelSize(width=96, layers=8, heads=4, context=64)
+QUICK_SIZE = ModelSize(width=32, layers=4, heads=2, context=32)
 BATCH_SIZE = 16
 MICRO_BATCHES = 8
 LEARNING_RATE = 1e-3
@@ -31,10 +31,10 @@ CUTS = (0, 3, 5, 7, 10)
 machine, a stage of four blocks comes about now and then, which does not."""
 
 
-class Embed(nn.Module):
+class Embedding(nn.Module):
     """Token and position embedding."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: ModelSize) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, size.width)
         self.position = nn.Embedding(size.context, size.width)
@@ -45,10 +45,10 @@ class Embed(nn.Module):
         return x_BTD
 
 
-class Head(nn.Module):
+class OutputHead(nn.Module):
     """The last norm, and logits of the next byte."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: ModelSize) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(size.width)
         self.out = nn.Linear(size.width, VOCABULARY, bias=False)
@@ -58,9 +58,9 @@ class Head(nn.Module):
         return logits
 
 
-def make_model(size: Size = SIZE) -> nn.Sequential:
+def make_model(size: ModelSize = SIZE) -> nn.Sequential:
     """To be called `with torch.device("meta")`, which `Blueprint` does: it then takes no memory."""
-    return nn.Sequential(Embed(size), *(Block(size) for _ in range(size.layers)), Head(size))
+    return nn.Sequential(Embedding(size), *(TransformerBlock(size) for _ in range(size.layers)), OutputHead(size))
 
 
 def init(block: nn.Module, number: int) -> None:
@@ -76,6 +76,6 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
 
-def loss_of(logits_BTV: Tensor, y_BT: Tensor) -> Tensor:
+def compute_loss(logits_BTV: Tensor, y_BT: Tensor) -> Tensor:
     """Mean cross entropy in nats per byte."""
     return F.cross_entropy(logits_BTV.flatten(0, 1), y_BT.flatten())

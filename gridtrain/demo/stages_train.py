@@ -19,23 +19,23 @@ from torch import nn
 
 import gridtrain
 from gridtrain.demo import stages_model as recipe
-from gridtrain.demo.metrics import STEPS_FILE, Sent, StepRecord, Times
+from gridtrain.demo.metrics import STEPS_FILE, SentBytes, StepRecord, StepTimes
 from gridtrain.demo.model import Windows
 from gridtrain.demo.text import load_corpus
 from gridtrain.pipeline.building import Blueprint
-from gridtrain.pipeline.holding import Holding, SavedMeter, state_tensors, storage_bytes
-from gridtrain.protocol.schedule import divide
+from gridtrain.pipeline.holding import MemoryUsage, SavedTensorMeter, optimizer_state_tensors, storage_bytes
+from gridtrain.protocol.schedule import divide_samples
 
-METERED_STEP = 1  # the optimizer's state is there
+MEMORY_MEASURED_STEP = 1  # the optimizer's state is there
 
 
-class InOnePiece:
+class WholeModel:
     """The whole model on one worker: micro-batch after micro-batch, as the stages compute it."""
 
     stage = 0
 
     def __init__(self, grid: gridtrain.Grid, options: argparse.Namespace) -> None:
-        blueprint = Blueprint(lambda: recipe.make_model(size_of(options)), seed=0, init=recipe.init)
+        blueprint = Blueprint(lambda: recipe.make_model(model_size(options)), seed=0, init=recipe.init)
         self.model = nn.Sequential(*blueprint.build(0, len(blueprint)))
         self.optimizer = grid.optimizer(
             recipe.adam(self.model.parameters()), self.model, exchange=gridtrain.Dense()
@@ -43,12 +43,12 @@ class InOnePiece:
         self.metered, self._kept_bytes = False, 0
 
     def step(self, x_BT: torch.Tensor, y_BT: torch.Tensor) -> float:
-        sizes = list(divide(len(x_BT), recipe.MICRO_BATCHES))
+        sizes = list(divide_samples(len(x_BT), recipe.MICRO_BATCHES))
         losses = []
         for x, y, n in zip(torch.split(x_BT, sizes), torch.split(y_BT, sizes), sizes, strict=True):
-            meter = SavedMeter(self.model.parameters())
+            meter = SavedTensorMeter(self.model.parameters())
             with meter.counting():
-                loss = recipe.loss_of(self.model(x), y) * (n / sum(sizes))
+                loss = recipe.compute_loss(self.model(x), y) * (n / sum(sizes))
             losses.append(loss.detach())
             loss.backward()  # type: ignore[no-untyped-call]
             self._kept_bytes = max(self._kept_bytes, meter.peak_bytes)
@@ -57,31 +57,31 @@ class InOnePiece:
         return float(torch.stack(losses).double().sum())
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> MemoryUsage:
         parameters = storage_bytes(self.model.parameters())
-        state = storage_bytes(state_tensors(self.optimizer.inner))
-        return Holding(parameters, parameters, state, parameters, self._kept_bytes)
+        state = storage_bytes(optimizer_state_tensors(self.optimizer.inner))
+        return MemoryUsage(parameters, parameters, state, parameters, self._kept_bytes)
 
 
-def size_of(options: argparse.Namespace) -> Any:
-    return recipe.QUICK if options.quick else recipe.SIZE
+def model_size(options: argparse.Namespace) -> Any:
+    return recipe.QUICK_SIZE if options.quick else recipe.SIZE
 
 
-def exchange_of(name: str) -> Any:
+def exchange_for(name: str) -> Any:
     return gridtrain.Dense() if name == "dense" else gridtrain.GTopK(density=0.05, momentum=0.9)
 
 
 def build(grid: gridtrain.Grid, options: argparse.Namespace) -> Any:
     if options.stages == 1:
-        return InOnePiece(grid, options)
+        return WholeModel(grid, options)
     sparse = options.exchange == "gtopk"
     return grid.pipeline(
-        lambda: recipe.make_model(size_of(options)),
+        lambda: recipe.make_model(model_size(options)),
         (lambda p: torch.optim.SGD(p, lr=0.4)) if sparse else recipe.adam,
         stages=options.stages,
-        loss_fn=recipe.loss_of,
+        loss_fn=recipe.compute_loss,
         micro_batches=recipe.MICRO_BATCHES,
-        exchange=exchange_of(options.exchange),
+        exchange=exchange_for(options.exchange),
         cuts=recipe.CUTS if options.stages == 4 and not options.quick else None,
         clip_norm=1.0 if sparse else None,
         init=recipe.init,
@@ -90,7 +90,7 @@ def build(grid: gridtrain.Grid, options: argparse.Namespace) -> Any:
 
 def train(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # several workers share this machine's cores
-    windows = Windows(load_corpus().train, size_of(options).context)
+    windows = Windows(load_corpus().train, model_size(options).context)
     grid = gridtrain.join()
     pipe = build(grid, options)
     losses: dict[int, float] = {}
@@ -98,7 +98,7 @@ def train(options: argparse.Namespace) -> None:
     batches = grid.batches(windows, batch_size=recipe.BATCH_SIZE, steps=options.steps, seed=recipe.DATA_SEED)
     for x_BT, y_BT in batches:
         began_s = began_s or time.perf_counter()
-        pipe.metered = grid.step == METERED_STEP
+        pipe.metered = grid.step == MEMORY_MEASURED_STEP
         loss = pipe.step(x_BT, y_BT)
         if loss is None:
             continue
@@ -106,14 +106,14 @@ def train(options: argparse.Namespace) -> None:
         grid.report(loss=loss)
         if grid.is_first:
             seconds = time.perf_counter() - began_s
-            record = StepRecord(grid.step, seconds, loss, None, Sent(), Times())
+            record = StepRecord(grid.step, seconds, loss, None, SentBytes(), StepTimes())
             with (options.metrics / STEPS_FILE).open("a", encoding="utf-8") as file:
                 file.write(record.to_line())
         if grid.step == options.steps:
-            write(options.metrics, grid, pipe, losses, time.perf_counter() - began_s)
+            write_results(options.metrics, grid, pipe, losses, time.perf_counter() - began_s)
 
 
-def write(folder: Path, grid: gridtrain.Grid, pipe: Any, losses: dict[int, float], seconds: float) -> None:
+def write_results(folder: Path, grid: gridtrain.Grid, pipe: Any, losses: dict[int, float], seconds: float) -> None:
     """At the end: what this worker held, sent and saw."""
     holding = pipe.holding
     told = {

@@ -20,7 +20,7 @@ FILE_LIMIT_BYTES = 24 * 1024
 """No single long module dominates, and the whole is bounded (about 2 MB for Python 3.11)."""
 
 TOTAL_LIMIT_BYTES = 4 * 1024 * 1024
-LEAST_BYTES = 512 * 1024
+MIN_BYTES = 512 * 1024
 HELD_OUT_EVERY = 10
 
 
@@ -61,10 +61,10 @@ def load_corpus(folder: Path | None = None) -> Corpus:
             break
         total_bytes += len(piece)
         parts[position % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].append(piece)
-    if total_bytes < LEAST_BYTES:
+    if total_bytes < MIN_BYTES:
         raise ConfigError(
             f"the standard library at {folder} has {total_bytes} bytes of Python source in {len(names)} "
-            f"files; the demo needs at least {LEAST_BYTES}",
+            f"files; the demo needs at least {MIN_BYTES}",
             remedy="this Python is stripped or zipped: use one from python.org, pyenv or your system",
         )
     train, held_out = b"".join(parts[0]), b"".join(parts[1])

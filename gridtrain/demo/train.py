@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import gridtrain
-from gridtrain.demo.metrics import STEPS_FILE, Sent, StepRecord, Times, write_sent
+from gridtrain.demo.metrics import STEPS_FILE, SentBytes, StepRecord, StepTimes, write_sent
 from gridtrain.demo.model import ByteGPT, Windows
 from gridtrain.demo.recipe import (
     BATCH_SIZE,
@@ -25,12 +25,12 @@ from gridtrain.demo.recipe import (
     MEASURE_EVERY,
     RECIPES,
     SIZES,
-    exchange_of,
+    exchange_for,
 )
 from gridtrain.demo.text import load_corpus
 
 
-class Recorder:
+class StepRecorder:
     """Counts what a step took and, on the first worker, writes it down.
 
     The clock starts with the first batch and stands still while the held-out loss is measured.
@@ -41,13 +41,13 @@ class Recorder:
         self._started_s = time.perf_counter()
         self._paused_s = 0.0
         self._loss: float | None = None
-        self._times = Times()
+        self._times = StepTimes()
 
-    def measured(self, elapsed_s: float) -> None:
+    def exclude_time(self, elapsed_s: float) -> None:
         """Take a held-out evaluation out of the clock."""
         self._paused_s += elapsed_s
 
-    def step_done(self, loss: float, timings: dict[str, float]) -> float:
+    def count_step(self, loss: float, timings: dict[str, float]) -> float:
         """Count a step; `timings` are the optimizer's, in seconds.  Returns the clock."""
         self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
         seconds = time.perf_counter() - self._started_s - self._paused_s
@@ -55,10 +55,10 @@ class Recorder:
         communicate = self._times.communicate + timings["communicating_s"]
         wait = self._times.wait + timings["waiting_s"]
         # All the rest is the model's: reading the batch, forward, backward, applying the update.
-        self._times = Times(seconds - select - communicate - wait, select, communicate, wait)
+        self._times = StepTimes(seconds - select - communicate - wait, select, communicate, wait)
         return seconds
 
-    def write(self, step: int, seconds: float, held_out: float | None, sent: Sent) -> None:
+    def write(self, step: int, seconds: float, held_out: float | None, sent: SentBytes) -> None:
         assert self._loss is not None
         record = StepRecord(step, seconds, self._loss, held_out, sent, self._times)
         with self._path.open("a", encoding="utf-8") as file:
@@ -71,43 +71,43 @@ def held_out_loss(model: ByteGPT, held_out: tuple[Tensor, Tensor]) -> float:
     return float(model.loss(*held_out))
 
 
-def sent_so_far(grid: gridtrain.Grid) -> Sent:
-    return Sent.of_traffic({name: sent for name, (sent, _) in grid.traffic.items()})
+def sent_bytes_so_far(grid: gridtrain.Grid) -> SentBytes:
+    return SentBytes.of_traffic({name: sent for name, (sent, _) in grid.traffic.items()})
 
 
 def train(options: argparse.Namespace) -> None:
     recipe, size = RECIPES[options.exchange], SIZES[options.model]
     corpus = load_corpus()
-    held_out = Windows(corpus.held_out, size.context).spread(HELD_OUT_WINDOWS)
+    held_out = Windows(corpus.held_out, size.context).evenly_spaced(HELD_OUT_WINDOWS)
     windows = Windows(corpus.train, size.context)
 
     grid = gridtrain.join()
     model = ByteGPT(size, seed=options.seed)
     momentum = recipe.momentum if options.exchange == "dense" else 0.0
     sgd = torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=momentum)
-    exchange = exchange_of(options.exchange, options.density)
+    exchange = exchange_for(options.exchange, options.density)
     optimizer = grid.optimizer(sgd, model, exchange=exchange, clip_norm=recipe.clip_norm)
 
-    recorder: Recorder | None = None
+    recorder: StepRecorder | None = None
     for x_BT, y_BT in grid.batches(windows, batch_size=BATCH_SIZE, steps=options.steps):
-        recorder = recorder or Recorder(options.metrics)
+        recorder = recorder or StepRecorder(options.metrics)
         loss = model.loss(x_BT, y_BT)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
-        seconds = recorder.step_done(loss.item(), optimizer.timings)
+        seconds = recorder.count_step(loss.item(), optimizer.timings)
         grid.report(loss=loss.item())
         if not grid.is_first:
             continue
-        step, sent, measured = grid.step, sent_so_far(grid), None
+        step, sent, measured = grid.step, sent_bytes_so_far(grid), None
         if step % options.measure_every == 0 or step == options.steps:
             began_s = time.perf_counter()
             with grid.evaluation():
                 measured = held_out_loss(model, held_out)
-            recorder.measured(time.perf_counter() - began_s)
+            recorder.exclude_time(time.perf_counter() - began_s)
         recorder.write(step, seconds, measured, sent)
-    write_sent(options.metrics, str(os.getpid()), sent_so_far(grid))
+    write_sent(options.metrics, str(os.getpid()), sent_bytes_so_far(grid))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gridtrain.doctor import line, machine
-from gridtrain.doctor.findings import Finding, Level, failure, ok, warning
-from gridtrain.doctor.prediction import Run, predict
-from gridtrain.doctor.talk import Measured, Talk
+from gridtrain.doctor.findings import Finding, FindingLevel, failure, ok, warning
+from gridtrain.doctor.prediction import RunStatus, predict_speedup
+from gridtrain.doctor.talk import DoctorProbe, LinkMeasurement
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.runtime.naming import state_directory
-from gridtrain.transport.curve import claim
+from gridtrain.transport.curve import claim_identity
 
-TOTAL_S = 18.0
-GREET_S, ANSWER_S, CALL_BACK_S = 4.0, 2.0, 3.5
-COORDINATOR_S, MEMBERS_S = 3.0, 4.0
+TOTAL_TIMEOUT_S = 18.0
+GREETING_TIMEOUT_S, ANSWER_TIMEOUT_S, CALLBACK_TIMEOUT_S = 4.0, 2.0, 3.5
+COORDINATOR_TIMEOUT_S, MEMBERS_TIMEOUT_S = 3.0, 4.0
 SLOW_UP_Bps = 0.25e6
-LITTLE = 0.005
+NEGLIGIBLE_GAIN = 0.005
 
-ReadRun = Callable[[Mapping[str, Any]], Run]
+RunStatusParser = Callable[[Mapping[str, Any]], RunStatus]
 
 
 class Examination:
@@ -44,20 +44,20 @@ class Examination:
     def __init__(
         self,
         invitation: Invitation,
-        read_run: ReadRun,
+        read_run: RunStatusParser,
         *,
-        total_s: float = TOTAL_S,
+        total_s: float = TOTAL_TIMEOUT_S,
         wall: Callable[[], float] = time.time,
         probe: Callable[[], machine.TorchProbe] = machine.TorchProbe,
     ) -> None:
         self._invitation, self._read_run, self._wall, self._probe = invitation, read_run, wall, probe
         self._began_s = time.monotonic()
         self._until_s = self._began_s + total_s
-        self._picture: dict[str, Any] = {}
-        self._coordinator = Measured()
-        self._members: dict[int, Measured] = {}
+        self._status: dict[str, Any] = {}
+        self._coordinator = LinkMeasurement()
+        self._members: dict[int, LinkMeasurement] = {}
 
-    def _by(self, limit_s: float) -> float:
+    def _deadline_s(self, limit_s: float) -> float:
         return min(self._until_s, time.monotonic() + limit_s)
 
     def _left_s(self) -> float:
@@ -67,56 +67,56 @@ class Examination:
         """Raises nothing on purpose; `KeyboardInterrupt` leaves nothing behind."""
         torch = self._probe()
         try:
-            yield machine.python()
-            yield machine.memory()
-            yield machine.disk(self._invitation.run)
-            yield from self._road()
+            yield machine.check_python()
+            yield machine.check_memory()
+            yield machine.check_disk(self._invitation.run)
+            yield from self._connection_findings()
             of_torch, flops = torch.findings(self._until_s)
             yield from of_torch
-            yield from self._prediction(flops)
+            yield from self._prediction_finding(flops)
         finally:
             torch.end()
 
     # -- the road ----------------------------------------------------------------------------------
 
-    def _road(self) -> Iterator[Finding]:
+    def _connection_findings(self) -> Iterator[Finding]:
         """Each look needs the one before it."""
-        way = line.Way()
-        for look in (line.resolve, line.reach):
+        way = line.ConnectionState()
+        for look in (line.check_name, line.check_tcp):
             finding = look(self._invitation, way, self._left_s())
             yield finding
-            if finding.level is Level.FAILURE:
+            if finding.level is FindingLevel.FAILURE:
                 return
         try:
-            with Talk(self._invitation, line.guest(self._invitation)) as talk:
-                finding = self._greeted(talk)
-                if finding.level is not Level.FAILURE:
+            with DoctorProbe(self._invitation, line.invitation_identity(self._invitation)) as talk:
+                finding = self._greeting_finding(talk)
+                if finding.level is not FindingLevel.FAILURE:
                     yield finding
-                    yield from self._talk(talk)
+                    yield from self._run_findings(talk)
                     return
-            yield from self._as_known(finding) if talk.heard.denied else [finding]
+            yield from self._retry_as_known(finding) if talk.responses.is_denied else [finding]
         except GridtrainError as error:
             yield failure(
                 "invitation", error.reason, error.remedy or "ask the run's owner for a new invitation"
             )
 
-    def _greeted(self, talk: Talk) -> Finding:
+    def _greeting_finding(self, talk: DoctorProbe) -> Finding:
         run = f'run "{self._invitation.run}"'
-        if talk.connect(self._by(GREET_S)):
+        if talk.connect(self._deadline_s(GREETING_TIMEOUT_S)):
             return ok("invitation", f"valid for {run}; no use of it was spent", run=self._invitation.run)
-        if talk.heard.denied:
+        if talk.responses.is_denied:
             text = "it is not valid: used up, expired, withdrawn, or it never was"
             return failure("invitation", text, "ask the run's owner for a new one: gridtrain invite")
-        if talk.heard.violation:
+        if talk.responses.violation:
             fix = "see that both sides run a gridtrain of the same version"
             return failure(
-                "invitation", f"the coordinator cannot be talked with: {talk.heard.violation}", fix
+                "invitation", f"the coordinator cannot be talked with: {talk.responses.violation}", fix
             )
         text = "something else answers there, or a coordinator with another key, or the line is too slow"
         fix = "ask the run's owner whether the coordinator was set up anew; then a new invitation is needed"
         return failure("invitation", text, fix)
 
-    def _as_known(self, refused: Finding) -> Iterator[Finding]:
+    def _retry_as_known(self, refused: Finding) -> Iterator[Finding]:
         """A used-up invitation still finds the run, for a machine that came in with it."""
         folder = (
             state_directory(self._invitation.run) / "identities" / self._invitation.coordinator.hex()[:16]
@@ -125,38 +125,38 @@ class Examination:
         if not known:
             yield refused
             return
-        with claim(folder) as (identity, path):
+        with claim_identity(folder) as (identity, path):
             if path not in known:
                 yield warning(
                     "invitation", "in use by a worker of this machine", "nothing: it trains already"
                 )
                 return
-            with Talk(self._invitation, identity) as talk:
-                if not talk.connect(self._by(GREET_S)):
+            with DoctorProbe(self._invitation, identity) as talk:
+                if not talk.connect(self._deadline_s(GREETING_TIMEOUT_S)):
                     yield refused
                     return
                 yield ok("invitation", "used up or over, but this machine is let in already", known=True)
-                yield from self._talk(talk)
+                yield from self._run_findings(talk)
 
-    def _talk(self, talk: Talk) -> Iterator[Finding]:
+    def _run_findings(self, talk: DoctorProbe) -> Iterator[Finding]:
         asked_wall_s = self._wall()
-        picture = talk.check_up(self._by(ANSWER_S))
+        picture = talk.request_checkup(self._deadline_s(ANSWER_TIMEOUT_S))
         if picture is None:
-            refused = talk.heard.refused
-            why = refused.reason if refused is not None else f"no answer within {ANSWER_S:g} s"
+            refused = talk.responses.refused
+            why = refused.reason if refused is not None else f"no answer within {ANSWER_TIMEOUT_S:g} s"
             fix = refused.remedy if refused is not None else "try again, or join all the same"
             yield warning("run", f"how the run stands is not known: {why}", fix)
             return
-        self._picture = picture
-        yield self._state()
-        yield machine.clock(_wall_of(picture), asked_wall_s)
-        yield _reachable(talk, talk.called_back(self._by(CALL_BACK_S)))
-        self._coordinator = talk.coordinator(self._by(COORDINATOR_S))
+        self._status = picture
+        yield self._state_finding()
+        yield machine.check_clock(_wall_of(picture), asked_wall_s)
+        yield _reachable(talk, talk.wait_for_callback(self._deadline_s(CALLBACK_TIMEOUT_S)))
+        self._coordinator = talk.measure_coordinator(self._deadline_s(COORDINATOR_TIMEOUT_S))
         yield from _line("coordinator", self._coordinator)
-        yield from self._look_at_members(talk)
+        yield from self._member_findings(talk)
 
-    def _state(self) -> Finding:
-        picture = self._picture
+    def _state_finding(self) -> Finding:
+        picture = self._status
         size, phase = picture.get("world_size"), picture.get("phase")
         text = f"{phase}, {size} workers, step {picture.get('step')}: {_plain(picture.get('reason'))}"
         if picture.get("finished"):
@@ -165,13 +165,13 @@ class Examination:
             )
         return ok("run", text, phase=phase, world_size=size, step=picture.get("step"))
 
-    def _look_at_members(self, talk: Talk) -> Iterator[Finding]:
+    def _member_findings(self, talk: DoctorProbe) -> Iterator[Finding]:
         ranks = {
             str(member.get("peer")): member.get("rank")
-            for member in self._picture.get("members", [])
+            for member in self._status.get("members", [])
             if isinstance(member, dict)
         }
-        found = talk.members(self._by(MEMBERS_S))
+        found = talk.measure_members(self._deadline_s(MEMBERS_TIMEOUT_S))
         if not found:
             yield ok("members", "there is no member that could be dialled for a measurement")
         for number, (peer, measured) in enumerate(found):
@@ -182,29 +182,29 @@ class Examination:
 
     # -- what it would bring -----------------------------------------------------------------------
 
-    def _prediction(self, flops: float | None) -> Iterator[Finding]:
-        if not self._picture or self._picture.get("finished"):
+    def _prediction_finding(self, flops: float | None) -> Iterator[Finding]:
+        if not self._status or self._status.get("finished"):
             return
         try:
-            run = self._read_run(self._picture)
-            said = predict(run, self._members, self._coordinator, flops)
+            run = self._read_run(self._status)
+            said = predict_speedup(run, self._members, self._coordinator, flops)
         except ConfigError as error:
             yield warning("prediction", f"none: {error.reason}", "ask again when the run trains")
             return
         verdict = "speed this run up" if said.gain >= 0 else "slow this run down"
         text = (
-            f"a step takes {said.step_s:.3g} s now and {said.with_s:.3g} s with this machine: "
+            f"a step takes {said.step_s:.3g} s now and {said.joined_step_s:.3g} s with this machine: "
             f"you would {verdict} by {abs(said.gain):.0%}"
         )
-        text += f" (assumed: {'; '.join(said.assumed)})" if said.assumed else ""
+        text += f" (assumed: {'; '.join(said.assumptions)})" if said.assumptions else ""
         figures = {
             "step_s": said.step_s,
-            "with_s": said.with_s,
+            "with_s": said.joined_step_s,
             "gain": said.gain,
             "exchange_s": said.exchange_s,
             "compute_s": said.compute_s,
         }
-        if said.gain < -LITTLE:
+        if said.gain < -NEGLIGIBLE_GAIN:
             if said.exchange_s > said.compute_s:
                 fix = (
                     "its line is what holds the others up: a faster upload, or a run with a sparser exchange"
@@ -217,7 +217,7 @@ class Examination:
             yield ok("prediction", text, **figures)
 
 
-def _line(name: str, measured: Measured) -> list[Finding]:
+def _line(name: str, measured: LinkMeasurement) -> list[Finding]:
     """Round trip and rates to one other."""
     if measured.rtt_s is None:
         fix = "nothing: members that cannot reach each other are relayed; only it is not known how fast"
@@ -225,7 +225,7 @@ def _line(name: str, measured: Measured) -> list[Finding]:
     up, down = _rate(measured.up_Bps), _rate(measured.down_Bps)
     text = f"round trip {measured.rtt_s * 1e3:.1f} ms, {up} up, {down} down"
     figures = {"rtt_s": measured.rtt_s, "up_Bps": measured.up_Bps, "down_Bps": measured.down_Bps}
-    if measured.rtt_s > line.SLOW_TRIP_s:
+    if measured.rtt_s > line.SLOW_ROUND_TRIP_s:
         return [
             warning(
                 name, text, "a line with less delay, such as a cable, makes every exchange quicker", **figures
@@ -243,7 +243,7 @@ def _rate(rate_Bps: float | None) -> str:
     return "not measured" if rate_Bps is None else f"{rate_Bps * 8 / 1e6:,.1f} Mbit/s"
 
 
-def _reachable(talk: Talk, address: str | None) -> Finding:
+def _reachable(talk: DoctorProbe, address: str | None) -> Finding:
     if address:
         return ok("reachable", f"others can connect to this machine, as {address}", address=address)
     if address is None:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Level(StrEnum):
+class FindingLevel(StrEnum):
     OK = "ok"
     WARNING = "warning"  # it can join; something will be slower, or is not known
     FAILURE = "failure"  # it cannot join like this
@@ -29,7 +29,7 @@ class Finding:
     """
 
     name: str
-    level: Level
+    level: FindingLevel
     text: str
     fix: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -46,19 +46,19 @@ class Finding:
 
 
 def ok(name: str, text: str, **figures: Any) -> Finding:
-    return Finding(name, Level.OK, text, "", figures)
+    return Finding(name, FindingLevel.OK, text, "", figures)
 
 
 def warning(name: str, text: str, fix: str, **figures: Any) -> Finding:
-    return Finding(name, Level.WARNING, text, fix, figures)
+    return Finding(name, FindingLevel.WARNING, text, fix, figures)
 
 
 def failure(name: str, text: str, fix: str, **figures: Any) -> Finding:
-    return Finding(name, Level.FAILURE, text, fix, figures)
+    return Finding(name, FindingLevel.FAILURE, text, fix, figures)
 
 
-def worst(findings: Sequence[Finding]) -> Level:
-    for level in (Level.FAILURE, Level.WARNING):
+def worst_level(findings: Sequence[Finding]) -> FindingLevel:
+    for level in (FindingLevel.FAILURE, FindingLevel.WARNING):
         if any(finding.level is level for finding in findings):
             return level
-    return Level.OK
+    return FindingLevel.OK

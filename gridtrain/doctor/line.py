@@ -24,17 +24,17 @@ from gridtrain.doctor.findings import Finding, failure, ok
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.transport.curve import Identity
 
-RESOLVE_S = 4.0
-CONNECT_S = 4.0
+RESOLVE_TIMEOUT_S = 4.0
+CONNECT_TIMEOUT_S = 4.0
 MOST_ADDRESSES = 4
-SLOW_TRIP_s = 0.25
+SLOW_ROUND_TRIP_s = 0.25
 
 _REFUSED = (errno.ECONNREFUSED,)
-_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
+_UNREACHABLE_ERRNOS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
 @dataclass(slots=True)
-class Way:
+class ConnectionState:
     """How far one gets.
 
     Attributes:
@@ -42,11 +42,11 @@ class Way:
         tcp_s: the quickest connection; None: there is none.
     """
 
-    places: list[tuple[socket.AddressFamily, tuple[object, ...]]] = field(default_factory=list)
+    addresses: list[tuple[socket.AddressFamily, tuple[object, ...]]] = field(default_factory=list)
     tcp_s: float | None = None
 
 
-def within(work: Callable[[], object], limit_s: float) -> object:
+def run_with_timeout(work: Callable[[], object], limit_s: float) -> object:
     """The result of a call that cannot be told to stop, or its exception; `TimeoutError` after `limit_s`.
 
     The thread of one that hangs (a name server that is silent) is left behind; it keeps no process alive.
@@ -66,12 +66,12 @@ def within(work: Callable[[], object], limit_s: float) -> object:
         return TimeoutError(f"no answer within {limit_s:.1f} s")
 
 
-def resolve(invitation: Invitation, way: Way, limit_s: float) -> Finding:
+def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
     """The coordinator's host name."""
     parts = urlsplit(invitation.address)
     host, port = parts.hostname or "", parts.port or 0
-    limit_s = min(RESOLVE_S, limit_s)
-    found = within(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), limit_s)
+    limit_s = min(RESOLVE_TIMEOUT_S, limit_s)
+    found = run_with_timeout(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), limit_s)
     if isinstance(found, TimeoutError):
         fix = "check this machine's network; or ask for an invitation with a numeric address"
         return failure("name", f"no name server answers for {host} within {limit_s:.1f} s", fix, host=host)
@@ -79,19 +79,19 @@ def resolve(invitation: Invitation, way: Way, limit_s: float) -> Finding:
         fix = "check the network; ask the run's owner for an invitation with an address that is known here"
         why = getattr(found, "strerror", None) or found
         return failure("name", f"{host} is not known here: {why}", fix, host=host)
-    way.places = [(family, place) for family, _, _, _, place in found][:MOST_ADDRESSES]
-    named = ", ".join(dict.fromkeys(str(place[0]) for _, place in way.places))
+    way.addresses = [(family, place) for family, _, _, _, place in found][:MOST_ADDRESSES]
+    named = ", ".join(dict.fromkeys(str(place[0]) for _, place in way.addresses))
     return ok("name", f"{host} is {named}" if named != host else f"{host}, port {port}", host=host, port=port)
 
 
-def reach(invitation: Invitation, way: Way, limit_s: float) -> Finding:
+def check_tcp(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
     """A TCP connection to one of its addresses; each has its part of the time."""
     errors: list[OSError] = []
-    limit_s = min(CONNECT_S, limit_s)
+    limit_s = min(CONNECT_TIMEOUT_S, limit_s)
     until_s = time.monotonic() + limit_s
-    for index, (family, place) in enumerate(way.places):
+    for index, (family, place) in enumerate(way.addresses):
         began_s = time.monotonic()
-        part_s = max(0.05, (until_s - began_s) / (len(way.places) - index))
+        part_s = max(0.05, (until_s - began_s) / (len(way.addresses) - index))
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.settimeout(part_s)
@@ -112,11 +112,11 @@ def reach(invitation: Invitation, way: Way, limit_s: float) -> Finding:
         return failure("port", f"nobody listens at {where}", fix)
     why = "; ".join(sorted({error.strerror or str(error) for error in errors}))
     fix = "check this machine's network"
-    if any(error.errno in _NO_WAY for error in errors):
+    if any(error.errno in _UNREACHABLE_ERRNOS for error in errors):
         fix = "there is no way from here: check the network, or whether the address is one of another network"
     return failure("port", f"{where} cannot be reached: {why}", fix)
 
 
-def guest(invitation: Invitation) -> Identity:
+def invitation_identity(invitation: Invitation) -> Identity:
     """The key pair that the invitation lends."""
     return Identity.from_secret(invitation.token)

@@ -27,7 +27,7 @@ LITTLE_MEMORY_bytes = 4 << 30
 LITTLE_DISK_bytes = 2 << 30
 BAD_DISK_bytes = 200 << 20
 MOST_SKEW_s = 5.0
-CHUNK_WAIT_S = 0.05
+POLL_S = 0.05
 
 TORCH_PROBE = """
 import json, time
@@ -69,10 +69,10 @@ print(json.dumps(found))
 """What the other process runs: it says how far it is, then what it found, a JSON object a line.  Flops: of a
 float32 product."""
 
-INSTALL = "pip install 'gridtrain[torch]' (or first the torch build that fits your GPU, see pytorch.org)"
+INSTALL_HINT = "pip install 'gridtrain[torch]' (or first the torch build that fits your GPU, see pytorch.org)"
 
 
-def python() -> Finding:
+def check_python() -> Finding:
     ours = platform.python_version()
     figures = {"version": ours, "platform": sys.platform}
     if sys.version_info < LEAST_PYTHON:
@@ -116,7 +116,7 @@ class TorchProbe:
             found = json.loads(out.splitlines()[-1])
         except (IndexError, ValueError):
             last = (err.strip().splitlines() or [f"exit code {self._process.returncode}"])[-1][:200]
-            return [failure("torch", f"torch cannot be used: {last}", INSTALL)], None
+            return [failure("torch", f"torch cannot be used: {last}", INSTALL_HINT)], None
         return _torch_findings(found)
 
 
@@ -137,7 +137,7 @@ def _late(said: bytes | str | None, took_s: float) -> Finding:
             "torch", f"{here}: its GPU driver does not answer within {took_s:.0f} s", f"try: {check}"
         )
     if not here:
-        return failure("torch", "torch is not installed here", INSTALL)
+        return failure("torch", "torch is not installed here", INSTALL_HINT)
     doing = "computes" if at == "product" else "is being imported"
     return warning(
         "torch",
@@ -157,7 +157,7 @@ def _installed() -> str:
 
 def _torch_findings(found: dict[str, Any]) -> tuple[list[Finding], float | None]:
     if "missing" in found:
-        return [failure("torch", f"torch is not installed here ({found['missing']})", INSTALL)], None
+        return [failure("torch", f"torch is not installed here ({found['missing']})", INSTALL_HINT)], None
     flops = float(found["flops"])
     named = f"torch {found['version']}"
     findings = [
@@ -195,7 +195,7 @@ def _torch_findings(found: dict[str, Any]) -> tuple[list[Finding], float | None]
     return findings, flops
 
 
-def memory(available_bytes: Callable[[], int | None] | None = None) -> Finding:
+def check_memory(available_bytes: Callable[[], int | None] | None = None) -> Finding:
     """`available_bytes`: another source, for tests."""
     free = (available_bytes or _available_bytes)()
     if free is None:
@@ -231,7 +231,7 @@ def _container_left_bytes() -> int | None:
         return None
 
 
-def disk(run: str) -> Finding:
+def check_disk(run: str) -> Finding:
     """Where checkpoints and the final model go."""
     folder = state_directory(run)
     there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -247,7 +247,7 @@ def disk(run: str) -> Finding:
     return ok("disk", text, free_bytes=free)
 
 
-def clock(theirs_s: float | None, ours_s: float) -> Finding:
+def check_clock(theirs_s: float | None, ours_s: float) -> Finding:
     """Compared with the coordinator's wall clock; None: it did not say."""
     if theirs_s is None:
         return ok("clock", "not compared: the coordinator did not say what time it is")

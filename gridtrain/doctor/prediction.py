@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gridtrain.doctor.talk import Measured
-from gridtrain.protocol.choosing import Outlook, outlook, planned
-from gridtrain.protocol.lines import Link, Network
-from gridtrain.protocol.loads import Cpu, Load
+from gridtrain.doctor.talk import LinkMeasurement
+from gridtrain.protocol.choosing import ExchangeEstimate, estimate_best_order, estimate_exchange
+from gridtrain.protocol.lines import LinkModel, NetworkModel
+from gridtrain.protocol.loads import CpuCosts, Workload
 
 MOST_ORDERED = 32
 LEAST_Bps = 1e3
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunStatus:
     """A run as it is.
 
     Attributes:
@@ -34,8 +34,8 @@ class Run:
         flops: what members say of their speed, as of `machine.TORCH_PROBE`.
     """
 
-    network: Network | None
-    load: Load
+    network: NetworkModel | None
+    load: Workload
     compute_s: Sequence[float]
     shares: Sequence[int]
     global_batch_size: int | None
@@ -43,7 +43,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class SpeedupPrediction:
     """Attributes:
     step_s, with_s: a step now, and with this machine.
     gain: of samples in a second; 0.2: 20 % more.
@@ -51,14 +51,14 @@ class Prediction:
     """
 
     step_s: float
-    with_s: float
+    joined_step_s: float
     gain: float
     exchange_s: float
     compute_s: float
-    assumed: tuple[str, ...]
+    assumptions: tuple[str, ...]
 
 
-def predict(run: Run, mine: Mapping[int, Measured], coordinator: Measured, flops: float | None) -> Prediction:
+def predict_speedup(run: RunStatus, mine: Mapping[int, LinkMeasurement], coordinator: LinkMeasurement, flops: float | None) -> SpeedupPrediction:
     """`mine`: this machine's lines to members, by rank.  `flops`: of this machine; None: not known."""
     assumed: list[str] = []
     usual_s = median(run.compute_s)
@@ -77,10 +77,10 @@ def predict(run: Run, mine: Mapping[int, Measured], coordinator: Measured, flops
     step_s = before.step_s if before is not None else now_s
     samples, with_samples = sum(run.shares), sum(run.shares) + more
     gain = (with_samples / after.step_s) / (samples / step_s) - 1
-    return Prediction(step_s, after.step_s, gain, after.cost.exchange_s, compute_s, tuple(assumed))
+    return SpeedupPrediction(step_s, after.step_s, gain, after.cost.exchange_s, compute_s, tuple(assumed))
 
 
-def _shares(run: Run, usual_s: float, compute_s: float) -> tuple[list[float], int]:
+def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[float], int]:
     """Samples of each, this machine last; and how many more a step has."""
     if run.global_batch_size is None:
         mine = round(median(run.shares))
@@ -90,7 +90,7 @@ def _shares(run: Run, usual_s: float, compute_s: float) -> tuple[list[float], in
     return [sum(run.shares) * rate / sum(rates) for rate in rates], 0
 
 
-def _slowest(run: Run, shares: Sequence[float], usual_s: float, compute_s: float) -> float:
+def _slowest(run: RunStatus, shares: Sequence[float], usual_s: float, compute_s: float) -> float:
     """Of the step with this machine: each one's seconds grow with its samples."""
     known = [*run.compute_s, *[usual_s] * (len(run.shares) - len(run.compute_s))]
     times = [known[rank] * shares[rank] / max(1, run.shares[rank]) for rank in range(len(run.shares))]
@@ -98,33 +98,33 @@ def _slowest(run: Run, shares: Sequence[float], usual_s: float, compute_s: float
     return max(*times, mine)
 
 
-def _look(load: Load, network: Network, compute_s: float) -> Outlook:
-    look = planned if 2 < network.size <= MOST_ORDERED else outlook
-    return look(load, network, Cpu(), compute_s)
+def _look(load: Workload, network: NetworkModel, compute_s: float) -> ExchangeEstimate:
+    look = estimate_best_order if 2 < network.size <= MOST_ORDERED else estimate_exchange
+    return look(load, network, CpuCosts(), compute_s)
 
 
 def _joined(
-    network: Network | None, size: int, mine: Mapping[int, Measured], coordinator: Measured
-) -> Network:
+    network: NetworkModel | None, size: int, mine: Mapping[int, LinkMeasurement], coordinator: LinkMeasurement
+) -> NetworkModel:
     """The members' network with this machine as the last rank."""
     up_Bps = _best([coordinator.up_Bps, *(each.up_Bps for each in mine.values())])
     down_Bps = _best([coordinator.down_Bps, *(each.down_Bps for each in mine.values())])
     trips_s = [each.rtt_s for each in (*mine.values(), coordinator) if each.rtt_s]
     usual = median(trips_s) if trips_s else 0.05
 
-    def link(src: int, dst: int) -> Link:
+    def link(src: int, dst: int) -> LinkModel:
         if network is not None and max(src, dst) < size:
             return network.link(src, dst)
         if max(src, dst) < size:  # one member: there is no such pair
-            return Link(usual / 2)
-        there = mine.get(min(src, dst), Measured())
+            return LinkModel(usual / 2)
+        there = mine.get(min(src, dst), LinkMeasurement())
         rate_Bps = there.up_Bps if src == size else there.down_Bps
         alpha_s = (there.rtt_s if there.rtt_s is not None else usual) / 2
-        return Link(alpha_s, max(LEAST_Bps, rate_Bps)) if rate_Bps else Link(alpha_s)
+        return LinkModel(alpha_s, max(LEAST_Bps, rate_Bps)) if rate_Bps else LinkModel(alpha_s)
 
     ups = list(network.up_Bps) if network is not None else [down_Bps] * size
     downs = list(network.down_Bps) if network is not None else [up_Bps] * size
-    return Network(
+    return NetworkModel(
         link, [*ups, up_Bps], [*downs, down_Bps], network.shared_Bps if network is not None else {}
     )
 
@@ -135,7 +135,7 @@ def _best(rates_Bps: Sequence[float | None]) -> float:
     return max(LEAST_Bps, max(known, default=12.5e6))
 
 
-def numbers_of(picture: Mapping[str, Any], figure: str) -> list[float]:
+def member_figures(picture: Mapping[str, Any], figure: str) -> list[float]:
     """A figure of the members that train, of those that say it; never believed where it cannot be."""
     members = picture.get("members", [])
     found: list[float] = []
@@ -147,7 +147,7 @@ def numbers_of(picture: Mapping[str, Any], figure: str) -> list[float]:
     return found
 
 
-def shares_of(picture: Mapping[str, Any]) -> list[int]:
+def member_shares(picture: Mapping[str, Any]) -> list[int]:
     members = picture.get("members", [])
     ranked = [x for x in members if isinstance(x, dict) and isinstance(x.get("rank"), int)]
     return [max(0, int(x.get("share") or 0)) for x in sorted(ranked, key=lambda x: x["rank"])]

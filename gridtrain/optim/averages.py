@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.optim import state_sync
-from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.runtime.buffers import DenseRingBuffer
 from gridtrain.runtime.plan import StepPlan
 from gridtrain.sparsify.merge import FloatArray, largest_summable
 
@@ -29,7 +29,7 @@ _DIGEST_BITS = 32
 _HEAD = 1 + _DIGEST_BITS
 
 
-class BufferAverage:
+class BufferAveraging:
     """The averages of one worker's model; `every`: steps between two of them, 0 for never."""
 
     def __init__(self, model: nn.Module, every: int) -> None:
@@ -41,7 +41,7 @@ class BufferAverage:
         text, _ = state_sync.buffers_digest(self._model)
         return f"{text}, averaged every {self._every} steps" if self._every else text
 
-    def workspace(self, plan: StepPlan) -> DenseWorkspace | None:
+    def make_collective_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
         """This worker's part in the average that is due in this step; None if none is."""
         if not self._every or (plan.step + 1) % self._every:
             return None
@@ -55,9 +55,9 @@ class BufferAverage:
             heads += [np.full(1, usable, np.float32), _digest_bits(buffer)]
         words_M = state_sync.integer_buffers_vector(self._model).view(np.uint16).astype(np.float32)
         parts = (*floats, *heads, words_M if plan.rank == 0 else np.zeros_like(words_M))
-        return DenseWorkspace(np.concatenate(parts), plan.world_size)
+        return DenseRingBuffer(np.concatenate(parts), plan.world_size)
 
-    def load(self, workspace: DenseWorkspace) -> None:
+    def apply(self, workspace: DenseRingBuffer) -> None:
         """After the commit: the average of those who took part, and rank 0's integers."""
         buffers = state_sync.float_buffers(self._model)
         n = sum(buffer.numel() for buffer in buffers)

@@ -23,7 +23,7 @@ from gridtrain.optim.state_sync import Trackers
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class TurnStartState:
     """See the module's text.
 
     Attributes:
@@ -35,28 +35,28 @@ class Before:
     trackers: Mapping[str, Any]
 
     @classmethod
-    def of(cls, inner: torch.optim.Optimizer, trackers: Trackers, *, averages: bool) -> Before:
+    def capture(cls, inner: torch.optim.Optimizer, trackers: Trackers, *, averages: bool) -> TurnStartState:
         """As it is now.
 
         `averages`: copy also what may be as large as the model.  Who changes it after the step of the run
         alone can do without.
         """
         groups = copy.deepcopy(inner.state_dict()["param_groups"])
-        return cls(groups, {name: _copied(item.state_dict(), averages) for name, item in trackers.items()})
+        return cls(groups, {name: _copy_value(item.state_dict(), averages) for name, item in trackers.items()})
 
-    def seen(
+    def apply_to(
         self, replicated: torch.optim.Optimizer, trackers: Trackers
     ) -> tuple[torch.optim.Optimizer, Trackers]:
         """What stands for these two in a state that is given away; for `state_sync`."""
         theirs = {
-            name: _Tracked(self.trackers[name]) if name in self.trackers else item
+            name: _TrackerView(self.trackers[name]) if name in self.trackers else item
             for name, item in trackers.items()
         }
-        return cast(torch.optim.Optimizer, _Seen(replicated, self.param_groups)), theirs
+        return cast(torch.optim.Optimizer, _OptimizerView(replicated, self.param_groups)), theirs
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _OptimizerView:
     """An optimizer with the settings of before; its moments are of the last step as they are."""
 
     replicated: torch.optim.Optimizer
@@ -67,7 +67,7 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tracked:
+class _TrackerView:
     """A tracker as it was."""
 
     state: dict[str, Any]
@@ -79,13 +79,13 @@ class _Tracked:
         raise NotImplementedError("what was remembered is only given away")
 
 
-def _copied(value: Any, averages: bool) -> Any:
+def _copy_value(value: Any, averages: bool) -> Any:
     if averages:
         return copy.deepcopy(value)
     if isinstance(value, Tensor) and value.numel() > 1:
         return value
     if type(value) in (list, tuple):
-        return type(value)(_copied(item, averages) for item in value)
+        return type(value)(_copy_value(item, averages) for item in value)
     if isinstance(value, Mapping):
-        return {name: _copied(item, averages) for name, item in value.items()}
+        return {name: _copy_value(item, averages) for name, item in value.items()}
     return copy.deepcopy(value)

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim.state_sync import content_digest
-from gridtrain.protocol.messages import Facts, Held
-from gridtrain.protocol.recovery import ledger_entry, ledger_of
+from gridtrain.protocol.ledger_record import ledger_entry, parse_ledger
+from gridtrain.protocol.messages import CheckpointInfo, Facts
 from gridtrain.runtime.copies import RESIDUAL_FILE
 
 log = logging.getLogger("gridtrain")
@@ -57,7 +57,7 @@ class Checkpoint:
     """
 
     path: Path
-    held: Held
+    position: CheckpointInfo
     facts: Facts
     document: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -66,21 +66,21 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Steps that had been committed."""
-        return self.held.applied + 1
+        return self.position.applied + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class CheckpointContent:
     """What is to be written: copies that nobody changes any more."""
 
-    held: Held
+    position: CheckpointInfo
     facts: Facts
     document: dict[str, Any]
     tensors: Mapping[str, Tensor]
     residual: Mapping[str, Tensor]
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one worker in one run.
 
     Args:
@@ -102,7 +102,7 @@ class Checkpoints:
         self._latest: int | None = None
         self._mine: list[Path] = []  # oldest first; others on the disk may be of a history that was left
         self._lock: int | None = None
-        self._voided: int | None = None
+        self._dropped_residuals: int | None = None
 
     def claim(self) -> None:
         """For this worker alone, until `release`.  What cannot be written to is said now, not after hours.
@@ -116,7 +116,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a residual holds traces of samples
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._sweep()
+            self._remove_partial()
         except BlockingIOError:
             self.release()
             raise ConfigError(
@@ -126,7 +126,7 @@ class Checkpoints:
         except OSError as error:
             log.warning("there will be no checkpoints: %s cannot be written to: %s", self.folder, error)
 
-    def _sweep(self) -> None:
+    def _remove_partial(self) -> None:
         """What a process that was killed had begun to write.  A state is large, and nobody else comes by."""
         for left in (*self.folder.glob(_PARTIAL), *self.folder.glob(f"*/{_PARTIAL}")):
             shutil.rmtree(left, ignore_errors=True)
@@ -136,31 +136,31 @@ class Checkpoints:
             os.close(self._lock)
             self._lock = None
 
-    def adopt(self) -> None:
+    def mark_verified(self) -> None:
         """The training goes on from the latest one: what is on the disk is of this history."""
         with contextlib.suppress(OSError):
-            self._mine = folders(self.folder)
+            self._mine = list_checkpoints(self.folder)
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """After `step` committed steps; later, if the one before is still being written then."""
         if self._latest is None:
             self._latest = step  # where this worker begins
-        return self._every > 0 and not self._writing() and step // self._every > self._latest // self._every
+        return self._every > 0 and not self._is_writing() and step // self._every > self._latest // self._every
 
-    def write(self, snapshot: Snapshot) -> None:
+    def write(self, snapshot: CheckpointContent) -> None:
         """In the background.  A full disk costs the checkpoint, not the training: it is logged."""
         self.wait()
-        self._voided = None
-        self._latest = snapshot.held.applied + 1
+        self._dropped_residuals = None
+        self._latest = snapshot.position.applied + 1
         self._writer = threading.Thread(
             target=self._write, args=(snapshot,), name="gridtrain-checkpoint", daemon=True
         )
         self._writer.start()
 
-    def void(self, step: int) -> None:
+    def drop_residual(self, step: int) -> None:
         """Somebody else has the residual of this step: its checkpoint, which may be on its way to the disk,
         must not bring it back."""
-        self._voided = step  # first: whoever renames it afterwards looks here
+        self._dropped_residuals = step  # first: whoever renames it afterwards looks here
         self._drop_residual(step)
 
     def _drop_residual(self, step: int) -> None:
@@ -178,7 +178,7 @@ class Checkpoints:
         A damaged one is skipped with a warning, and so is one of another model or other data.
         """
         try:
-            paths = folders(self.folder)
+            paths = list_checkpoints(self.folder)
         except OSError as error:
             log.warning("checkpoints in %s cannot be looked at: %s", self.folder, error)
             paths = []
@@ -193,16 +193,16 @@ class Checkpoints:
             log.warning("the checkpoint %s is of another training, and is left alone", path)
         return None
 
-    def _writing(self) -> bool:
+    def _is_writing(self) -> bool:
         return self._writer is not None and self._writer.is_alive()
 
-    def _write(self, snapshot: Snapshot) -> None:
-        step = snapshot.held.applied + 1
+    def _write(self, snapshot: CheckpointContent) -> None:
+        step = snapshot.position.applied + 1
         try:
             save(snapshot, step_folder(self.folder, step))
-            if step == self._voided:
+            if step == self._dropped_residuals:
                 self._drop_residual(step)
-            self._mine = [path for path in self._mine if path.name != snapshot_name(step)]
+            self._mine = [path for path in self._mine if path.name != checkpoint_folder_name(step)]
             self._mine.append(step_folder(self.folder, step))
             while len(self._mine) > self._keep:
                 shutil.rmtree(self._mine.pop(0), ignore_errors=True)
@@ -215,14 +215,14 @@ class Checkpoints:
 
 def step_folder(folder: Path, step: int) -> Path:
     """Where the checkpoint after so many steps lies."""
-    return folder / snapshot_name(step)
+    return folder / checkpoint_folder_name(step)
 
 
-def snapshot_name(step: int) -> str:
+def checkpoint_folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(snapshot: Snapshot, path: Path) -> None:
+def save(snapshot: CheckpointContent, path: Path) -> None:
     """Write a checkpoint to the new folder `path`, whole or not at all.  Raises `OSError`."""
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -231,9 +231,9 @@ def save(snapshot: Snapshot, path: Path) -> None:
         residual = safetensors.torch.save(dict(snapshot.residual)) if snapshot.residual else b""
         body = {
             "format": FORMAT,
-            "applied": snapshot.held.applied,
-            "history": snapshot.held.history.hex(),
-            "ledger": ledger_entry(snapshot.held.ledger),
+            "applied": snapshot.position.applied,
+            "history": snapshot.position.history.hex(),
+            "ledger": ledger_entry(snapshot.position.ledger),
             "facts": [list(fact) for fact in snapshot.facts],
             "content": content_digest(snapshot.document, snapshot.tensors).hex(),
             "residual": _digest(residual),
@@ -243,7 +243,7 @@ def save(snapshot: Snapshot, path: Path) -> None:
         if snapshot.residual:
             _write_file(partial / RESIDUAL_FILE, residual)
         _write_file(partial / "state.json", json.dumps(body, separators=(",", ":")).encode())
-        put_in_place(partial, path)
+        publish_folder(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -256,7 +256,7 @@ def read(path: Path) -> Checkpoint:
         body = json.loads(text)
         if body["format"] != FORMAT:
             raise ValueError(f"it has format {body['format']!r}, this gridtrain reads {FORMAT}")
-        held = _held(body)
+        held = _parse_position(body)
         facts = tuple((str(name), str(value)) for name, value in body["facts"])
         tensors = safetensors.torch.load_file(path / "tensors.safetensors")
         residual = _read_residual(path / RESIDUAL_FILE, body.get("residual", ""))
@@ -264,9 +264,9 @@ def read(path: Path) -> Checkpoint:
             raise ValueError("its tensors are not those that were written")
         return Checkpoint(path, held, facts, dict(body["state"]), tensors, residual)
     except RemoteProtocolError as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable_error(path, error) from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable_error(path, error) from None
 
 
 def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
@@ -287,34 +287,34 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
-def head(path: Path) -> tuple[Held, Facts]:
+def read_header(path: Path) -> tuple[CheckpointInfo, Facts]:
     """Which state it is, and of what training; `read` may still find it damaged.  Raises `ConfigError`."""
     try:
         body = json.loads(_read_text(path / "state.json"))
-        return _held(body), tuple((str(name), str(value)) for name, value in body["facts"])
+        return _parse_position(body), tuple((str(name), str(value)) for name, value in body["facts"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable_error(path, error) from None
 
 
-def _held(body: Mapping[str, Any]) -> Held:
+def _parse_position(body: Mapping[str, Any]) -> CheckpointInfo:
     digest = bytes.fromhex(body.get("content", ""))  # older ones have none
     history = bytes.fromhex(body["history"])
-    return Held(int(body["applied"]), history, ledger_of(body["ledger"]), digest=digest)
+    return CheckpointInfo(int(body["applied"]), history, parse_ledger(body["ledger"]), digest=digest)
 
 
-def _unreadable(path: Path, error: Exception) -> ConfigError:
+def _unreadable_error(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}",
         remedy="an older one beside it may do; move this one away",
     )
 
 
-def step_of(path: Path) -> int:
+def checkpoint_step(path: Path) -> int:
     """Committed steps of a checkpoint that `folders` has found."""
     return int(path.name.removeprefix("step-"))
 
 
-def folders(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints, the oldest first."""
     if not folder.is_dir():
         return []
@@ -330,7 +330,7 @@ def _read_text(path: Path) -> bytes:
     return text
 
 
-def put_in_place(partial: Path, path: Path) -> None:
+def publish_folder(partial: Path, path: Path) -> None:
     """A folder whose files are on the disk for good becomes `path`.  Raises `OSError`."""
     sync_folder(partial)
     shutil.rmtree(path, ignore_errors=True)  # of an earlier life of the run, or before a rollback

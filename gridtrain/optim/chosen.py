@@ -19,15 +19,15 @@ from torch import Tensor
 
 from gridtrain.config import Auto, Dense, Exchange
 from gridtrain.errors import LocalProtocolError
-from gridtrain.optim.exchange import Attempt, DenseExchanger, Exchanger, SparseExchanger
-from gridtrain.protocol.roads import DIRECT
+from gridtrain.optim.exchange import DenseExchanger, ExchangeAttempt, Exchanger, SparseExchanger
+from gridtrain.protocol.roads import DIRECT_DENSE
 from gridtrain.runtime.buckets import Bounds
 from gridtrain.runtime.plan import StepPlan
 from gridtrain.sparsify.feedback import ErrorFeedback
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
 
-class ChosenExchanger:
+class AutoExchanger:
     """See the module's text.  One bucket: the whole gradient."""
 
     def __init__(self, auto: Auto, bounds: Bounds, device: torch.device) -> None:
@@ -35,69 +35,69 @@ class ChosenExchanger:
         self.bounds: Bounds = bounds
         self._device = device
         self._choices = {exchange.describe(): exchange for exchange in auto.exchanges(bounds[-1])}
-        self._choices[DIRECT] = Dense(topology="direct")  # the other road of `Dense()`
+        self._choices[DIRECT_DENSE] = Dense(topology="direct")  # the other road of `Dense()`
         self._name = ""
         self._current: Exchanger | None = None
-        self._kept: ErrorFeedback | None = None
+        self._feedback: ErrorFeedback | None = None
         self._taken_N: Tensor | None = None  # what of the residual the dense step under way takes along
 
     @property
     def feedback(self) -> ErrorFeedback | None:
-        return self._kept
+        return self._feedback
 
     @property
     def choices(self) -> dict[str, Exchange]:
         return dict(self._choices)
 
     @property
-    def now(self) -> Exchange | None:
+    def current_exchange(self) -> Exchange | None:
         """What the latest step used; None: there was none."""
         return self._choices.get(self._name)
 
-    def opened(self) -> ErrorFeedback:
+    def open_feedback(self) -> ErrorFeedback:
         """For what another worker, or a checkpoint, has kept."""
-        if self._kept is None:
-            self._kept = ErrorFeedback(self.bounds[-1], self._device)
-        return self._kept
+        if self._feedback is None:
+            self._feedback = ErrorFeedback(self.bounds[-1], self._device)
+        return self._feedback
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """What was kept belongs to another life of this worker."""
-        self._kept = self._taken_N = None
+        self._feedback = self._taken_N = None
 
-    def prepare_bucket(self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
+    def prepare_bucket(self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool) -> ExchangeAttempt:
         """See `Exchanger`.  Raises `LocalProtocolError` where nothing is chosen, or something else."""
-        current = self._become(plan.exchange)
+        current = self._switch_to(plan.exchange)
         self._taken_N = None
-        if isinstance(current, SparseExchanger) or self._kept is None or not usable:
+        if isinstance(current, SparseExchanger) or self._feedback is None or not usable:
             return current.prepare_bucket(bucket, gradient_B, plan, usable=usable)
-        taken_N = self._kept.residual_N.clone()
+        taken_N = self._feedback.residual_N.clone()
         weighted_N = gradient_B * plan.weight if plan.samples else torch.zeros_like(gradient_B)
         assert isinstance(current, DenseExchanger)
-        attempt = current.contribute(weighted_N.add_(taken_N), plan, usable=usable)
+        attempt = current.prepare_contribution(weighted_N.add_(taken_N), plan, usable=usable)
         self._taken_N = taken_N
         return attempt
 
-    def commit(self, attempt: Attempt) -> npt.NDArray[np.float32] | Sparse:
+    def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
         assert self._current is not None
         update = self._current.commit(attempt)
         taken_N, self._taken_N = self._taken_N, None
-        if taken_N is not None and self._kept is not None:
+        if taken_N is not None and self._feedback is not None:
             # Another worker's may have come in between: it stays.
             left_N = torch.where(
-                self._kept.residual_N == taken_N,
+                self._feedback.residual_N == taken_N,
                 torch.zeros_like(taken_N),
-                self._kept.residual_N - taken_N,
+                self._feedback.residual_N - taken_N,
             )
             if bool(left_N.any()):
-                self._kept.load({"residual": left_N})
+                self._feedback.load({"residual": left_N})
             else:
-                self._kept = None
+                self._feedback = None
         return update
 
-    def _become(self, name: str) -> Exchanger:
+    def _switch_to(self, name: str) -> Exchanger:
         if self._current is not None and name == self._name:
             if isinstance(self._current, SparseExchanger):
-                self._current.feedback = self.opened()
+                self._current.feedback = self.open_feedback()
             return self._current
         exchange = self._choices.get(name)
         if exchange is None:
@@ -105,6 +105,6 @@ class ChosenExchanger:
         if isinstance(exchange, Dense):
             self._current = DenseExchanger(exchange, self.bounds)
         else:
-            self._current = SparseExchanger(exchange, self.bounds, self._device, self.opened())
+            self._current = SparseExchanger(exchange, self.bounds, self._device, self.open_feedback())
         self._name = name
         return self._current

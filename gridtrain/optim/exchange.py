@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 from gridtrain.config import Dense, Exchange, GTopK, TopK
-from gridtrain.protocol.roads import DIRECT
-from gridtrain.runtime.buckets import Bounds, BucketedWorkspace, BucketWorkspace
-from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
+from gridtrain.protocol.roads import DIRECT_DENSE
+from gridtrain.runtime.buckets import Bounds, BucketBuffer, BucketedBuffer
+from gridtrain.runtime.buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.plan import StepPlan
-from gridtrain.runtime.stars import SPARSE_WORKSPACES, dense_workspace
-from gridtrain.sparsify.feedback import ErrorFeedback, Prepared
-from gridtrain.sparsify.merge import Kept, keep_freed_memory, largest_summable
-from gridtrain.wire.sparse import Sparse
-from gridtrain.wire.values import BY_NAME
+from gridtrain.runtime.stars import SPARSE_BUFFERS, make_dense_buffer
+from gridtrain.sparsify.feedback import ErrorFeedback, PreparedState
+from gridtrain.sparsify.merge import TruncatedEntries, keep_freed_memory, largest_summable
+from gridtrain.wire.sparse import SparseVector
+from gridtrain.wire.values import VALUE_KINDS
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class ExchangeAttempt:
     """What one worker brings into one attempt.
 
     Attributes:
@@ -41,20 +41,20 @@ class Attempt:
         parts: of a `BucketedWorkspace`, each bucket's.
     """
 
-    workspace: BucketWorkspace | BucketedWorkspace
+    buffer: BucketBuffer | BucketedBuffer
     skip: bool
-    prepared: Prepared | None = None
-    parts: tuple[Attempt, ...] = ()
+    prepared: PreparedState | None = None
+    parts: tuple[ExchangeAttempt, ...] = ()
 
     @property
-    def buckets(self) -> tuple[Attempt, ...]:
+    def buckets(self) -> tuple[ExchangeAttempt, ...]:
         return self.parts or (self,)
 
     @property
-    def resumes(self) -> bool:
+    def is_resumable(self) -> bool:
         """A retry goes on from what has arrived in it, so it must be the same one."""
-        first = self.buckets[0].workspace
-        return isinstance(first, DenseWorkspace) and first.resumes
+        first = self.buckets[0].buffer
+        return isinstance(first, DenseRingBuffer) and first.is_resumable
 
 
 class Exchanger(Protocol):
@@ -71,7 +71,7 @@ class Exchanger(Protocol):
         """None for an exchange that keeps nothing back."""
         ...
 
-    def prepare_bucket(self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
+    def prepare_bucket(self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool) -> ExchangeAttempt:
         """May be called again after an abort, for one bucket in any order.
 
         Args:
@@ -80,12 +80,12 @@ class Exchanger(Protocol):
         """
         ...
 
-    def commit(self, attempt: Attempt) -> npt.NDArray[np.float32] | Sparse:
+    def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
         """The update of a committed round that nobody skipped."""
         ...
 
 
-def exchanger(
+def make_exchanger(
     exchange: Exchange, bounds: Bounds, device: torch.device, feedback: ErrorFeedback | None = None
 ) -> Exchanger:
     """The worker's side of `exchange` for a flat gradient on `device`, cut at `bounds` (0, ..., n).
@@ -97,13 +97,13 @@ def exchanger(
     return SparseExchanger(exchange, bounds, device, feedback)
 
 
-def assemble(bounds: Bounds, attempts: Sequence[Attempt]) -> Attempt:
+def join_attempts(bounds: Bounds, attempts: Sequence[ExchangeAttempt]) -> ExchangeAttempt:
     """One attempt out of all buckets' attempts, in order."""
     if len(attempts) == 1:
         return attempts[0]
-    workspaces = [cast(BucketWorkspace, attempt.workspace) for attempt in attempts]
-    whole = BucketedWorkspace(bounds, workspaces)
-    return Attempt(whole, any(attempt.skip for attempt in attempts), parts=tuple(attempts))
+    workspaces = [cast(BucketBuffer, attempt.buffer) for attempt in attempts]
+    whole = BucketedBuffer(bounds, workspaces)
+    return ExchangeAttempt(whole, any(attempt.skip for attempt in attempts), parts=tuple(attempts))
 
 
 class DenseExchanger:
@@ -113,23 +113,23 @@ class DenseExchanger:
         self.bounds = bounds
         self._topology = exchange.topology
 
-    def prepare_bucket(self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
+    def prepare_bucket(self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool) -> ExchangeAttempt:
         # Sums are made in place: the workspace gets an array that is nobody else's.
         contribution_B = gradient_B * plan.weight if plan.samples else torch.zeros_like(gradient_B)
-        return self.contribute(contribution_B, plan, usable=usable)
+        return self.prepare_contribution(contribution_B, plan, usable=usable)
 
-    def contribute(self, contribution_B: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
+    def prepare_contribution(self, contribution_B: Tensor, plan: StepPlan, *, usable: bool) -> ExchangeAttempt:
         """As `prepare_bucket`, of what is weighted already and may be changed."""
         usable = usable and largest_magnitude(contribution_B) <= largest_summable(plan.world_size)
         topology = self._topology
         if topology == "auto":  # see `protocol.roads`; empty: round a ring
-            topology = "direct" if plan.exchange == DIRECT else "ring"
-        workspace = dense_workspace(topology, contribution_B.cpu().numpy(), plan.world_size)
-        return Attempt(workspace, not usable)
+            topology = "direct" if plan.exchange == DIRECT_DENSE else "ring"
+        workspace = make_dense_buffer(topology, contribution_B.cpu().numpy(), plan.world_size)
+        return ExchangeAttempt(workspace, not usable)
 
-    def commit(self, attempt: Attempt) -> npt.NDArray[np.float32]:
-        workspace = attempt.workspace
-        assert not isinstance(workspace, GatherWorkspace | ButterflyWorkspace)
+    def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32]:
+        workspace = attempt.buffer
+        assert not isinstance(workspace, AllGatherBuffer | ButterflyBuffer)
         return workspace.update_N
 
 
@@ -145,11 +145,11 @@ class SparseExchanger:
     ) -> None:
         self.bounds = bounds
         self._exchange = exchange
-        self._kind = BY_NAME[exchange.values]
+        self._kind = VALUE_KINDS[exchange.values]
         self.feedback = feedback or ErrorFeedback(bounds[-1], device, exchange.momentum)
         keep_freed_memory()
 
-    def prepare_bucket(self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool) -> Attempt:
+    def prepare_bucket(self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool) -> ExchangeAttempt:
         start, n, kind = self.bounds[bucket], gradient_B.numel(), self._kind
         k = self._exchange.k_at(plan.step, n)
         if usable:
@@ -158,22 +158,22 @@ class SparseExchanger:
         else:
             prepared = self.feedback.prepare_skip(kind, start=start, n=n)
         mine, decoded = prepared.payload, prepared.decoded
-        workspace: GatherWorkspace | ButterflyWorkspace
+        workspace: AllGatherBuffer | ButterflyBuffer
         if isinstance(self._exchange, TopK):
             here = plan.rank, plan.world_size
-            workspace = GatherWorkspace(*here, mine, n=n, k=k, kind=kind, decoded=decoded)
+            workspace = AllGatherBuffer(*here, mine, n=n, k=k, kind=kind, decoded=decoded)
         else:
-            made = SPARSE_WORKSPACES[self._exchange.topology]
+            made = SPARSE_BUFFERS[self._exchange.topology]
             workspace = made(mine, n=n, k=k, kind=kind, decoded=decoded)
-        return Attempt(workspace, prepared.skip, prepared)
+        return ExchangeAttempt(workspace, prepared.skip, prepared)
 
-    def commit(self, attempt: Attempt) -> Sparse:
-        self.feedback.commit_parts([(cast(Prepared, part.prepared), _kept(part)) for part in attempt.buckets])
-        return cast(GatherWorkspace | ButterflyWorkspace | BucketedWorkspace, attempt.workspace).update
+    def commit(self, attempt: ExchangeAttempt) -> SparseVector:
+        self.feedback.commit_parts([(cast(PreparedState, part.prepared), _truncated(part)) for part in attempt.buckets])
+        return cast(AllGatherBuffer | ButterflyBuffer | BucketedBuffer, attempt.buffer).update
 
 
-def _kept(attempt: Attempt) -> list[Kept]:
-    return attempt.workspace.kept if isinstance(attempt.workspace, ButterflyWorkspace) else []
+def _truncated(attempt: ExchangeAttempt) -> list[TruncatedEntries]:
+    return attempt.buffer.truncated if isinstance(attempt.buffer, ButterflyBuffer) else []
 
 
 def largest_magnitude(values_N: Tensor) -> float:

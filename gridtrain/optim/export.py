@@ -25,16 +25,16 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import checkpoint
 from gridtrain.optim.checkpoint import Checkpoint
 from gridtrain.optim.flat import canonical_names
-from gridtrain.optim.stage_checkpoints import blocks_of
+from gridtrain.optim.stage_checkpoints import parse_stage_folder
 from gridtrain.optim.state_sync import model_tensors
-from gridtrain.protocol.recutting import gaps
+from gridtrain.protocol.recutting import uncovered_spans
 
 _NAME = re.compile(r"step-(\d{8,})")
 MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportResult:
     """What was written."""
 
     source: Path
@@ -43,7 +43,7 @@ class Exported:
     elements: int
 
 
-def export(folder: Path, out: Path, step: int | None = None) -> Exported:
+def export_model(folder: Path, out: Path, step: int | None = None) -> ExportResult:
     """Write the model of the latest checkpoint, or of that of `step`, in or below `folder`.
 
     Written aside and renamed.  A damaged checkpoint is passed over where another worker has one of the step,
@@ -53,13 +53,13 @@ def export(folder: Path, out: Path, step: int | None = None) -> Exported:
         ConfigError: there is none, it cannot be read, or `out` cannot be written.
     """
     write = _writer(out)
-    found = _found(folder, step)
+    found = _find_checkpoints(folder, step)
     complaint: ConfigError | None = None
     for path in found:
         try:
             read = checkpoint.read(path)
             tensors = model_tensors(read.document, read.tensors)
-            tensors |= _other_stages(read, found)
+            tensors |= _load_other_stages(read, found)
         except RemoteProtocolError as error:
             complaint = ConfigError(
                 f"the checkpoint {path} cannot be read: {error.reason}",
@@ -69,8 +69,8 @@ def export(folder: Path, out: Path, step: int | None = None) -> Exported:
         except ConfigError as error:
             complaint = complaint or error
             continue
-        _put(tensors, out, write)
-        return Exported(path, read.step, len(tensors), sum(t.numel() for t in tensors.values()))
+        _write_atomically(tensors, out, write)
+        return ExportResult(path, read.step, len(tensors), sum(t.numel() for t in tensors.values()))
     assert complaint is not None
     raise complaint
 
@@ -82,7 +82,7 @@ def save_model(state: Mapping[str, Any], out: Path) -> None:
         ConfigError: `out` cannot be written.
     """
     tensors = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
-    _put(tensors, out, _write_safetensors)
+    _write_atomically(tensors, out, _write_safetensors)
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:
@@ -91,27 +91,27 @@ def plain_state(model: nn.Module) -> dict[str, Any]:
     return dict(zip(canonical_names(list(state)), state.values(), strict=True))
 
 
-def _other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
+def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
     """Of a model in stages: what the other stages' checkpoints of the same step and history hold.
 
     Raises:
         ConfigError: a block is missing.
     """
     count = int(dict(read.facts).get("blocks", "0"))
-    here = blocks_of(read.path.parent.name)
+    here = parse_stage_folder(read.path.parent.name)
     tensors: dict[str, Tensor] = {}
     if not count or here is None:
         return tensors
     have = {here}
     for path in found:
-        blocks = blocks_of(path.parent.name)
+        blocks = parse_stage_folder(path.parent.name)
         if path.name != read.path.name or blocks is None or blocks in have:
             continue
         other = checkpoint.read(path)
-        if (other.held.history, other.facts) == (read.held.history, read.facts):
+        if (other.position.history, other.facts) == (read.position.history, read.facts):
             tensors |= model_tensors(other.document, other.tensors)
             have.add(blocks)
-    if lacking := gaps(have, count):
+    if lacking := uncovered_spans(have, count):
         raise ConfigError(
             f"of step {read.step} there are not all {count} blocks of the model: the first that lacks is "
             f"{lacking[0].start}",
@@ -120,12 +120,12 @@ def _other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
     return tensors
 
 
-def _found(folder: Path, step: int | None) -> list[Path]:
+def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
     """The latest first."""
     if _NAME.fullmatch(folder.name) and (folder / "state.json").exists():
         candidates = [folder]
     else:
-        candidates = _below(folder, MAX_DEPTH)
+        candidates = _search_folders(folder, MAX_DEPTH)
     steps = {path: int(match[1]) for path in candidates if (match := _NAME.fullmatch(path.name))}
     if not steps:
         raise ConfigError(
@@ -139,7 +139,7 @@ def _found(folder: Path, step: int | None) -> list[Path]:
     return sorted(chosen, key=lambda path: (-steps[path], str(path)))
 
 
-def _below(folder: Path, depth: int) -> list[Path]:
+def _search_folders(folder: Path, depth: int) -> list[Path]:
     try:
         inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
     except OSError as error:
@@ -148,7 +148,7 @@ def _below(folder: Path, depth: int) -> list[Path]:
         ) from None
     whole = [path for path in inside if _NAME.fullmatch(path.name)]
     deeper = [path for path in inside if path not in whole] if depth > 1 else []
-    return whole + [path for below in deeper for path in _below(below, depth - 1)]
+    return whole + [path for below in deeper for path in _search_folders(below, depth - 1)]
 
 
 Writer = Callable[[Mapping[str, Tensor], Path], None]
@@ -165,7 +165,7 @@ def _writer(out: Path) -> Writer:
     )
 
 
-class _Disk:
+class _ErrorRecordingFile:
     """A file that remembers why it could not be written: torch tells of its own archive instead."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -185,7 +185,7 @@ class _Disk:
 
 def _write_torch(tensors: Mapping[str, Tensor], path: Path) -> None:
     with path.open("wb") as file:
-        disk = _Disk(file)
+        disk = _ErrorRecordingFile(file)
         try:
             torch.save(dict(tensors), cast(BinaryIO, disk))
         except RuntimeError:
@@ -201,7 +201,7 @@ def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     safetensors.torch.save_file(own, path)
 
 
-def _put(tensors: Mapping[str, Tensor], out: Path, write: Writer) -> None:
+def _write_atomically(tensors: Mapping[str, Tensor], out: Path, write: Writer) -> None:
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         write(tensors, partial)

@@ -16,8 +16,8 @@ import torch
 from gridtrain._version import __version__
 from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.messages import About
-from gridtrain.wire.kinds import BoundError, Text
+from gridtrain.protocol.messages import WorkerInfo
+from gridtrain.wire.kinds import FieldError, TextField
 from gridtrain.wire.schema import ADDRESS, NAME
 
 log = logging.getLogger("gridtrain")
@@ -26,20 +26,20 @@ MAX_FIGURES = 48
 """Names that one script may report; a beat has room for 64, the others are gridtrain's own."""
 
 
-class Figures:
+class ReportedFigures:
     """What `Grid.report` is given, made fit for a beat."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._warned = False
 
-    def fitting(self, figures: Mapping[str, float]) -> dict[str, float]:
+    def filter_valid(self, figures: Mapping[str, float]) -> dict[str, float]:
         """Those that are finite; the first one that is not is logged.
 
         Raises `ConfigError` for a name that cannot travel, and for more than `MAX_FIGURES` different ones.
         """
         for name in figures:
-            _check(NAME, "the name of a figure", name)
+            _check_text(NAME, "the name of a figure", name)
         if len(names := self._names.union(figures)) > MAX_FIGURES:
             raise ConfigError(
                 f"{len(names)} different figures were reported, at most {MAX_FIGURES} are shown",
@@ -57,7 +57,7 @@ class Figures:
         return finite
 
 
-def about(model: torch.nn.Module) -> About:
+def describe_machine(model: torch.nn.Module) -> WorkerInfo:
     """What this machine is, for the run's owner: device, its memory, versions."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     texts = {"device": f"CPU, {os.cpu_count() or 1} cores"}
@@ -67,18 +67,18 @@ def about(model: torch.nn.Module) -> About:
     elif device.type != "cpu":
         texts["device"] = device.type
     texts |= {"torch": torch.__version__, "python": platform.python_version(), "gridtrain": __version__}
-    return About(tuple((name, text[:128]) for name, text in texts.items()))
+    return WorkerInfo(tuple((name, text[:128]) for name, text in texts.items()))
 
 
 def check_names(config: JoinConfig) -> None:
     """Raise `ConfigError` for a name or an address with which nobody could join."""
-    _check(NAME, "the name of the run", config.run)
-    _check(NAME, "the name of this worker", config.name)
-    _check(ADDRESS, "the advertised address", config.advertise)
+    _check_text(NAME, "the name of the run", config.run)
+    _check_text(NAME, "the name of this worker", config.name)
+    _check_text(ADDRESS, "the advertised address", config.advertise)
 
 
-def _check(kind: Text, what: str, text: str) -> None:
+def _check_text(kind: TextField, what: str, text: str) -> None:
     try:
         kind.pack(text)
-    except BoundError as error:
+    except FieldError as error:
         raise ConfigError(f"{what} is {error.problem}", remedy="choose a shorter, plain one") from None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
 _COMPILED = "_orig_mod."
 _DATA_PARALLEL = "module."
@@ -67,10 +67,10 @@ class FlatGradient:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        _check_fit(model, held)
-        self._optimizer, self._held = optimizer, [id(p) for p in held]
+        _check_trainable(model, held)
+        self._optimizer, self._optimizer_parameters = optimizer, [id(p) for p in held]
         self._named = [(name, p) for name, p in canonical_parameters(model) if p.requires_grad]
-        self._outside = [p for p in held if not p.requires_grad]
+        self._excluded = [p for p in held if not p.requires_grad]
         sizes = [p.numel() for _, p in self._named]
         self.flat_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self._named[0][1].device)
         pieces = torch.split(self.flat_N, sizes)
@@ -91,24 +91,24 @@ class FlatGradient:
         return [view.numel() for view in self._views_P]
 
     @property
-    def pieces(self) -> list[tuple[Tensor, nn.Parameter]]:
+    def views(self) -> list[tuple[Tensor, nn.Parameter]]:
         """Of every trainable parameter its view of flat_N, in order."""
         return [(view, parameter) for view, (_, parameter) in zip(self._views_P, self._named, strict=True)]
 
-    def refuse_changes(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise `ConfigError` for what is trained since the start without being in the vector."""
-        if any(p.grad is not None and p.requires_grad for p in self._outside):
+        if any(p.grad is not None and p.requires_grad for p in self._excluded):
             raise ConfigError(
                 "a parameter that was frozen when the optimizer was wrapped has a gradient now",
                 remedy="unfreeze parameters before grid.optimizer(...), on all workers alike",
             )
-        if [id(p) for group in self._optimizer.param_groups for p in group["params"]] != self._held:
+        if [id(p) for group in self._optimizer.param_groups for p in group["params"]] != self._optimizer_parameters:
             raise ConfigError(
                 "the wrapped optimizer was given other parameters, which no other worker would learn of",
                 remedy="add all groups to the inner optimizer before grid.optimizer(...)",
             )
 
-    def _refuse_frozen(self) -> None:
+    def _check_not_frozen(self) -> None:
         """Its gradient would be zeros, by which momentum and weight decay move it all the same."""
         if frozen := [name for name, parameter in self._named if not parameter.requires_grad]:
             raise ConfigError(
@@ -123,15 +123,15 @@ class FlatGradient:
 
         Raises `ConfigError` for a sparse gradient, and where other parameters are trained than at the start.
         """
-        self.refuse_changes()
-        self._refuse_frozen()
+        self.check_unchanged()
+        self._check_not_frozen()
         for index in range(len(self._named)) if indices is None else indices:
             view, (name, parameter) = self._views_P[index], self._named[index]
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
             elif gradient.layout is not torch.strided:
-                raise _sparse_gradient(name)
+                raise _sparse_gradient_error(name)
             else:
                 view.copy_(gradient)
                 if self.scale != 1.0:
@@ -145,7 +145,7 @@ class FlatGradient:
                 parameter.grad.mul_(factor)
 
     @torch.no_grad()
-    def differs(self, indices: Sequence[int]) -> bool:
+    def has_changed(self, indices: Sequence[int]) -> bool:
         """Whether a gradient of these parameters is not what `gather` has found; NaN is like NaN."""
         unlike = []
         for index in indices:
@@ -158,9 +158,9 @@ class FlatGradient:
         return bool(torch.stack(unlike).any()) if unlike else False  # asks the device once
 
     @torch.no_grad()
-    def fill(self, update: npt.NDArray[np.float32] | Sparse) -> None:
+    def load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """flat_N = a committed update, dense (n,) or sparse."""
-        if isinstance(update, Sparse):
+        if isinstance(update, SparseVector):
             self.flat_N.zero_()
             where = torch.from_numpy(update.indices).to(self.flat_N.device)
             self.flat_N[where] = torch.from_numpy(update.values).to(self.flat_N.device)
@@ -176,7 +176,7 @@ class FlatGradient:
             parameter.grad.copy_(view)
 
 
-def _check_fit(model: nn.Module, held: Iterable[Tensor]) -> None:
+def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
     named = canonical_parameters(model)
     held_ids, model_ids = {id(p) for p in held}, {id(p) for _, p in named}
     strangers = len(held_ids - model_ids)
@@ -207,7 +207,7 @@ def _check_fit(model: nn.Module, held: Iterable[Tensor]) -> None:
         )
     for name, parameter in trainable:
         if id(parameter) in sparse_ids:
-            raise _sparse_gradient(name)
+            raise _sparse_gradient_error(name)
         if not parameter.is_floating_point():
             raise ConfigError(
                 f"parameter {name!r} is {parameter.dtype}; only real floating-point ones can be trained",
@@ -215,7 +215,7 @@ def _check_fit(model: nn.Module, held: Iterable[Tensor]) -> None:
             )
 
 
-def _sparse_gradient(name: str) -> ConfigError:
+def _sparse_gradient_error(name: str) -> ConfigError:
     return ConfigError(
         f"parameter {name!r} has sparse gradients, which have no place in the flat vector",
         remedy="build the embedding with sparse=False; GTopK sends only the large entries anyway",

@@ -22,38 +22,38 @@ from gridtrain.optim import reading, state_sync
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class BatchSizes:
     """How many samples a step takes, as `Grid.batches` was told: `each` worker's, or a `whole` step's."""
 
-    each: int | None
-    whole: int | None
-    most: int | None = None
+    per_worker: int | None
+    per_step: int | None
+    max_per_worker: int | None = None
     accumulate: int = 1
-    every: int = 1  # calls of `optimizer.step` in a step of the run
+    calls_per_step: int = 1  # calls of `optimizer.step` in a step of the run
 
     @property
-    def whole_step(self) -> int | None:
+    def global_batch_size(self) -> int | None:
         """For `Setup.global_batch_size`."""
-        return None if self.whole is None else self.whole * self.every
+        return None if self.per_step is None else self.per_step * self.calls_per_step
 
     @property
-    def share(self) -> int:
+    def batch_size(self) -> int:
         """For `Setup.batch_size`: of a step on this worker, or the most of it; 0: any number."""
-        return ((self.each if self.whole is None else self.most) or 0) * self.accumulate * self.every
+        return ((self.per_worker if self.per_step is None else self.max_per_worker) or 0) * self.accumulate * self.calls_per_step
 
     def check(self) -> None:
         """Raises `ConfigError`."""
-        if (self.each is None) == (self.whole is None):
+        if (self.per_worker is None) == (self.per_step is None):
             raise ConfigError(
-                f"batch_size={self.each}, global_batch_size={self.whole}; exactly one must be given",
+                f"batch_size={self.per_worker}, global_batch_size={self.per_step}; exactly one must be given",
                 remedy="batch_size=32 for 32 samples on each worker",
             )
-        if self.most is not None and self.whole is None:
+        if self.max_per_worker is not None and self.per_step is None:
             raise ConfigError(
-                f"max_batch_size={self.most} without global_batch_size: this worker's batch size is fixed",
+                f"max_batch_size={self.max_per_worker} without global_batch_size: this worker's batch size is fixed",
                 remedy="leave max_batch_size out",
             )
-        named = {"batch_size": self.each, "global_batch_size": self.whole, "max_batch_size": self.most}
+        named = {"batch_size": self.per_worker, "global_batch_size": self.per_step, "max_batch_size": self.max_per_worker}
         for name, value in named.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
@@ -61,7 +61,7 @@ class Sizes:
             raise ConfigError(f"accumulate is {self.accumulate}; it must be >= 1", remedy="try accumulate=1")
 
 
-def no_scaler() -> ConfigError:
+def unsupported_scaler_error() -> ConfigError:
     return ConfigError(
         "grid.scaler() with a pipeline, whose backward is inside of pipe.step, where no scale reaches it",
         remedy="train in float32 or bfloat16, which need no scale; wire='fp16' or 'bf16' for what travels",
@@ -85,7 +85,7 @@ def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
         )
 
 
-def optimizer_text(inner: torch.optim.Optimizer) -> str:
+def describe_optimizer(inner: torch.optim.Optimizer) -> str:
     """For comparison and for people: the kind, and what the first group has other than by default."""
     defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
     first, *others = inner.param_groups
@@ -95,13 +95,13 @@ def optimizer_text(inner: torch.optim.Optimizer) -> str:
         for name, value in sorted(options.items())
         if name == "lr" or (isinstance(value, int | float | str | tuple) and value != defaults.get(name))
     )
-    text, settings = f"{type(inner).__name__}({shown})", state_sync.hyper_digest(inner).hex()[:12]
+    text, settings = f"{type(inner).__name__}({shown})", state_sync.hyperparameter_digest(inner).hex()[:12]
     if others:
         text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {settings}"
     return text if len(text) <= 400 else f"{text[:360]}... {settings}"
 
 
-def counts(**named: Any) -> list[Any]:
+def to_ints(**named: Any) -> list[Any]:
     """These as plain ints, in their order, None where nothing was given: numpy's are no ints to the wire.
 
     Raises `ConfigError` for what is no whole number: 1e3, 1.5, "32"; and for a seed that is None.
@@ -118,7 +118,7 @@ def counts(**named: Any) -> list[Any]:
     return plain
 
 
-def whole_number(name: str, text: str) -> int:
+def parse_int(name: str, text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=500")
     return int(text)

@@ -42,67 +42,67 @@ from gridtrain.config import (
 )
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
 from gridtrain.optim import reading, sampler, state_sync
-from gridtrain.optim.checkpoint import Checkpoints, Snapshot
+from gridtrain.optim.checkpoint import CheckpointContent, CheckpointStore
 from gridtrain.optim.export import plain_state, save_model
-from gridtrain.optim.figures import Figures, about, check_names
+from gridtrain.optim.figures import ReportedFigures, check_names, describe_machine
 from gridtrain.optim.flat import model_digest
 from gridtrain.optim.given import (
-    Sizes,
+    BatchSizes,
     check_readers,
-    counts,
+    describe_optimizer,
     largest_state_bytes,
-    no_scaler,
-    optimizer_text,
-    whole_number,
+    parse_int,
+    to_ints,
+    unsupported_scaler_error,
 )
-from gridtrain.optim.leaving import Left, hand_over, pick_up, put_down
-from gridtrain.optim.local_steps import LocalStepsOptimizer
-from gridtrain.optim.pausing import Connect, Limit, Pauses
+from gridtrain.optim.leaving import LeftResidual, load_left_residual, save_left_residual, transfer_residual
+from gridtrain.optim.local_steps import LocalSGDOptimizer
+from gridtrain.optim.pausing import MakeTransport, PauseController, SetRateLimits
 from gridtrain.optim.prefetch import Prefetcher
 from gridtrain.optim.scaler import GridScaler
-from gridtrain.optim.set_back import SetBack
+from gridtrain.optim.set_back import TurnRollback
 from gridtrain.optim.speed import device_flops, float32_flops
-from gridtrain.optim.stage_checkpoints import StageCheckpoints
+from gridtrain.optim.stage_checkpoints import StageCheckpointStore
 from gridtrain.optim.wrapper import GridOptimizer
-from gridtrain.options.resolve import for_join
+from gridtrain.options.resolve import join_settings
 from gridtrain.options.runfile import RunFile
 from gridtrain.pipeline import costing
-from gridtrain.pipeline.automatic import asked_for
+from gridtrain.pipeline.automatic import parse_micro_batches
 from gridtrain.pipeline.building import Blueprint, Init, Model
 from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.held import MakeOptimizer, Options, check_stages, planner, wire_of
-from gridtrain.pipeline.leaving import StageLeaving
+from gridtrain.pipeline.held import MakeOptimizer, PipelineOptions, check_stages, parse_wire, schedule_for
+from gridtrain.pipeline.leaving import StageDeparture
 from gridtrain.pipeline.profiling import Profile
-from gridtrain.pipeline.stage import Loss
-from gridtrain.pipeline.staging import Staging
+from gridtrain.pipeline.stage import LossFunction
+from gridtrain.pipeline.staging import ModelStages
 from gridtrain.protocol import allgather, direct, gtopk, ledger, ring, star, tree
 from gridtrain.protocol.invitation import parse
-from gridtrain.protocol.messages import Facts, Held, LedgerSpec, Setup, Span
-from gridtrain.protocol.roads import DIRECT
+from gridtrain.protocol.messages import CheckpointInfo, Facts, LedgerSpec, Setup, Span
+from gridtrain.protocol.roads import DIRECT_DENSE
 from gridtrain.protocol.stage_costs import Layer
 from gridtrain.runtime import handover
-from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.api import Edges, GroupSession, Interrupted
-from gridtrain.runtime.client import coordinator_address
-from gridtrain.runtime.entry import enter
-from gridtrain.runtime.hooks import leave_on_sigterm, speak_plainly
-from gridtrain.runtime.naming import folder_name, listen_address, random_name, state_directory
-from gridtrain.runtime.owner import VARIABLE, AgentLine, Owner, Unled
-from gridtrain.runtime.picture import Picture
-from gridtrain.transport.credits import CreditTransport
+from gridtrain.runtime.acquaintances import PeerAllowlist
+from gridtrain.runtime.api import GroupSession, PeersOf, WaitInterrupted
+from gridtrain.runtime.client import parse_coordinator_address
+from gridtrain.runtime.entry import enroll
+from gridtrain.runtime.hooks import install_error_hook, install_sigterm_handler
+from gridtrain.runtime.naming import default_listen_address, random_name, run_folder_name, state_directory
+from gridtrain.runtime.owner import CONTROL_VARIABLE, AgentControl, AgentLink, NoAgent
+from gridtrain.runtime.picture import WorkerSnapshot
+from gridtrain.transport.credits import FlowControlTransport
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.injection import Faults
 from gridtrain.transport.limits import parse_rate
-from gridtrain.transport.stack import over
+from gridtrain.transport.stack import build_stack
 from gridtrain.transport.zeromq import ZeroMQTransport
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
 log = logging.getLogger("gridtrain")
 
 CHECKPOINT_S = 30.0
 """A checkpoint that is being written when the grid is closed gets so long."""
 
-_NEIGHBOURS: dict[str, Edges] = {
+_NEIGHBOURS: dict[str, PeersOf] = {
     "auto": ring.neighbours,
     "ring": ring.neighbours,
     "direct": direct.neighbours,
@@ -155,7 +155,7 @@ def join(
         CoordinatorUnreachable: nobody answered in time.
         JoinRefused: the coordinator does not want this worker; the text says why.
     """
-    speak_plainly()
+    install_error_hook()
     given: dict[str, str | None] = {
         "name": name or None,
         "listen": listen,
@@ -171,17 +171,17 @@ def join(
         "unencrypted": "yes" if unencrypted else None,
     }
     if "GRIDTRAIN_COORDINATOR" not in os.environ:  # else the agent has looked at all of that
-        given |= for_join(given, os.environ, RunFile.find(os.environ))
+        given |= join_settings(given, os.environ, RunFile.find(os.environ))
     given["name"] = given["name"] or os.environ.get("GRIDTRAIN_NAME") or random_name()
     with ExitStack() as held:
         if invitation is not None:
             in_the_clear = given["unencrypted"] == "yes"
             entry = held.enter_context(
-                enter(parse(invitation), Deadlines().connect_s, unencrypted=in_the_clear)
+                enroll(parse(invitation), Deadlines().connect_s, unencrypted=in_the_clear)
             )
-            given |= entry.variables()
+            given |= entry.join_options()
         config = JoinConfig.from_environment(None, **given)
-        config = replace(config, coordinator=coordinator_address(config.coordinator))
+        config = replace(config, coordinator=parse_coordinator_address(config.coordinator))
         check_names(config)
         identity, encrypted = Identity.read(Path(config.identity)), config.unencrypted != "yes"
         upload_Bps = parse_rate(config.upload_limit) if config.upload_limit else None
@@ -190,8 +190,8 @@ def join(
         latest: list[ZeroMQTransport] = []
         planned = Faults.parse(config.faults) if config.faults else None
 
-        def connect() -> tuple[CreditTransport, Acquaintances]:
-            acquaintances = Acquaintances(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
+        def connect() -> tuple[FlowControlTransport, PeerAllowlist]:
+            acquaintances = PeerAllowlist(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
             sockets = ZeroMQTransport(
                 identity,
                 f"gridtrain {__version__}",
@@ -202,7 +202,7 @@ def join(
                 download_Bps=rates[1],
             )
             latest[:] = [sockets]
-            transport = over(
+            transport = build_stack(
                 sockets,
                 identity,
                 may_relay=acquaintances.may_relay,
@@ -212,13 +212,13 @@ def join(
 
         def limit(upload_Bps: float | None, download_Bps: float | None) -> None:
             rates[:] = [upload_Bps, download_Bps]
-            latest[0].limit(upload_Bps, download_Bps)
+            latest[0].set_rate_limits(upload_Bps, download_Bps)
 
         transport, acquaintances = connect()
         grid = Grid(transport, config, acquaintances)
-        if control := os.environ.get(VARIABLE):
-            grid.led_by(AgentLine(control, grid.moved_bytes), connect, limit)
-        grid.held = held.pop_all()  # the identity is this worker's until its grid is closed
+        if control := os.environ.get(CONTROL_VARIABLE):
+            grid.led_by(AgentLink(control, grid.moved_bytes), connect, limit)
+        grid.resources = held.pop_all()  # the identity is this worker's until its grid is closed
         return grid
 
 
@@ -227,9 +227,9 @@ class Grid:
 
     _scalers: tuple[GridScaler, ...] = ()  # that were made
 
-    def __init__(self, transport: CreditTransport, config: JoinConfig, acquaintances: Acquaintances) -> None:
-        self._config = replace(config, listen=config.listen or listen_address(config.coordinator))
-        self.held = ExitStack()  # what is released when the grid is closed
+    def __init__(self, transport: FlowControlTransport, config: JoinConfig, acquaintances: PeerAllowlist) -> None:
+        self._config = replace(config, listen=config.listen or default_listen_address(config.coordinator))
+        self.resources = ExitStack()  # what is released when the grid is closed
         self._process = os.getpid()
         self._session = GroupSession(transport, self._config, acquaintances)
         try:
@@ -241,38 +241,38 @@ class Grid:
         self._optimizer: GridOptimizer | Pipeline | None = None
         self._spec: LedgerSpec | None = None
         self._clip_norm: float | None = None
-        self._figures = Figures()
-        self._done = self._closed = self._stopped = False
-        self._pauses = Pauses(self._session, Unled(), None, lambda upload_Bps, download_Bps: None)
-        self._set_back = SetBack()
-        self._session.given_up = self._set_back.give_up
-        self._share = 0  # samples of a step that this worker asks for; 0: its part of the whole
-        self._full = 0  # this worker's share of a full step, in samples
-        self._coming: deque[tuple[Span, ...]] = deque()  # of the turn: for the next calls of step()
-        self._checkpoints: Checkpoints | None = None
-        self._stages_on_disk: StageCheckpoints | None = None
-        self._stage_leaving: StageLeaving | None = None
+        self._figures = ReportedFigures()
+        self._is_finished = self._closed = self._stopped = False
+        self._pause_control = PauseController(self._session, NoAgent(), None, lambda upload_Bps, download_Bps: None)
+        self._turn_rollback = TurnRollback()
+        self._session.on_batch_dropped = self._turn_rollback.drop_turn
+        self._batch_size = 0  # samples of a step that this worker asks for; 0: its part of the whole
+        self._full_share = 0  # this worker's share of a full step, in samples
+        self._pending_spans: deque[tuple[Span, ...]] = deque()  # of the turn: for the next calls of step()
+        self._checkpoints: CheckpointStore | None = None
+        self._stage_checkpoints: StageCheckpointStore | None = None
+        self._stage_leaving: StageDeparture | None = None
         self._profile: Profile | Sequence[Layer] | None = None
         self._memory_bytes = 0  # that training may fill here, of a model in stages; 0: nobody says
         self._facts: Facts = ()
-        self._inherited_mass = 0.0
-        self._left: Left | None = None  # the residual with which this worker left, not added yet
-        self._held_step: int | None = None  # of the checkpoint that was found
-        self._resumed = False  # state and residual are a checkpoint's, and no step was taken since
+        self._added_magnitude = 0.0
+        self._left_residual: LeftResidual | None = None  # the residual with which this worker left, not added yet
+        self._checkpoint_step: int | None = None  # of the checkpoint that was found
+        self._is_resumed = False  # state and residual are a checkpoint's, and no step was taken since
         atexit.register(self.close)
-        leave_on_sigterm()
+        install_sigterm_handler()
 
     # -- where we are ----------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
         """This worker's rank in the generation that runs; 0 before the first."""
-        return self._session.picture.rank
+        return self._session.snapshot.rank
 
     @property
     def world_size(self) -> int:
         """Number of workers in the generation that runs; 0 before the first."""
-        return self._session.picture.world_size
+        return self._session.snapshot.world_size
 
     @property
     def is_first(self) -> bool:
@@ -282,7 +282,7 @@ class Grid:
     @property
     def step(self) -> int:
         """Steps committed so far, over the whole run."""
-        return self._session.picture.applied + 1
+        return self._session.snapshot.applied + 1
 
     @property
     def calls_per_step(self) -> int:
@@ -295,7 +295,7 @@ class Grid:
     @property
     def finished(self) -> bool:
         """The ledger has ended the run."""
-        return self._done
+        return self._is_finished
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
@@ -336,7 +336,7 @@ class Grid:
             raise ConfigError("grid.optimizer was called twice", remedy="one run trains one model")
         chosen = exchange_of(exchange)
         if isinstance(chosen, Auto):
-            chosen = _fitting(chosen, optimizer, overlap)
+            chosen = _fit_auto(chosen, optimizer, overlap)
         options: dict[str, Any] = {
             "clip_norm": clip_norm,
             "average_buffers_every": average_buffers_every,
@@ -344,17 +344,17 @@ class Grid:
             "overlap": overlap,
         }
         if isinstance(chosen, LocalSteps):
-            wrapped: GridOptimizer = LocalStepsOptimizer(optimizer, model, chosen, self._session, **options)
+            wrapped: GridOptimizer = LocalSGDOptimizer(optimizer, model, chosen, self._session, **options)
         else:
             wrapped = GridOptimizer(optimizer, model, chosen, self._session, **options)
         self._optimizer, self._clip_norm = wrapped, clip_norm
         self._track_scalers()
         largest_bytes = largest_state_bytes(model)
-        self._session.attach(lambda seat, whole: wrapped.capture(whole), self._restore, largest_bytes)
-        if self._pauses.led:  # by an agent: others may ask how they compare
-            self._session.note({"float32_flops": float32_flops(model)})
-        self._session.attach_residual(wrapped.residual_size, self._inherit)
-        self._session.attach_following(self._copy_state, wrapped.replay, largest_bytes, wrapped.elements)
+        self._session.attach_state(lambda seat, whole: wrapped.capture_state(whole), self._restore, largest_bytes)
+        if self._pause_control.is_controlled:  # by an agent: others may ask how they compare
+            self._session.report_figures({"float32_flops": float32_flops(model)})
+        self._session.attach_residual(wrapped.residual_size, self._add_residual)
+        self._session.attach_catch_up(self._copy_state, wrapped.replay_update, largest_bytes, wrapped.flat_size)
         return wrapped
 
     def pipeline(
@@ -363,7 +363,7 @@ class Grid:
         optimizer: MakeOptimizer,
         *,
         stages: int,
-        loss_fn: Loss,
+        loss_fn: LossFunction,
         micro_batches: int | str = "auto",
         exchange: Exchange | None = None,
         cuts: Sequence[int] | None = None,
@@ -420,18 +420,18 @@ class Grid:
                 "grid.pipeline was called after another model", remedy="one run trains one model"
             )
         if self._scalers:
-            raise no_scaler()
+            raise unsupported_scaler_error()
         check_stages(stages)
-        plan, plan_name = planner(schedule, ahead)
-        options = Options(
+        plan, plan_name = schedule_for(schedule, ahead)
+        options = PipelineOptions(
             stages=stages,
-            micro_batches=asked_for(micro_batches),
+            micro_batches=parse_micro_batches(micro_batches),
             exchange=exchange if exchange is not None else GTopK(),
             loss=loss_fn,
             schedule=plan,
             schedule_name=plan_name,
             ahead=ahead,
-            wire=wire_of(wire),
+            wire=parse_wire(wire),
             clip_norm=clip_norm,
             average_buffers_every=average_buffers_every,
             compare_every=compare_every,
@@ -439,12 +439,12 @@ class Grid:
             seed=seed,
         )
         blueprint = model if isinstance(model, Blueprint) else Blueprint(model, seed=seed, init=init)
-        staging = Staging(blueprint, stages, cuts=cuts, device=torch.device(device))
+        staging = ModelStages(blueprint, stages, cuts=cuts, device=torch.device(device))
         pipe = Pipeline(staging, optimizer, options, self._session)
         self._optimizer, self._clip_norm, self._profile = pipe, clip_norm, profile
-        self._memory_bytes = costing.memory_bytes(memory_bytes, staging.device)
-        self._session.attach(pipe.capture, self._restore, largest_state_bytes(pipe.model))
-        self._session.attach_residual(0, self._inherit)  # `Pipeline` says how long it is
+        self._memory_bytes = costing.training_memory_bytes(memory_bytes, staging.device)
+        self._session.attach_state(pipe.capture_state, self._restore, largest_state_bytes(pipe.model))
+        self._session.attach_residual(0, self._add_residual)  # `Pipeline` says how long it is
         return pipe
 
     def batches(
@@ -494,22 +494,22 @@ class Grid:
                 alike.  False: not; for a loop that reads all of a step's batches before it computes, or
                 weighs them by itself.
         """
-        batch_size, global_batch_size, max_batch_size, accumulate, epochs, steps, seed, length = counts(
+        batch_size, global_batch_size, max_batch_size, accumulate, epochs, steps, seed, length = to_ints(
             batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
             accumulate=accumulate, epochs=epochs, steps=steps, seed=seed, length=length,
         )  # fmt: skip
         check_readers(dataset, num_workers, prefetch_factor)
-        sizes = Sizes(batch_size, global_batch_size, max_batch_size, accumulate, self._calls)
-        self._enter(dataset, sizes, epochs, steps, seed, length)
+        sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, accumulate, self._calls)
+        self._join_run(dataset, sizes, epochs, steps, seed, length)
         assert self._spec is not None
-        self._wrapped().expect_backwards(accumulate)
+        self._wrapped().set_backwards_per_step(accumulate)
         kind = reading.IterableReader if reading.is_iterable(dataset) else reading.MapReader
         reader = kind(dataset, self._spec, accumulate, collate_fn)
         ahead = Prefetcher(reader, num_workers, prefetch_factor) if num_workers else None
         try:
             for spans in self._turns():
                 if ahead is not None and self._session.turn_spans:
-                    batches = ahead.read(tuple(spans), self._foresee(ahead.depth))
+                    batches = ahead.read(tuple(spans), self._predict_spans(ahead.depth))
                 else:
                     batches = reader.read(spans)
                 yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
@@ -533,28 +533,28 @@ class Grid:
         The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead use
         `grid.batches(..., num_workers=...)`, which knows what to drop when the group changes.
         """
-        batch_size, global_batch_size, max_batch_size, epochs, steps, seed = counts(
+        batch_size, global_batch_size, max_batch_size, epochs, steps, seed = to_ints(
             batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
             epochs=epochs, steps=steps, seed=seed,
         )  # fmt: skip
-        sizes = Sizes(batch_size, global_batch_size, max_batch_size, every=self._calls)
+        sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, calls_per_step=self._calls)
         if reading.is_iterable(dataset):
             raise ConfigError(
                 f"a {type(dataset).__name__} has no index, so there is nothing to sample from",
                 remedy="use grid.batches(dataset, ...)",
             )
-        self._enter(dataset, sizes, epochs, steps, seed)
+        self._join_run(dataset, sizes, epochs, steps, seed)
         assert self._spec is not None
         return sampler.GridSampler(self._spec, self._turns)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Around a long evaluation: tells the others that this worker is busy, not hung."""
-        self._session.busy(True)
+        self._session.set_busy(True)
         try:
             yield
         finally:
-            self._session.busy(False)
+            self._session.set_busy(False)
 
     def mean(self, value: float | torch.Tensor) -> float:
         """Average of a number over all workers, for logs; all of them must call it at the same place.
@@ -562,7 +562,7 @@ class Grid:
         It is no replicated state: if the group changes in that moment, or a worker does not call it,
         a worker gets its own number back.
         """
-        return self._session.mean(value.item() if isinstance(value, torch.Tensor) else float(value))
+        return self._session.average(value.item() if isinstance(value, torch.Tensor) else float(value))
 
     def report(self, **figures: float) -> None:
         """Numbers for `gridtrain status` and the run's owner, such as `loss=...`.
@@ -570,7 +570,7 @@ class Grid:
         Those that are not finite are left out.  Raises `ConfigError` for a name of more than 64 bytes or
         with control characters, and for more than `figures.MAX_FIGURES` names.
         """
-        self._session.note(self._figures.fitting(figures))
+        self._session.report_figures(self._figures.filter_valid(figures))
 
     def track(self, **trackers: state_sync.Stateful) -> None:
         """Schedulers, weight averages and the like that a joining worker must receive."""
@@ -580,7 +580,7 @@ class Grid:
         """A `torch.amp.GradScaler` whose scale stays equal on all workers, newcomers among them; not for a
         pipeline."""
         if isinstance(self._optimizer, Pipeline):
-            raise no_scaler()
+            raise unsupported_scaler_error()
         made = GridScaler(**kwargs)
         self._scalers = (*self._scalers, made)
         self._track_scalers()
@@ -592,19 +592,19 @@ class Grid:
             return  # a child that was forked: the place in the run is its parent's
         atexit.unregister(self.close)
         try:
-            if not self._done and not self._closed:
+            if not self._is_finished and not self._closed:
                 self._closed = True
-                self._hand_over()
+                self._transfer_residual()
         finally:
             self._release(reason)
 
     def _release(self, reason: str) -> None:
-        self._session.close("its run is finished" if self._done else reason)
+        self._session.close("its run is finished" if self._is_finished else reason)
         if self._checkpoints is not None:
             self._checkpoints.wait(CHECKPOINT_S)
-        if self._stages_on_disk is not None:
-            self._stages_on_disk.wait(CHECKPOINT_S)
-        self.held.close()
+        if self._stage_checkpoints is not None:
+            self._stage_checkpoints.wait(CHECKPOINT_S)
+        self.resources.close()
 
     def __enter__(self) -> Grid:
         return self
@@ -617,7 +617,7 @@ class Grid:
     def _track_scalers(self) -> None:
         """As soon as there is an optimizer to whose state they belong."""
         if isinstance(self._optimizer, GridOptimizer) and self._optimizer.shares_scale:
-            ours = state_sync.OURS
+            ours = state_sync.INTERNAL_PREFIX
             named = {f"{ours}scaler{number or ''}": each for number, each in enumerate(self._scalers)}
             self._optimizer.track(**named)
 
@@ -629,125 +629,125 @@ class Grid:
             )
         return self._optimizer
 
-    def _uncut(self) -> GridOptimizer:
+    def _require_whole_model(self) -> GridOptimizer:
         """Of a model that this worker holds as a whole."""
         wrapped = self._wrapped()
         assert not isinstance(wrapped, Pipeline)
         return wrapped
 
-    def _enter(
+    def _join_run(
         self,
         dataset: Any,
-        sizes: Sizes,
+        sizes: BatchSizes,
         epochs: int | None,
         steps: int | None,
         seed: int,
         length: int | None = None,
     ) -> None:
         wrapped = self._wrapped()
-        self._session.refuse_second()
+        self._session.check_not_joined()
         sizes.check()
         self._export_folder()
-        size, data_text = reading.measure(dataset, length)
+        size, data_text = reading.measure_dataset(dataset, length)
         self._spec = LedgerSpec(size=size, seed=seed, epochs=epochs, steps=steps)
         ledger.validate(self._spec)
         facts: Facts = (
             ("model", model_digest(wrapped.model)[0]),
-            ("buffers", wrapped.averages.describe()),
+            ("buffers", wrapped.buffer_averaging.describe()),
             ("exchange", wrapped.describe_exchange()),
-            ("optimizer", optimizer_text(wrapped.inner)),
+            ("optimizer", describe_optimizer(wrapped.inner)),
             ("clip_norm", str(self._clip_norm)),
             ("compared", f"every {wrapped.compare_every} steps" if wrapped.compare_every else "never"),
             ("data", data_text),
         )
-        share = self._share = sizes.share
+        share = self._batch_size = sizes.batch_size
         neighbours = _NEIGHBOURS[round_exchange(wrapped.exchange_config).topology]
         if isinstance(wrapped, Pipeline):
             facts = (*facts, ("stages", str(wrapped.stages)), ("blocks", str(len(wrapped.defined.blueprint))))
-            kept = self._find_stages(wrapped, facts)
+            kept = self._open_stage_checkpoints(wrapped, facts)
             model = wrapped.described(self._profile, share)
             setup = Setup(
-                facts, self._spec, share, sizes.whole_step, stages=wrapped.stages, kept=kept,
+                facts, self._spec, share, sizes.global_batch_size, stages=wrapped.stages, stage_checkpoints=kept,
                 model=model, memory_bytes=self._memory_bytes, flops=device_flops(wrapped.defined.device),
             )  # fmt: skip
-            self._session.enter(setup, wrapped.edges(neighbours))
+            self._session.join(setup, wrapped.edges(neighbours))
             return
         held = self._resume(facts)
-        self._session.enter(
+        self._session.join(
             Setup(
                 facts,
                 self._spec,
                 share,
-                sizes.whole_step,
+                sizes.global_batch_size,
                 held,
-                follows=round_exchange(wrapped.exchange_config).sparse,
-                begins=wrapped.begins() if held is None else b"",
+                can_catch_up=round_exchange(wrapped.exchange_config).sparse,
+                initial_state_digest=wrapped.initial_digest() if held is None else b"",
             ),
-            _with_ring(neighbours),
-            about(wrapped.model),
-            _choices(wrapped),
+            _with_ring_peers(neighbours),
+            describe_machine(wrapped.model),
+            _exchange_choices(wrapped),
         )
 
     def _turns(self) -> Iterator[Sequence[Span]]:
         """This worker's spans for each call of `optimizer.step`; a stand-in where it holds none."""
         assert self._spec is not None
         # Batch norm, for one, cannot take a batch of one sample.
-        stand_in: tuple[Span, ...] = (Span(0, min(self._spec.size, max(2, self._share // self._calls))),)
+        stand_in: tuple[Span, ...] = (Span(0, min(self._spec.size, max(2, self._batch_size // self._calls))),)
         while (picture := self._next_turn()) is not None:
             assert picture.open_round is not None
             if self._stage_leaving is not None:
-                self._stage_leaving.take_back(picture)
+                self._stage_leaving.restore_residual(picture)
                 self._checkpoint_stage(picture)
             else:
-                self._settle_checkpoints(picture.applied + 1)
-                self._take_back(picture)
+                self._verify_checkpoints(picture.applied + 1)
+                self._restore_left_residual(picture)
                 self._checkpoint(picture)
-            self._coming = deque(self._begin_turn(picture, stand_in))
-            stand_in = self._coming[-1]
-            while self._coming:
-                yield self._coming.popleft()
-            if not self._session.turn_taken:
-                raise self._called_too_seldom(picture.open_round.step)
-        if not self._stopped and not self._done:  # a DataLoader may ask once more after the end
+            self._pending_spans = deque(self._begin_turn(picture, stand_in))
+            stand_in = self._pending_spans[-1]
+            while self._pending_spans:
+                yield self._pending_spans.popleft()
+            if not self._session.is_turn_done:
+                raise self._check_step_called(picture.open_round.step)
+        if not self._stopped and not self._is_finished:  # a DataLoader may ask once more after the end
             self._finish()
 
     def _weighed(self, batches: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
         """A step's micro-batches; those of a stand-in count nothing anyway."""
-        weights = reading.weights(ledger.samples(spans), len(batches))
+        weights = reading.micro_batch_weights(ledger.count_samples(spans), len(batches))
         for number, batch in enumerate(batches):
-            self._uncut().part_begins(number, weights)
+            self._require_whole_model().begin_micro_batch(number, weights)
             yield batch
 
-    def _begin_turn(self, picture: Picture, stand_in: tuple[Span, ...]) -> list[tuple[Span, ...]]:
+    def _begin_turn(self, picture: WorkerSnapshot, stand_in: tuple[Span, ...]) -> list[tuple[Span, ...]]:
         """This worker's positions, cut for the turn's calls of `optimizer.step`."""
-        self._full = picture.shares[picture.rank][1]
-        self._wrapped().turn_begins(self._trained(picture.spans))
-        if self._pauses.led:
-            self._set_back.turn_begins(self._wrapped())
-        return self._pieces(picture.spans) if picture.spans else [stand_in] * self._calls
+        self._full_share = picture.shares[picture.rank][1]
+        self._wrapped().begin_turn(self._calls_with_samples(picture.spans))
+        if self._pause_control.is_controlled:
+            self._turn_rollback.begin_turn(self._wrapped())
+        return self._call_spans(picture.spans) if picture.spans else [stand_in] * self._calls
 
     @property
     def _calls(self) -> int:
         return self._wrapped().calls_per_turn
 
-    def _trained(self, spans: Sequence[Span]) -> int:
+    def _calls_with_samples(self, spans: Sequence[Span]) -> int:
         """So many of a turn's calls have samples: a short step has fewer of them, not smaller batches."""
-        samples = ledger.samples(spans)
-        return min(self._calls, samples, -(-self._calls * samples // max(1, self._full)))
+        samples = ledger.count_samples(spans)
+        return min(self._calls, samples, -(-self._calls * samples // max(1, self._full_share)))
 
-    def _pieces(self, spans: Sequence[Span]) -> list[tuple[Span, ...]]:
+    def _call_spans(self, spans: Sequence[Span]) -> list[tuple[Span, ...]]:
         """For each of a turn's calls; those that have no samples are given the last ones again."""
-        pieces = sampler.cut(spans, self._trained(spans))
+        pieces = sampler.split_spans(spans, self._calls_with_samples(spans))
         return pieces + [pieces[-1]] * (self._calls - len(pieces))
 
-    def _foresee(self, count: int) -> list[tuple[Span, ...]]:
+    def _predict_spans(self, count: int) -> list[tuple[Span, ...]]:
         """What `_turns` yields next, at least so many unless the run ends or the group changes."""
-        ahead = list(self._coming)
-        for spans in self._session.foresee(-(-count // self._calls)):
-            ahead += self._pieces(spans) if spans else [()]
+        ahead = list(self._pending_spans)
+        for spans in self._session.predict_spans(-(-count // self._calls)):
+            ahead += self._call_spans(spans) if spans else [()]
         return ahead
 
-    def _called_too_seldom(self, step: int) -> ConfigError:
+    def _check_step_called(self, step: int) -> ConfigError:
         had = self._wrapped().local_calls
         batches = "the batch" if self._calls == 1 else f"the {self._calls} batches"
         return ConfigError(
@@ -758,205 +758,205 @@ class Grid:
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    def _resume(self, facts: Facts) -> Held | None:
+    def _resume(self, facts: Facts) -> CheckpointInfo | None:
         """Load the latest checkpoint of this training from the disk; what the group holds may be later."""
         assert self._spec is not None
         self._facts = (*facts, ("order", f"{self._spec.size} samples, seed {self._spec.seed}"))
-        self._checkpoints = Checkpoints(
+        self._checkpoints = CheckpointStore(
             self._checkpoint_folder(),
-            every=whole_number("checkpoint_every", self._config.checkpoint_every),
-            keep=whole_number("checkpoint_keep", self._config.checkpoint_keep),
+            every=parse_int("checkpoint_every", self._config.checkpoint_every),
+            keep=parse_int("checkpoint_keep", self._config.checkpoint_keep),
         )
         self._checkpoints.claim()
-        self.held.callback(self._checkpoints.release)
+        self.resources.callback(self._checkpoints.release)
         found = self._checkpoints.latest(self._facts)
-        self._left = pick_up(self._checkpoint_folder(), self._facts, self._uncut().residual_size)
+        self._left_residual = load_left_residual(self._checkpoint_folder(), self._facts, self._require_whole_model().residual_size)
         if found is None:
             return None
         try:
-            self._uncut().unpack(found.document, found.tensors)
+            self._require_whole_model().unpack(found.document, found.tensors)
         except RemoteProtocolError as error:
             raise ConfigError(
                 f"the checkpoint {found.path} of step {found.step} cannot be used: {error.reason}",
                 remedy="move it away: this worker then begins from an older one, or takes the others' state",
             ) from None
         if found.residual:  # none: another worker has it (`Checkpoints.void`)
-            self._uncut().load_residual_state(found.residual)
-        if self._left is not None and self._left.history == found.held.history:
-            self._uncut().forget_residual()  # what was left is what remains of it
-        self._resumed, self._held_step = True, found.step
+            self._require_whole_model().load_residual_state(found.residual)
+        if self._left_residual is not None and self._left_residual.history == found.position.history:
+            self._require_whole_model().clear_residual()  # what was left is what remains of it
+        self._is_resumed, self._checkpoint_step = True, found.step
         log.warning("this worker holds a checkpoint of step %d: %s", found.step, found.path)
-        return found.held
+        return found.position
 
-    def _settle_checkpoints(self, step: int) -> None:
+    def _verify_checkpoints(self, step: int) -> None:
         """At the first turn: what was found on the disk is this training's past, or it is left alone."""
         assert self._checkpoints is not None
-        if self._resumed:
-            self._checkpoints.adopt()
-        elif self._held_step is not None:
+        if self._is_resumed:
+            self._checkpoints.mark_verified()
+        elif self._checkpoint_step is not None:
             text = (
                 "the run goes on from step %d, not from this worker's checkpoint of step %d: it stays in %s"
             )
-            log.warning(text, step, self._held_step, self._checkpoints.folder)
-        self._resumed, self._held_step = False, None
+            log.warning(text, step, self._checkpoint_step, self._checkpoints.folder)
+        self._is_resumed, self._checkpoint_step = False, None
 
-    def _find_stages(self, pipe: Pipeline, facts: Facts) -> tuple[Held, ...]:
+    def _open_stage_checkpoints(self, pipe: Pipeline, facts: Facts) -> tuple[CheckpointInfo, ...]:
         """The checkpoints of stages that this worker has from an earlier life."""
         assert self._spec is not None
         self._facts = (*facts, ("order", f"{self._spec.size} samples, seed {self._spec.seed}"))
-        self._stages_on_disk = store = StageCheckpoints(
+        self._stage_checkpoints = store = StageCheckpointStore(
             self._checkpoint_folder(),
             self._facts,
-            every=whole_number("checkpoint_every", self._config.checkpoint_every),
-            keep=whole_number("checkpoint_keep", self._config.checkpoint_keep),
-            told=self._session.keeping,
+            every=parse_int("checkpoint_every", self._config.checkpoint_every),
+            keep=parse_int("checkpoint_keep", self._config.checkpoint_keep),
+            told=self._session.report_checkpoints,
             loaded=pipe.load,
             packed=lambda held: pipe.pack_aside(held, self._facts),
         )
         store.claim()
-        self.held.callback(store.release)
-        self._session.attach_stages(store)
-        keeps = whole_number("checkpoint_every", self._config.checkpoint_every) > 0
-        self._stage_leaving = StageLeaving(self._session, pipe, store, self._facts, keeps)
-        return store.held()
+        self.resources.callback(store.release)
+        self._session.attach_stage_checkpoints(store)
+        keeps = parse_int("checkpoint_every", self._config.checkpoint_every) > 0
+        self._stage_leaving = StageDeparture(self._session, pipe, store, self._facts, keeps)
+        return store.stored_checkpoints()
 
-    def _checkpoint_stage(self, picture: Picture) -> None:
+    def _checkpoint_stage(self, picture: WorkerSnapshot) -> None:
         """As `_checkpoint`, of this worker's stage."""
-        pipe, store = self._wrapped(), self._stages_on_disk
+        pipe, store = self._wrapped(), self._stage_checkpoints
         assert isinstance(pipe, Pipeline) and store is not None
         blocks = pipe.blocks_at(picture)
-        if store.due(blocks, picture.applied + 1):
+        if store.is_due(blocks, picture.applied + 1):
             document, tensors = pipe.pack(picture)
-            held = Held(picture.applied, picture.history, picture.ledger)
+            held = CheckpointInfo(picture.applied, picture.history, picture.ledger)
             residual = pipe.residual_state(picture)
-            store.write(blocks, Snapshot(held, self._facts, document, tensors, residual))
+            store.write(blocks, CheckpointContent(held, self._facts, document, tensors, residual))
 
     def _restore(self, blobs: Sequence[bytes]) -> None:
         """Another worker's state.  A residual from a checkpoint belongs to the checkpoint's step alone: what
         was sent since would be sent twice."""
-        if self._resumed:
-            self._uncut().forget_residual()
-            self._resumed = False
-        self._wrapped().restore(blobs)
+        if self._is_resumed:
+            self._require_whole_model().clear_residual()
+            self._is_resumed = False
+        self._wrapped().restore_state(blobs)
 
     def _copy_state(self) -> Callable[[], tuple[bytes, bytes]]:
         """Between two steps; what is returned makes bytes of the copy."""
-        copy = self._uncut().copy()
-        return lambda: (copy.own(), copy.common())
+        copy = self._require_whole_model().copy_state()
+        return lambda: (copy.private_bytes(), copy.shared_bytes())
 
-    def _take_back(self, picture: Picture) -> None:
+    def _restore_left_residual(self, picture: WorkerSnapshot) -> None:
         """At the first turn: the residual with which this worker left, if no step was committed since."""
-        left, self._left = self._left, None
+        left, self._left_residual = self._left_residual, None
         if left is None:
             return
         fits = (left.applied, left.history) == (picture.applied, picture.history)
         indices_K = np.flatnonzero(left.residual_N)
-        entries = Sparse(indices_K, left.residual_N[indices_K])
-        back = fits and self._uncut().absorb(entries, picture.world_size)
-        mass = handover.mass_of([entries])
-        self._session.note({"read_back_mass": mass if back else 0.0, "lost_mass": 0.0 if back else mass})
+        entries = SparseVector(indices_K, left.residual_N[indices_K])
+        back = fits and self._require_whole_model().add_residual(entries, picture.world_size)
+        mass = handover.magnitude_sum([entries])
+        self._session.report_figures({"read_back_mass": mass if back else 0.0, "lost_mass": 0.0 if back else mass})
         where = f"step {left.applied + 1}; the run is at step {picture.applied + 1}"
         log.warning("the residual of %s: mass %.3g is %s", where, mass, "read back" if back else "lost")
 
-    def _inherit(self, peer: bytes, entries: Sparse) -> None:
+    def _add_residual(self, peer: bytes, entries: SparseVector) -> None:
         """What a member that has left had not sent is sent from here."""
-        picture = self._session.picture
-        added, mass = self._wrapped().absorb(entries, picture.world_size), handover.mass_of([entries])
-        self._inherited_mass += mass if added else 0.0
-        self._session.note({"inherited_mass": self._inherited_mass})
+        picture = self._session.snapshot
+        added, mass = self._wrapped().add_residual(entries, picture.world_size), handover.magnitude_sum([entries])
+        self._added_magnitude += mass if added else 0.0
+        self._session.report_figures({"inherited_mass": self._added_magnitude})
         what = "added to this worker's" if added else "lost: a sum with this worker's is too large to travel"
         log.warning(
             "residual of %s, %d entries, mass %.3g: %s", peer.hex()[:8], len(entries.values), mass, what
         )
 
-    def _hand_over(self) -> None:
+    def _transfer_residual(self) -> None:
         """The others go on: give them what this worker has not sent.  What stops that costs the residual."""
         if self._optimizer is None or self._spec is None:
             return
         try:
             if isinstance(self._optimizer, Pipeline):
                 if self._stage_leaving is not None:
-                    self._stage_leaving.leave(self._handover_bytes(), between_steps=self._stopped)
+                    self._stage_leaving.leave(self._residual_budget_bytes(), between_steps=self._stopped)
                 return
-            keeps = whole_number("checkpoint_every", self._config.checkpoint_every) > 0
+            keeps = parse_int("checkpoint_every", self._config.checkpoint_every) > 0
             folder = self._checkpoint_folder() if keeps else None
-            if self._left is not None and folder is not None:
-                put_down(folder, self._facts, self._left)  # no turn has come
+            if self._left_residual is not None and folder is not None:
+                save_left_residual(folder, self._facts, self._left_residual)  # no turn has come
                 return
-            voids = self._checkpoints.void if keeps and self._checkpoints is not None else None
-            left = hand_over(self._session, self._optimizer, self._handover_bytes(), voids)
+            voids = self._checkpoints.drop_residual if keeps and self._checkpoints is not None else None
+            left = transfer_residual(self._session, self._optimizer, self._residual_budget_bytes(), voids)
             if folder is not None:
-                put_down(folder, self._facts, left)
+                save_left_residual(folder, self._facts, left)
         except GridtrainError as error:
             log.debug("nothing handed over: %s", error)  # this worker is no member (any more)
 
-    def _handover_bytes(self) -> int:
+    def _residual_budget_bytes(self) -> int:
         """At most so much, and not the last of what this machine may move today."""
         return min(
-            whole_number("handover_mib", self._config.handover_mib) << 20, self._pauses.left_bytes // 2
+            parse_int("handover_mib", self._config.handover_mib) << 20, self._pause_control.remaining_bytes // 2
         )
 
     # -- pauses ------------------------------------------------------------------------------------
 
-    def led_by(self, owner: Owner, connect: Connect, limit: Limit) -> None:
+    def led_by(self, owner: AgentControl, connect: MakeTransport, limit: SetRateLimits) -> None:
         """This worker rests when its `owner` says so: see `optim.pausing`.
 
         Args:
             connect: makes what a new place in the group needs, after a pause.
             limit: changes the rates of the connection that stands.
         """
-        self._pauses = Pauses(self._session, owner, connect, limit)
+        self._pause_control = PauseController(self._session, owner, connect, limit)
 
-    def _next_turn(self) -> Picture | None:
+    def _next_turn(self) -> WorkerSnapshot | None:
         """As `GroupSession.await_turn`, with pauses; None also where the owner has said stop."""
-        self._set_back.turn_ends()
+        self._turn_rollback.end_turn()
         while True:
             try:
                 picture = self._session.await_turn()
-            except Interrupted:
-                self._stopped = not self._rest()
+            except WaitInterrupted:
+                self._stopped = not self._pause()
                 if self._stopped:
                     return None
                 continue
             except JoinRefused as refusal:
-                if not self._pauses.too_late(refusal):
+                if not self._pause_control.is_run_over(refusal):
                     raise
-                self._done = self._stopped = True
+                self._is_finished = self._stopped = True
                 return None
-            self._pauses.turn_begins()
+            self._pause_control.begin_turn()
             return picture
 
-    def _rest(self) -> bool:
+    def _pause(self) -> bool:
         """Leave between two steps, wait, and come back; False: there is nothing to come back to."""
-        if self._pauses.stops:
+        if self._pause_control.should_stop:
             log.warning("this worker's owner has said stop: its loop ends after step %d", self.step - 1)
             return False
-        wrapped, picture = self._wrapped(), self._session.picture
-        keeps = whole_number("checkpoint_every", self._config.checkpoint_every) > 0
-        held: Held | None = None
+        wrapped, picture = self._wrapped(), self._session.snapshot
+        keeps = parse_int("checkpoint_every", self._config.checkpoint_every) > 0
+        held: CheckpointInfo | None = None
         if isinstance(wrapped, Pipeline):
             assert self._stage_leaving is not None
-            self._stage_leaving.rest(self._handover_bytes())
+            self._stage_leaving.rest(self._residual_budget_bytes())
         else:
-            if self._left is None:  # else no turn has come since the last time
-                voids = self._checkpoints.void if keeps and self._checkpoints is not None else None
-                self._left = hand_over(self._session, wrapped, self._handover_bytes(), voids)
-            wrapped.forget_residual()
-            if picture.synced and picture.applied >= 0:
-                held = Held(picture.applied, picture.history, picture.ledger)
-        came_back = self._pauses.rest(held, touched=picture.touched or picture.applied >= 0)
-        self._done = self._done or self._pauses.missed_the_end
+            if self._left_residual is None:  # else no turn has come since the last time
+                voids = self._checkpoints.drop_residual if keeps and self._checkpoints is not None else None
+                self._left_residual = transfer_residual(self._session, wrapped, self._residual_budget_bytes(), voids)
+            wrapped.clear_residual()
+            if picture.is_synced and picture.applied >= 0:
+                held = CheckpointInfo(picture.applied, picture.history, picture.ledger)
+        came_back = self._pause_control.pause(held, touched=picture.is_modified or picture.applied >= 0)
+        self._is_finished = self._is_finished or self._pause_control.has_missed_end
         return came_back
 
-    def _checkpoint(self, picture: Picture) -> None:
+    def _checkpoint(self, picture: WorkerSnapshot) -> None:
         """Between two steps: copy what is due to be written."""
         assert self._checkpoints is not None
-        if self._checkpoints.due(picture.applied + 1):
-            wrapped = self._uncut()
+        if self._checkpoints.is_due(picture.applied + 1):
+            wrapped = self._require_whole_model()
             document, tensors = wrapped.pack()
-            held = Held(picture.applied, picture.history, picture.ledger)
+            held = CheckpointInfo(picture.applied, picture.history, picture.ledger)
             residual = wrapped.residual_state()
-            self._checkpoints.write(Snapshot(held, self._facts, document, tensors, residual))
+            self._checkpoints.write(CheckpointContent(held, self._facts, document, tensors, residual))
 
     def _checkpoint_folder(self) -> Path:
         """Each worker of a machine has its own, under the key that its coordinator has."""
@@ -964,25 +964,25 @@ class Grid:
             return Path(self._config.state_dir)
         worker = Path(self._config.identity).stem or self._config.name
         run = state_directory(self._config.run)
-        return run / "checkpoints" / self._config.coordinator_key[:16] / folder_name(worker)
+        return run / "checkpoints" / self._config.coordinator_key[:16] / run_folder_name(worker)
 
     def _finish(self) -> None:
-        self._done = True
-        exports = self._exports()
+        self._is_finished = True
+        exports = self._is_exporter()
         if exports:
             self._export()
-        if not self._session.farewell():
+        if not self._session.wait_for_members():
             log.warning("left before the coordinator had declared the run finished")
-        if not exports and self._became_first():
+        if not exports and self._has_become_first():
             self._export()
 
-    def _became_first(self) -> bool:
+    def _has_become_first(self) -> bool:
         """The first worker was lost after the last step, perhaps before its export: this one follows it."""
         with suppress(GridtrainError):  # what ended the session; who knows nothing of the group is not first
-            return self.world_size > 0 and self._exports()
+            return self.world_size > 0 and self._is_exporter()
         return False
 
-    def _exports(self) -> bool:
+    def _is_exporter(self) -> bool:
         wrapped = self._wrapped()
         return wrapped.exports if isinstance(wrapped, Pipeline) else self.is_first
 
@@ -1010,19 +1010,19 @@ class Grid:
         log.warning("the run is finished; the model is in %s", path)
 
 
-def _with_ring(neighbours: Edges) -> Edges:
+def _with_ring_peers(neighbours: PeersOf) -> PeersOf:
     """Averages of buffers, tables of trials and, in retries, settings go round the ring in any exchange."""
     return lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size)
 
 
-def _choices(wrapped: GridOptimizer) -> dict[str, Edges]:
+def _exchange_choices(wrapped: GridOptimizer) -> dict[str, PeersOf]:
     """The edges of each exchange that a VIEW may name; with "" among them it need not name one."""
     if round_exchange(wrapped.exchange_config) == Dense():
-        return {"": ring.neighbours, DIRECT: _with_ring(direct.neighbours)}
-    return {each.describe(): _with_ring(_NEIGHBOURS[each.topology]) for each in wrapped.choices}
+        return {"": ring.neighbours, DIRECT_DENSE: _with_ring_peers(direct.neighbours)}
+    return {each.describe(): _with_ring_peers(_NEIGHBOURS[each.topology]) for each in wrapped.choices}
 
 
-def _fitting(auto: Auto, inner: torch.optim.Optimizer, overlap: Overlap | None) -> Auto:
+def _fit_auto(auto: Auto, inner: torch.optim.Optimizer, overlap: Overlap | None) -> Auto:
     """What the coordinator may choose behind this optimizer."""
     if overlap is not None:
         raise ConfigError(

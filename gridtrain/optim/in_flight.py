@@ -18,40 +18,40 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from gridtrain.optim.exchange import Attempt, Exchanger
+from gridtrain.optim.exchange import ExchangeAttempt, Exchanger
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.sparsify.feedback import ErrorFeedback
 from gridtrain.sparsify.merge import largest_summable
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
 
-class InFlight:
+class PendingAttempt:
     """Of one worker; used from the thread that trains."""
 
     def __init__(self) -> None:
-        self._attempt: Attempt | None = None
+        self._attempt: ExchangeAttempt | None = None
         self._committing = False
 
-    def sent(self, attempt: Attempt) -> None:
+    def mark_sent(self, attempt: ExchangeAttempt) -> None:
         """From now on the others may commit it."""
         self._attempt = attempt
 
-    def ended(self) -> None:
+    def mark_ended(self) -> None:
         """Its round was not committed, or it was skipped: it changes nothing."""
         self._attempt = None
 
-    def forgotten(self) -> None:
+    def clear(self) -> None:
         """The residual is no more, nor what the attempt under way, or half applied, would leave of it."""
         self._attempt, self._committing = None, False
 
-    def commit(self, exchanger: Exchanger, attempt: Attempt) -> npt.NDArray[np.float32] | Sparse:
+    def commit(self, exchanger: Exchanger, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
         """The update.  Not to be begun twice, wherever Ctrl-C comes in between."""
         self._attempt, self._committing = None, True
         update = exchanger.commit(attempt)
         self._committing = False
         return update
 
-    def surrender(
+    def take_residual(
         self, exchanger: Exchanger, settle: Callable[[], RoundOutcome | None]
     ) -> npt.NDArray[np.float32] | None:
         """(n,): the residual of a worker that takes no further step: as its last round, if any, has left it.
@@ -68,7 +68,7 @@ class InFlight:
             outcome = settle()
             if outcome is None:
                 return None
-            if outcome.committed and not outcome.skip:
+            if outcome.is_committed and not outcome.is_skipped:
                 self.commit(exchanger, self._attempt)
             self._attempt = None
         if self._committing:
@@ -78,7 +78,7 @@ class InFlight:
         return exchanger.feedback.residual_N.cpu().numpy().copy()
 
 
-def absorb(feedback: ErrorFeedback | None, entries: Sparse, world_size: int) -> bool:
+def add_residual(feedback: ErrorFeedback | None, entries: SparseVector, world_size: int) -> bool:
     """Add what another worker had not sent, between two rounds; False: it cannot be, and is dropped."""
     limit = largest_summable(world_size)
-    return feedback is not None and feedback.absorb(entries.indices, entries.values, limit)
+    return feedback is not None and feedback.add_residual(entries.indices, entries.values, limit)

@@ -36,17 +36,17 @@ from torch import Tensor, nn
 from gridtrain.config import LocalSteps, Overlap
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import state_sync
-from gridtrain.optim.before import Before
+from gridtrain.optim.before import TurnStartState
 from gridtrain.optim.exchange import largest_magnitude
 from gridtrain.optim.flat import FlatGradient
-from gridtrain.optim.session import Session
+from gridtrain.optim.session import TrainingSession
 from gridtrain.optim.wrapper import GridOptimizer
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
 log = logging.getLogger("gridtrain")
 
 _VELOCITY = "velocity"
-_NOTHING_S = dict.fromkeys(("waiting_s", "selecting_s", "communicating_s", "applying_s"), 0.0)
+_ZERO_TIMINGS = dict.fromkeys(("waiting_s", "selecting_s", "communicating_s", "applying_s"), 0.0)
 
 
 class OuterOptimizer(torch.optim.Optimizer):
@@ -88,8 +88,8 @@ class OuterOptimizer(torch.optim.Optimizer):
         mine_N = self._velocity_N
         if (velocity_N is None) != (mine_N is None):
             raise ValueError("there is an outer velocity on one side only")
-        if velocity_N is not None and _form(velocity_N) != _form(mine_N):
-            raise ValueError(f"an outer velocity of {_form(velocity_N)}")
+        if velocity_N is not None and _shape_and_dtype(velocity_N) != _shape_and_dtype(mine_N):
+            raise ValueError(f"an outer velocity of {_shape_and_dtype(velocity_N)}")
         own = self.inner.state_dict()["state"]
         self.inner.load_state_dict({"state": own, "param_groups": state_dict["param_groups"]})
         state_sync.keep_dtypes(self.inner, own)
@@ -105,11 +105,11 @@ class OuterOptimizer(torch.optim.Optimizer):
             self._velocity_N.mul_(self._momentum).add_(step_N)
             step_N.add_(self._velocity_N * self._momentum)
         step_N.mul_(self._rate)
-        for view, parameter in self._flat.pieces:
-            parameter.copy_(_wide(parameter) - view.to(parameter.device))
+        for view, parameter in self._flat.views:
+            parameter.copy_(_to_float32(parameter) - view.to(parameter.device))
 
 
-class LocalStepsOptimizer(GridOptimizer):
+class LocalSGDOptimizer(GridOptimizer):
     """A `GridOptimizer` that exchanges once in `exchange.every` calls of `step`.
 
     `param_groups`, `state` and `state_dict` are the inner optimizer's.  Clip the local gradients between
@@ -127,7 +127,7 @@ class LocalStepsOptimizer(GridOptimizer):
         inner: torch.optim.Optimizer,
         model: nn.Module,
         exchange: LocalSteps,
-        session: Session,
+        session: TrainingSession,
         *,
         clip_norm: float | None = None,
         average_buffers_every: int = 0,
@@ -154,11 +154,11 @@ class LocalStepsOptimizer(GridOptimizer):
         )
         self._every = exchange.every
         self.replicated = OuterOptimizer(inner, self._flat, exchange)
-        self._fresh = copy.deepcopy(inner.state_dict()["state"])
+        self._is_new = copy.deepcopy(inner.state_dict()["state"])
         self._anchor: list[Tensor] = []
         self.local_calls = 0
-        self._trained = self._every  # of a turn's calls so many are for samples
-        self._left: int | None = None  # calls until the turn ends; None: nobody counts turns
+        self._trained_calls = self._every  # of a turn's calls so many are for samples
+        self._calls_left: int | None = None  # calls until the turn ends; None: nobody counts turns
         self._computing_s = 0.0
 
     # -- turns ---------------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ class LocalStepsOptimizer(GridOptimizer):
     def calls_per_turn(self) -> int:
         return self._every
 
-    def turn_begins(self, trained: int) -> None:
-        self.local_calls, self._left, self._trained = 0, self._every, trained
-        self._remember_before()
+    def begin_turn(self, trained: int) -> None:
+        self.local_calls, self._calls_left, self._trained_calls = 0, self._every, trained
+        self._save_turn_start()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """A step of the inner optimizer; after the last one of a turn, the exchange.
@@ -179,21 +179,21 @@ class LocalStepsOptimizer(GridOptimizer):
         """
         if closure is not None:
             super().step(closure)  # refuses it
-        if self._left == 0:
+        if self._calls_left == 0:
             raise ConfigError(
                 f"optimizer.step() was called {self._every + 1} times for a step's {self._every} batches",
                 remedy="call it once for each batch, or once for every a batches of "
                 "grid.batches(..., accumulate=a)",
             )
-        self._left = None if self._left is None else self._left - 1
+        self._calls_left = None if self._calls_left is None else self._calls_left - 1
         if self.local_calls == 0:
             self._remember_anchor()
         self.local_calls += 1
-        self._step_alone()
+        self._local_step()
         if self.local_calls < self._every:
-            self._note_local()
+            self._report_local()
         else:
-            self._step_together()
+            self._global_step()
 
     def exchange(self) -> bool:
         raise ConfigError(
@@ -206,60 +206,60 @@ class LocalStepsOptimizer(GridOptimizer):
     @torch.no_grad()
     def _remember_anchor(self) -> None:
         """At the first step of a turn, so that whatever was loaded since the last one counts."""
-        if self._left is None:
-            self._remember_before()
-        parameters = [parameter for _, parameter in self._flat.pieces]
+        if self._calls_left is None:
+            self._save_turn_start()
+        parameters = [parameter for _, parameter in self._flat.views]
         if not self._anchor:
             self._anchor = [parameter.detach().clone() for parameter in parameters]
             return
         for kept, parameter in zip(self._anchor, parameters, strict=True):
             kept.copy_(parameter)
 
-    def _step_alone(self) -> None:
-        self._flat.refuse_changes()
-        overflowed = self._unscale_gradients()
-        if not overflowed and self.local_calls <= self._trained:
+    def _local_step(self) -> None:
+        self._flat.check_unchanged()
+        overflowed = self._unscale_local()
+        if not overflowed and self.local_calls <= self._trained_calls:
             self._flat.rescale(self._flat.scale)
             self.inner.step()
         self.last_skipped = overflowed
 
-    def _unscale_gradients(self) -> bool:
+    def _unscale_local(self) -> bool:
         """As `GridOptimizer._unscale`, for the gradients themselves."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
         overflowed = float(getattr(self, "found_inf", 0.0)) > 0.0
         if scale is not None and not overflowed:
             inverse = 1.0 / float(scale)
-            for _, parameter in self._flat.pieces:
+            for _, parameter in self._flat.views:
                 if parameter.grad is not None:
                     parameter.grad.mul_(inverse)
         return overflowed
 
-    def _note_local(self) -> None:
-        self._watch.lap("computing_s")
-        alone_s = self._watch.reset()
+    def _report_local(self) -> None:
+        self._stopwatch.lap("computing_s")
+        alone_s = self._stopwatch.reset()
         self._computing_s += alone_s["computing_s"]
-        self.timings = _NOTHING_S | alone_s
-        self._session.note({})  # a sign of life: the others may wait in the round already
+        self.timings = _ZERO_TIMINGS | alone_s
+        self._session.report_figures({})  # a sign of life: the others may wait in the round already
 
     # -- together --------------------------------------------------------------------------------------
 
-    def _step_together(self) -> None:
+    def _global_step(self) -> None:
         self.local_calls = 0
-        self._take_change()
+        self._compute_delta()
         finite = math.isfinite(largest_magnitude(self._flat.flat_N))
         if not finite:
-            self._begin_afresh()
-        self._turn(finite)
+            self._reset_inner()
+        self._run_attempts(finite)
         self._apply()
 
     @torch.no_grad()
-    def _take_change(self) -> None:
+    def _compute_delta(self) -> None:
         """flat_N = anchor - parameters; parameters = anchor."""
-        for (view, parameter), kept in zip(self._flat.pieces, self._anchor, strict=True):
-            view.copy_(_wide(kept) - _wide(parameter))
+        for (view, parameter), kept in zip(self._flat.views, self._anchor, strict=True):
+            view.copy_(_to_float32(kept) - _to_float32(parameter))
             parameter.copy_(kept)
 
-    def _begin_afresh(self) -> None:
+    def _reset_inner(self) -> None:
         """What led to parameters that are not finite is mostly in the moments as well."""
         log.warning(
             "this worker's parameters are not finite after %d local steps: the group skips the step, and its "
@@ -267,27 +267,27 @@ class LocalStepsOptimizer(GridOptimizer):
             self._every,
             type(self.inner).__name__,
         )
-        self._load_moments(copy.deepcopy(self._fresh))  # what is loaded is not copied, and trained on
+        self._load_moments(copy.deepcopy(self._is_new))  # what is loaded is not copied, and trained on
 
     def _apply(self) -> None:
         if not self.last_skipped:
             self.replicated.step()
         self._compare()
-        self._watch.lap("applying_s")
-        timings = self._watch.reset()
+        self._stopwatch.lap("applying_s")
+        timings = self._stopwatch.reset()
         alone_s, self._computing_s = self._computing_s, 0.0
         self.timings = timings
-        self._session.note(timings | {"computing_s": timings.get("computing_s", 0.0) + alone_s})
+        self._session.report_figures(timings | {"computing_s": timings.get("computing_s", 0.0) + alone_s})
 
-    def _put(self, update: npt.NDArray[np.float32] | Sparse) -> None:
+    def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """Into flat_N alone, where the outer optimizer reads it: no gradient of a parameter is touched."""
-        self._flat.fill(update)
+        self._flat.load_update(update)
 
     # -- what others are given ---------------------------------------------------------------------------
 
-    def _remember_before(self) -> None:
+    def _save_turn_start(self) -> None:
         """With averages: a loop moves them after each of its steps."""
-        self._before = Before.of(self.inner, self._trackers, averages=True)
+        self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=True)
 
     # -- this worker's own part of a checkpoint ----------------------------------------------------------
 
@@ -313,13 +313,13 @@ class LocalStepsOptimizer(GridOptimizer):
         state_sync.keep_dtypes(self.inner, state)
 
 
-def _wide(values: Tensor) -> Tensor:
+def _to_float32(values: Tensor) -> Tensor:
     """At least float32, detached: a difference of bfloat16 values is no bfloat16 value."""
     wide = torch.promote_types(values.dtype, torch.float32)
     return values.detach().to(wide)
 
 
-def _form(values: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+def _shape_and_dtype(values: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
     return None if values is None else (values.shape, values.dtype)
 
 

@@ -22,29 +22,29 @@ from torch import Tensor
 
 from gridtrain.config import Exchange, Overlap
 from gridtrain.errors import ConfigError
-from gridtrain.optim.exchange import Attempt, Exchanger, exchanger
+from gridtrain.optim.exchange import ExchangeAttempt, Exchanger, make_exchanger
 from gridtrain.optim.flat import FlatGradient
-from gridtrain.optim.overlap_trial import Trial
-from gridtrain.optim.session import Session
-from gridtrain.runtime.buckets import BucketedWorkspace, cut
-from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.optim.overlap_trial import OverlapTrial
+from gridtrain.optim.session import TrainingSession
+from gridtrain.runtime.buckets import BucketedBuffer, bucket_bounds
+from gridtrain.runtime.buffers import DenseRingBuffer
 from gridtrain.runtime.plan import StepPlan
 
 log = logging.getLogger("gridtrain")
 
 
-def overlapper(
-    flat: FlatGradient, whole: Exchanger, session: Session, overlap: Overlap, exchange: Exchange
+def make_overlapper(
+    flat: FlatGradient, whole: Exchanger, session: TrainingSession, overlap: Overlap, exchange: Exchange
 ) -> Overlapper | None:
     """None: the gradient is too short to be cut, and overlap would change nothing."""
     least = overlap.least_of(exchange)
-    bounds = cut(flat.sizes, overlap.buckets, least)
+    bounds = bucket_bounds(flat.sizes, overlap.buckets, least)
     if len(bounds) == 2:
         text = "overlap is left out: %d elements in %d parameters cannot be cut into buckets of at least %d"
         log.warning(text, flat.n, len(flat.sizes), least)
         return None
-    parts = exchanger(exchange, bounds, flat.flat_N.device, whole.feedback)
-    return Overlapper(flat, whole, parts, session, Trial(overlap.adaptive))
+    parts = make_exchanger(exchange, bounds, flat.flat_N.device, whole.feedback)
+    return Overlapper(flat, whole, parts, session, OverlapTrial(overlap.adaptive))
 
 
 class Overlapper:
@@ -64,32 +64,32 @@ class Overlapper:
         flat: FlatGradient,
         whole: Exchanger,
         parts: Exchanger,
-        session: Session,
-        trial: Trial,
+        session: TrainingSession,
+        trial: OverlapTrial,
     ) -> None:
         self._flat, self._session = flat, session
-        self._whole, self._parts, self._trial = whole, parts, trial
-        self._members = _members(flat.sizes, parts.bounds)
-        self._bucket_of = {p: b for b, members in enumerate(self._members) for p in members}
+        self._whole_exchanger, self._bucket_exchanger, self._trial = whole, parts, trial
+        self._bucket_parameters = _bucket_members(flat.sizes, parts.bounds)
+        self._bucket_of = {p: b for b, members in enumerate(self._bucket_parameters) for p in members}
         self.backwards = 1
         self.selecting_s = 0.0
         self._began_s: float | None = None  # the backward of this step
-        self._running: StepPlan | None = None  # the latest attempt at it
+        self._current_plan: StepPlan | None = None  # the latest attempt at it
         self._reset()
         for index, parameter in enumerate(flat.parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
 
     def _reset(self) -> None:
-        self._seen = [0] * len(self._flat.sizes)
-        self._missing = [len(members) for members in self._members]
+        self._backward_counts = [0] * len(self._flat.sizes)
+        self._missing_counts = [len(members) for members in self._bucket_parameters]
         self._plan: StepPlan | None = None
-        self._asked = False
-        self._sent: dict[int, Attempt] = {}
+        self._has_plan = False
+        self._sent: dict[int, ExchangeAttempt] = {}
 
     @property
-    def pays(self) -> bool:
+    def is_active(self) -> bool:
         """Steps are cut, trials apart."""
-        return self._trial.pays
+        return self._trial.is_worthwhile
 
     # -- in the middle of backward -------------------------------------------------------------------
 
@@ -105,33 +105,33 @@ class Overlapper:
                 f"more than {self.backwards} backward passes before one step(), and their gradients are sent",
                 remedy="use grid.batches(..., accumulate=a) for a backward passes a step, or overlap=None",
             )
-        self._seen[index] += 1
-        if self._seen[index] == self.backwards:
-            self._missing[bucket] -= 1
-            if self._missing[bucket] == 0:
+        self._backward_counts[index] += 1
+        if self._backward_counts[index] == self.backwards:
+            self._missing_counts[bucket] -= 1
+            if self._missing_counts[bucket] == 0:
                 self._send(bucket)
 
     @torch.no_grad()
     def _send(self, bucket: int) -> None:
-        if not self._asked:
-            self._asked, plan = True, self._session.early()
-            self._plan = plan if plan is not None and self._trial.early(plan) else None
+        if not self._has_plan:
+            self._has_plan, plan = True, self._session.predict_plan()
+            self._plan = plan if plan is not None and self._trial.is_overlapped(plan) else None
         if self._plan is None:
             return
         began_s = time.perf_counter()
-        members = self._members[bucket]
+        members = self._bucket_parameters[bucket]
         self._flat.gather(members)
-        start, stop = self._parts.bounds[bucket : bucket + 2]
+        start, stop = self._bucket_exchanger.bounds[bucket : bucket + 2]
         gradient_B = self._flat.flat_N[start:stop]
-        attempt = self._parts.prepare_bucket(bucket, gradient_B, self._plan, usable=True)
+        attempt = self._bucket_exchanger.prepare_bucket(bucket, gradient_B, self._plan, usable=True)
         self._sent[bucket] = attempt
         self.selecting_s += time.perf_counter() - began_s
-        assert not isinstance(attempt.workspace, BucketedWorkspace)
-        self._session.send_early(self._plan, bucket, attempt.workspace, attempt.skip)
+        assert not isinstance(attempt.buffer, BucketedBuffer)
+        self._session.begin_bucket(self._plan, bucket, attempt.buffer, attempt.skip)
 
     # -- in step -------------------------------------------------------------------------------------
 
-    def take(self) -> tuple[StepPlan | None, dict[int, Attempt]]:
+    def take_sent(self) -> tuple[StepPlan | None, dict[int, ExchangeAttempt]]:
         """The plan that buckets were sent for, and these buckets; what is under way stays so.
 
         The flat vector holds the gradients of the other ones, too, after this.
@@ -139,7 +139,7 @@ class Overlapper:
         Raises `ConfigError` if a gradient was changed after it was sent.
         """
         plan, sent = self._plan, self._sent
-        changed = self._flat.differs([index for bucket in sent for index in self._members[bucket]])
+        changed = self._flat.has_changed([index for bucket in sent for index in self._bucket_parameters[bucket]])
         self._reset()
         if changed:
             raise ConfigError(
@@ -147,36 +147,36 @@ class Overlapper:
                 remedy="with overlap, clip by grid.optimizer(..., clip_norm=...); for anything else between "
                 "backward and step leave overlap out",
             )
-        rest = (members for bucket, members in enumerate(self._members) if bucket not in sent)
+        rest = (members for bucket, members in enumerate(self._bucket_parameters) if bucket not in sent)
         self._flat.gather([index for members in rest for index in members])
         return plan, sent
 
     def exchanger(self, plan: StepPlan) -> Exchanger:
         """How all members cut their gradients in this attempt."""
-        self._running = plan
-        return self._parts if self._trial.early(plan) else self._whole
+        self._current_plan = plan
+        return self._bucket_exchanger if self._trial.is_overlapped(plan) else self._whole_exchanger
 
-    def table(self, plan: StepPlan) -> DenseWorkspace | None:
+    def make_trial_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
         """What else this attempt exchanges: how long either way takes; see `overlap_trial`."""
-        return self._trial.table(plan)
+        return self._trial.make_table(plan)
 
-    def decide(self, plan: StepPlan, table: DenseWorkspace) -> None:
+    def finish_trial(self, plan: StepPlan, table: DenseRingBuffer) -> None:
         """The round is committed, and with it the table."""
-        news = self._trial.decide(plan, table.update_N)
+        news = self._trial.apply_table(plan, table.update_N)
         if news:
-            log.log(logging.INFO if self._trial.pays else logging.WARNING, "%s", news)
+            log.log(logging.INFO if self._trial.is_worthwhile else logging.WARNING, "%s", news)
 
-    def done(self) -> float:
+    def end_step(self) -> float:
         """A step is over; returns the seconds of selection within its backward."""
-        plan, self._running = self._running, None
+        plan, self._current_plan = self._current_plan, None
         began_s, self._began_s = self._began_s, None
         if plan is not None and began_s is not None:
-            self._trial.took(plan, time.perf_counter() - began_s)
+            self._trial.record_duration(plan, time.perf_counter() - began_s)
         selecting_s, self.selecting_s = self.selecting_s, 0.0
         return selecting_s
 
 
-def _members(sizes: Sequence[int], bounds: Sequence[int]) -> list[list[int]]:
+def _bucket_members(sizes: Sequence[int], bounds: Sequence[int]) -> list[list[int]]:
     """Indices of each bucket's parameters."""
     members: list[list[int]] = [[] for _ in bounds[1:]]
     at = bucket = 0
@@ -188,7 +188,7 @@ def _members(sizes: Sequence[int], bounds: Sequence[int]) -> list[list[int]]:
     return members
 
 
-def refuse_scaler(optimizer: object) -> None:
+def check_no_scaler(optimizer: object) -> None:
     """Raises `ConfigError`: what is sent before `step` has not been unscaled."""
     if getattr(optimizer, "grad_scale", None) is not None:
         raise ConfigError(

@@ -23,8 +23,8 @@ import statistics
 
 import numpy as np
 
-from gridtrain.protocol.choosing import said_s
-from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.protocol.choosing import format_seconds
+from gridtrain.runtime.buffers import DenseRingBuffer
 from gridtrain.runtime.plan import StepPlan
 from gridtrain.sparsify.merge import FloatArray
 
@@ -40,7 +40,7 @@ a sparse exchange of the whole vector leaves the better entries out."""
 MOST_S = 1e6
 
 
-def trial_begins(phase: int) -> int | None:
+def last_trial_start(phase: int) -> int | None:
     """The phase in which the latest trial has begun; None: there was none yet."""
     if phase >= PERIOD_STEPS:
         return phase - phase % PERIOD_STEPS
@@ -49,7 +49,7 @@ def trial_begins(phase: int) -> int | None:
     return WARM_UP_STEPS if phase >= WARM_UP_STEPS else None
 
 
-class Trial:
+class OverlapTrial:
     """One member's view of what all decide alike.
 
     Args:
@@ -61,62 +61,62 @@ class Trial:
 
     def __init__(self, adaptive: bool) -> None:
         self._adaptive = adaptive
-        self._told: bool | None = None
+        self._has_reported: bool | None = None
         self._begin(-1)
 
     def _begin(self, generation: int) -> None:
         self._generation = generation
-        self.pays = not self._adaptive
-        self._answered = -1  # the beginning of the latest trial whose table was summed
+        self.is_worthwhile = not self._adaptive
+        self._is_decided = -1  # the beginning of the latest trial whose table was summed
         self._measured = -1  # the beginning of the trial that these are of
         self._took_s: dict[bool, list[float]] = {True: [], False: []}
 
-    def early(self, plan: StepPlan) -> bool:
+    def is_overlapped(self, plan: StepPlan) -> bool:
         """Whether this step's gradient is cut, on all members."""
         if not self._adaptive:
             return True
-        phase, begun = self._place(plan)
+        phase, begun = self._phase_of(plan)
         if begun is not None and phase < begun + TRIAL_STEPS:
             return (phase - begun) // BLOCK_STEPS % 2 == 0
-        return self.pays
+        return self.is_worthwhile
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
+    def record_duration(self, plan: StepPlan, seconds: float) -> None:
         """How long this worker's backward and exchange took in a step."""
-        phase, begun = self._place(plan)
+        phase, begun = self._phase_of(plan)
         if begun is None or not self._adaptive:
             return
         at = phase - begun
         if begun != self._measured:
             self._measured, self._took_s = begun, {True: [], False: []}
         if at < TRIAL_STEPS and at % BLOCK_STEPS:
-            self._took_s[self.early(plan)].append(seconds)
+            self._took_s[self.is_overlapped(plan)].append(seconds)
 
-    def table(self, plan: StepPlan) -> DenseWorkspace | None:
+    def make_table(self, plan: StepPlan) -> DenseRingBuffer | None:
         """What this worker measured, where a trial is over and its table is not summed yet."""
-        phase, begun = self._place(plan)
-        if not self._adaptive or begun is None or self._answered == begun or phase < begun + TRIAL_STEPS:
+        phase, begun = self._phase_of(plan)
+        if not self._adaptive or begun is None or self._is_decided == begun or phase < begun + TRIAL_STEPS:
             return None
         rows = np.zeros((plan.world_size, 2), np.float32)
         if all(self._took_s.values()):  # a member without samples has had no backward
             middle_s = (statistics.median(self._took_s[early]) for early in (True, False))
             rows[plan.rank] = [min(each_s, MOST_S) for each_s in middle_s]
-        return DenseWorkspace(rows.reshape(-1), plan.world_size)
+        return DenseRingBuffer(rows.reshape(-1), plan.world_size)
 
-    def decide(self, plan: StepPlan, table: FloatArray) -> str:
+    def apply_table(self, plan: StepPlan, table: FloatArray) -> str:
         """The round that carried the table is committed.  What is to be told, if that is news."""
-        phase, begun = self._place(plan)
+        phase, begun = self._phase_of(plan)
         assert begun is not None
-        self._answered = begun
+        self._is_decided = begun
         known = [row for row in table.reshape(-1, 2).tolist() if all(0 < each <= MOST_S for each in row)]
         if not known:
             return ""
         early_s, whole_s = (statistics.median(column) for column in zip(*known, strict=True))
-        self.pays = early_s <= (1 - MARGIN) * whole_s
-        if self.pays == self._told:
+        self.is_worthwhile = early_s <= (1 - MARGIN) * whole_s
+        if self.is_worthwhile == self._has_reported:
             return ""
-        self._told = self.pays
-        took = f"backward and exchange take {said_s(early_s)} with it, {said_s(whole_s)} without"
-        if self.pays:
+        self._has_reported = self.is_worthwhile
+        took = f"backward and exchange take {format_seconds(early_s)} with it, {format_seconds(whole_s)} without"
+        if self.is_worthwhile:
             return f"overlap is on from step {plan.step + 1}: {took}"
         again = SECOND_PHASE if phase < SECOND_PHASE else (phase // PERIOD_STEPS + 1) * PERIOD_STEPS
         return (
@@ -124,9 +124,9 @@ class Trial:
             f"it is tried again in step {plan.first_step + again}"
         )
 
-    def _place(self, plan: StepPlan) -> tuple[int, int | None]:
+    def _phase_of(self, plan: StepPlan) -> tuple[int, int | None]:
         """The step's phase, and when the latest trial began."""
         if plan.generation != self._generation:
             self._begin(plan.generation)
         phase = plan.step - plan.first_step
-        return phase, trial_begins(phase)
+        return phase, last_trial_start(phase)

@@ -22,27 +22,27 @@ from collections.abc import Callable
 import torch
 
 from gridtrain.errors import CoordinatorUnreachable, JoinRefused
-from gridtrain.protocol.messages import Held
-from gridtrain.runtime.acquaintances import Acquaintances
+from gridtrain.protocol.messages import CheckpointInfo
+from gridtrain.runtime.acquaintances import PeerAllowlist
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.owner import SPENT, Owner, Wish
-from gridtrain.transport.credits import CreditTransport
+from gridtrain.runtime.owner import BUDGET_EXHAUSTED, AgentControl, AgentDirective
+from gridtrain.transport.credits import FlowControlTransport
 
 log = logging.getLogger("gridtrain")
 
-Connect = Callable[[], tuple[CreditTransport, Acquaintances]]
-Limit = Callable[[float | None, float | None], None]
+MakeTransport = Callable[[], tuple[FlowControlTransport, PeerAllowlist]]
+SetRateLimits = Callable[[float | None, float | None], None]
 
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
-TALK_BYTES = 64 << 10
+CONTROL_RESERVE_BYTES = 64 << 10
 """Beats, votes and the farewell of one step."""
 
-FORESIGHT = 2
+STEPS_AHEAD = 2
 """A step is expected to cost no more than so many times the dearest one so far."""
 
 
-class Pauses:
+class PauseController:
     """See the module's text.
 
     Args:
@@ -54,136 +54,136 @@ class Pauses:
         missed_the_end: the run was finished while this worker rested.
     """
 
-    def __init__(self, session: GroupSession, owner: Owner, connect: Connect | None, limit: Limit) -> None:
-        self._session, self._owner, self._connect, self._limit = session, owner, connect, limit
+    def __init__(self, session: GroupSession, owner: AgentControl, connect: MakeTransport | None, limit: SetRateLimits) -> None:
+        self._session, self._agent, self._connect, self._limit = session, owner, connect, limit
         self._rates: tuple[float | None, float | None] | None = None
-        self._at_turn_bytes: int | None = None
-        self._dearest_bytes = 0
-        self._returning = False
-        self.missed_the_end = False
+        self._turn_start_bytes: int | None = None
+        self._max_step_bytes = 0
+        self._is_returning = False
+        self.has_missed_end = False
         if connect is not None:
-            session.wanted_elsewhere = self._wanted
-            session.spend_while(self._spent)
-            self._obey_rates(owner.wish)
+            session.should_interrupt = self._should_pause
+            session.set_budget_check(self._budget_exhausted)
+            self._apply_rates(owner.directive)
 
     @property
-    def led(self) -> bool:
+    def is_controlled(self) -> bool:
         """Somebody may pause this worker."""
         return self._connect is not None
 
     @property
-    def stops(self) -> bool:
+    def should_stop(self) -> bool:
         """The owner wants the script to end after the step."""
-        return self._owner.wish.stop
+        return self._agent.directive.stop
 
     @property
-    def left_bytes(self) -> int:
+    def remaining_bytes(self) -> int:
         """Of what this process may move; very much where there is no limit."""
-        left = self._owner.wish.most_bytes - self._session.moved_bytes
+        left = self._agent.directive.most_bytes - self._session.moved_bytes
         return int(max(0.0, min(left, 1 << 60)))
 
-    def turn_begins(self) -> None:
+    def begin_turn(self) -> None:
         """A step is about to be computed: learn what the last one cost, and obey what has changed."""
         moved_bytes = self._session.moved_bytes
-        if self._at_turn_bytes is not None:
-            self._dearest_bytes = max(self._dearest_bytes, moved_bytes - self._at_turn_bytes)
-        self._at_turn_bytes, self._returning = moved_bytes, False
-        self._obey_rates(self._owner.wish)
-        picture = self._session.picture
-        self._owner.tell(state="training", step=picture.applied + 1, name=picture.name)
+        if self._turn_start_bytes is not None:
+            self._max_step_bytes = max(self._max_step_bytes, moved_bytes - self._turn_start_bytes)
+        self._turn_start_bytes, self._is_returning = moved_bytes, False
+        self._apply_rates(self._agent.directive)
+        picture = self._session.snapshot
+        self._agent.report(state="training", step=picture.applied + 1, name=picture.name)
 
-    def rest(self, held: Held | None, *, touched: bool) -> bool:
+    def pause(self, held: CheckpointInfo | None, *, touched: bool) -> bool:
         """Leave now, come back when it is wanted; False: there is nothing to come back to.
 
         Raises `JoinRefused`, and `CoordinatorUnreachable` where nobody answered for `Deadlines.paused_s`.
         """
-        reason = self._reason()
+        reason = self._pause_reason()
         log.warning("paused by its owner: %s; the others go on without this worker", reason)
-        self._session.depart(reason)
+        self._session.pause(reason)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # whoever wants the GPU wants its memory, too
-        self._owner.tell(state="paused", reason=reason)
-        self._at_turn_bytes, self._returning = None, True
+        self._agent.report(state="paused", reason=reason)
+        self._turn_start_bytes, self._is_returning = None, True
         away_since_s = time.monotonic()
-        if not self._await_leave() or not self._return(held, touched):
+        if not self._await_permission() or not self._rejoin(held, touched):
             return False
         log.warning(
             "this worker is back after %.0f s, and takes over the state", time.monotonic() - away_since_s
         )
-        self._owner.tell(state="joining")
+        self._agent.report(state="joining")
         return True
 
-    def too_late(self, refusal: JoinRefused) -> bool:
+    def is_run_over(self, refusal: JoinRefused) -> bool:
         """On the way back: the run was finished meanwhile, which is no error."""
-        if refusal.code != "finished" or not self._returning:
+        if refusal.code != "finished" or not self._is_returning:
             return False
         log.warning("the run was finished while this worker was paused")
-        self.missed_the_end = True
+        self.has_missed_end = True
         return True
 
-    def _await_leave(self) -> bool:
+    def _await_permission(self) -> bool:
         """Until it may train; False: the owner has said stop."""
-        while self._wanted():
-            if self.stops:
+        while self._should_pause():
+            if self.should_stop:
                 return False
-            self._owner.wait(LOOK_S)
+            self._agent.wait(POLL_INTERVAL_S)
         return True
 
-    def _return(self, held: Held | None, touched: bool) -> bool:
+    def _rejoin(self, held: CheckpointInfo | None, touched: bool) -> bool:
         assert self._connect is not None
         give_up_s = time.monotonic() + self._session.config.deadlines.paused_s
         retry_s = RETRY_FIRST_S
         while True:
             try:
-                self._obey_rates(self._owner.wish)
-                self._session.come_back(*self._connect(), held, touched=touched)
+                self._apply_rates(self._agent.directive)
+                self._session.resume(*self._connect(), held, touched=touched)
                 return True
             except CoordinatorUnreachable as error:
                 if time.monotonic() >= give_up_s:
                     raise
                 log.warning("%s; tried again in %.0f s", error.reason, retry_s)
             except JoinRefused as refusal:
-                if not self.too_late(refusal):
+                if not self.is_run_over(refusal):
                     raise
                 return False
-            self._owner.wait(retry_s)
+            self._agent.wait(retry_s)
             retry_s = min(RETRY_MOST_S, 2 * retry_s)
-            if not self._await_leave():
+            if not self._await_permission():
                 return False
 
-    def _wanted(self) -> bool:
+    def _should_pause(self) -> bool:
         """Elsewhere: asked while the script waits between two steps."""
-        wish = self._owner.wish
-        return not wish.run or wish.stop or self._step_may_not_fit(wish)
+        wish = self._agent.directive
+        return not wish.run or wish.stop or self._exceeds_budget(wish)
 
-    def _reason(self) -> str:
-        wish = self._owner.wish
+    def _pause_reason(self) -> str:
+        wish = self._agent.directive
         if not wish.run:
             return wish.reason
-        return wish.spent_text if self._step_may_not_fit(wish) else "for a moment only"
+        return wish.spent_text if self._exceeds_budget(wish) else "for a moment only"
 
-    def _step_may_not_fit(self, wish: Wish) -> bool:
+    def _exceeds_budget(self, wish: AgentDirective) -> bool:
         if wish.most_bytes == math.inf:
             return False
-        needed_bytes = FORESIGHT * self._dearest_bytes + TALK_BYTES
+        needed_bytes = STEPS_AHEAD * self._max_step_bytes + CONTROL_RESERVE_BYTES
         return self._session.moved_bytes + needed_bytes > wish.most_bytes
 
-    def _spent(self) -> str:
+    def _budget_exhausted(self) -> str:
         """In the loop's thread, which asks all the time: also while a state of gigabytes is taken over, or a
         step waits for a slow line, and a new cap is meant for just that."""
-        wish = self._owner.wish
-        self._obey_rates(wish)
+        wish = self._agent.directive
+        self._apply_rates(wish)
         if wish.most_bytes == math.inf:
             return ""
-        margin_bytes = max(TALK_BYTES, self._dearest_bytes) // 2
+        margin_bytes = max(CONTROL_RESERVE_BYTES, self._max_step_bytes) // 2
         if self._session.moved_bytes + margin_bytes <= wish.most_bytes:
             return ""
-        self._owner.tell(
-            state=SPENT
+        self._agent.report(
+            state=BUDGET_EXHAUSTED
         )  # or the agent, which sees that there is a little left, takes it for a failure
         return f"paused in the middle of a step: {wish.spent_text}"
 
-    def _obey_rates(self, wish: Wish) -> None:
+    def _apply_rates(self, wish: AgentDirective) -> None:
         rates = wish.upload_Bps, wish.download_Bps
         if rates != self._rates:
             self._rates = rates

@@ -29,9 +29,9 @@ Spans = tuple[Span, ...]
 
 
 @dataclass(slots=True)
-class _Asked:
+class _BatchRequest:
     spans: Spans  # (): nothing was wanted when the loader came for more
-    stale: bool = False
+    is_stale: bool = False
 
 
 class Prefetcher:
@@ -47,18 +47,18 @@ class Prefetcher:
 
     def __init__(self, reader: Reader, num_workers: int, prefetch_factor: int) -> None:
         self.depth = num_workers * prefetch_factor
-        self.dropped = 0
-        self._wanted: deque[Spans] = deque()
-        self._asked: deque[_Asked] = deque()
+        self.dropped_batches = 0
+        self._requests: deque[Spans] = deque()
+        self._pending: deque[_BatchRequest] = deque()
         self._batches: Iterator[Any] | None = None
         self._loader = DataLoader(
-            _Requests(reader),
+            _RequestDataset(reader),
             batch_size=None,
-            sampler=_Line(self),
+            sampler=_RequestSampler(self),
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
-            collate_fn=_as_it_is,
-            worker_init_fn=_end_with_parent,
+            collate_fn=_identity,
+            worker_init_fn=_exit_with_parent,
         )
 
     def read(self, spans: Spans, ahead: Sequence[Spans]) -> list[Any]:
@@ -66,38 +66,38 @@ class Prefetcher:
 
         `ahead` holds at least the next `depth` steps, fewer at the end of the run.
         """
-        self._plan([spans, *(later for later in ahead if later)])
+        self._update_requests([spans, *(later for later in ahead if later)])
         if self._batches is None:
             self._batches = iter(self._loader)  # asks for `depth` steps
         while True:
             batches = next(self._batches)  # asks for one more
-            asked = self._asked.popleft()
-            if asked.spans == spans and not asked.stale:
+            asked = self._pending.popleft()
+            if asked.spans == spans and not asked.is_stale:
                 return list(batches)
-            self.dropped += bool(asked.spans)
+            self.dropped_batches += bool(asked.spans)
 
     def close(self) -> None:
         """Ends the processes."""
         self._batches = None
 
-    def next_wanted(self) -> Spans:
+    def next_request(self) -> Spans:
         """The loader has room for one more."""
-        spans = self._wanted.popleft() if self._wanted else ()
-        self._asked.append(_Asked(spans))
+        spans = self._requests.popleft() if self._requests else ()
+        self._pending.append(_BatchRequest(spans))
         return spans
 
-    def _plan(self, expected: list[Spans]) -> None:
+    def _update_requests(self, expected: list[Spans]) -> None:
         """Go on asking after what is asked for already; if that is not what is expected, begin anew."""
-        in_line = [asked.spans for asked in self._asked if asked.spans and not asked.stale]
+        in_line = [asked.spans for asked in self._pending if asked.spans and not asked.is_stale]
         shorter = min(len(in_line), len(expected))
         if in_line[:shorter] != expected[:shorter]:
-            for asked in self._asked:
-                asked.stale = True
+            for asked in self._pending:
+                asked.is_stale = True
             in_line = []
-        self._wanted = deque(expected[len(in_line) :])
+        self._requests = deque(expected[len(in_line) :])
 
 
-class _Line(Sampler[Spans]):
+class _RequestSampler(Sampler[Spans]):
     """What the loader asks for next; without end."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
@@ -105,10 +105,10 @@ class _Line(Sampler[Spans]):
 
     def __iter__(self) -> Iterator[Spans]:
         while True:
-            yield self._prefetcher.next_wanted()
+            yield self._prefetcher.next_request()
 
 
-class _Requests(Dataset[Any]):
+class _RequestDataset(Dataset[Any]):
     """What runs in the processes: an "index" is a step's spans."""
 
     def __init__(self, reader: Reader) -> None:
@@ -118,11 +118,11 @@ class _Requests(Dataset[Any]):
         return self._reader.read(spans) if spans else None
 
 
-def _as_it_is(batches: Any) -> Any:
+def _identity(batches: Any) -> Any:
     return batches
 
 
-def _end_with_parent(worker: int) -> None:
+def _exit_with_parent(worker: int) -> None:
     """A reader holds copies of the connections: while it lived, no peer would notice that its parent died."""
     if sys.platform == "linux":
         parent = os.getppid()

@@ -24,7 +24,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.optim import sampler
 from gridtrain.protocol.messages import LedgerSpec, Span
 
-MAX_OPEN = 2
+MAX_OPEN_PASSES = 2
 """Passes that are read at a time: one, and one that begins or of which samples are re-queued."""
 
 Collate = Callable[[list[Any]], Any]
@@ -44,7 +44,7 @@ def is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def measure(dataset: Any, length: int | None) -> tuple[int, str]:
+def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
     """Samples of one pass, and a text that is equal on workers that have the same data.
 
     Raises `ConfigError` for a data set that cannot be shared out.
@@ -63,7 +63,7 @@ def measure(dataset: Any, length: int | None) -> tuple[int, str]:
             )
         return len(dataset) if hasattr(dataset, "__len__") else 0, sampler.dataset_digest(dataset)[0]
     if length is None:
-        length = _own_length(dataset)
+        length = _declared_length(dataset)
     if length < 1:
         raise ConfigError(
             f"a pass over the {type(dataset).__name__} has {length} samples", remedy="it must have 1 at least"
@@ -71,7 +71,7 @@ def measure(dataset: Any, length: int | None) -> tuple[int, str]:
     return length, _iterable_text(dataset, length)
 
 
-def _own_length(dataset: Any) -> int:
+def _declared_length(dataset: Any) -> int:
     try:
         return len(dataset)
     except TypeError:
@@ -82,8 +82,8 @@ def _own_length(dataset: Any) -> int:
 
 
 def _iterable_text(dataset: Any, length: int) -> str:
-    with sampler.random_state_kept():
-        first, again = (_front_digest(dataset, length, reading) for reading in range(2))
+    with sampler.preserve_random_state():
+        first, again = (_leading_samples_digest(dataset, length, reading) for reading in range(2))
     text = f"{length} samples a pass in the data set's own order"
     if first != again:
         raise ConfigError(
@@ -96,11 +96,11 @@ def _iterable_text(dataset: Any, length: int) -> str:
     return f"{text}, digest {first.hex()[:12]}" if first else f"{text} (contents not compared)"
 
 
-def _front_digest(dataset: Any, length: int, reading: int) -> bytes:
+def _leading_samples_digest(dataset: Any, length: int, reading: int) -> bytes:
     """Of the first samples of pass 0; b"" where their bits mean nothing to another process."""
     total = hashlib.blake2b(digest_size=32)
-    sampler.draw_alike(reading)
-    for value in islice(_opened(dataset, 0), min(length, sampler.DIGEST_SAMPLES)):
+    sampler.seed_random(reading)
+    for value in islice(_open_pass(dataset, 0), min(length, sampler.DIGEST_SAMPLES)):
         digest = sampler.value_digest(value)
         if digest is None:
             return b""
@@ -108,7 +108,7 @@ def _front_digest(dataset: Any, length: int, reading: int) -> bytes:
     return total.digest()
 
 
-def _opened(dataset: Any, pass_number: int) -> Iterator[Any]:
+def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
     """Its samples in the pass; the first is read at once, as a generator looks at its pass only then.
 
     Each reading has a copy with a pass number of its own, which one that goes on may look at later, too.
@@ -126,25 +126,25 @@ def _opened(dataset: Any, pass_number: int) -> Iterator[Any]:
     return all_of_them()
 
 
-def parts(items: Sequence[Item], count: int) -> list[list[Item]]:
+def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
     """`count` near-equal micro-batches, the heavier ones first; of fewer samples some come twice."""
     samples = len(items)
     if samples >= count:
-        cuts = pairwise(accumulate(_sizes(samples, count), initial=0))
+        cuts = pairwise(accumulate(_split_sizes(samples, count), initial=0))
         return [list(items[start:stop]) for start, stop in cuts]
-    times = reversed(_sizes(count, samples))
+    times = reversed(_split_sizes(count, samples))
     return [[item] for item, often in zip(items, times, strict=True) for _ in range(often)]
 
 
-def weights(samples: int, count: int) -> list[float]:
+def micro_batch_weights(samples: int, count: int) -> list[float]:
     """Of `parts` of so many samples, that each sample counts once; never rising.  All equal for none."""
     if samples >= count:
-        return [float(size) for size in _sizes(samples, count)]
-    times = reversed(_sizes(count, samples)) if samples else (count,)
+        return [float(size) for size in _split_sizes(samples, count)]
+    times = reversed(_split_sizes(count, samples)) if samples else (count,)
     return [1.0 / often for often in times for _ in range(often)]
 
 
-def _sizes(whole: int, count: int) -> list[int]:
+def _split_sizes(whole: int, count: int) -> list[int]:
     """`whole` in `count` near-equal numbers, falling."""
     size, more = divmod(whole, count)
     return [size + (number < more) for number in range(count)]
@@ -159,7 +159,7 @@ class MapReader:
     def read(self, spans: Sequence[Span]) -> list[Any]:
         indices = sampler.sample_indices(self._spec, spans)
         return [
-            sampler.fetch(self._dataset, part, self._collate) for part in parts(indices, self._accumulate)
+            sampler.fetch_batch(self._dataset, part, self._collate) for part in split_micro_batches(indices, self._accumulate)
         ]
 
 
@@ -168,7 +168,7 @@ class IterableReader:
 
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
         self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
-        self._open: list[_Pass] = []  # the latest used last
+        self._open: list[_DatasetPass] = []  # the latest used last
         self._latest: tuple[Sequence[Span], list[Any]] = ((), [])
 
     def read(self, spans: Sequence[Span]) -> list[Any]:
@@ -178,23 +178,23 @@ class IterableReader:
                 number, offset = divmod(span.start, self._spec.size)
                 samples += self._pass(number, offset).take(offset, span.stop - span.start)
             self._latest = spans, samples
-        return [self._collate(part) for part in parts(self._latest[1], self._accumulate)]
+        return [self._collate(part) for part in split_micro_batches(self._latest[1], self._accumulate)]
 
-    def _pass(self, number: int, offset: int) -> _Pass:
+    def _pass(self, number: int, offset: int) -> _DatasetPass:
         found = [p for p in self._open if p.number == number and p.offset <= offset]
-        fresh = None if found else _Pass(self._dataset, self._spec.size, number)
+        fresh = None if found else _DatasetPass(self._dataset, self._spec.size, number)
         chosen = fresh or max(found, key=lambda p: p.offset)
         others = [p for p in self._open if p is not chosen]
-        self._open = [*others[1 - MAX_OPEN :], chosen]
+        self._open = [*others[1 - MAX_OPEN_PASSES :], chosen]
         return chosen
 
 
-class _Pass:
+class _DatasetPass:
     """One reading of the data set; `offset` samples of it are gone."""
 
     def __init__(self, dataset: Any, size: int, number: int) -> None:
         self.number, self.offset = number, 0
-        self._size, self._samples = size, _opened(dataset, number)
+        self._size, self._samples = size, _open_pass(dataset, number)
 
     def take(self, offset: int, count: int) -> list[Any]:
         """Samples offset .. offset + count of the pass."""

@@ -58,15 +58,15 @@ def sample_indices(spec: LedgerSpec, spans: Sequence[Span]) -> list[int]:
     return indices
 
 
-def cut(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
+def split_spans(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
     """`spans` in `count` near-equal runs of positions; where there are fewer than that, some come twice."""
     total = sum(span.stop - span.start for span in spans)
     bounds = [total * part // count for part in range(count + 1)]
     pairs = [(a, b) if a < b else (a % total, a % total + 1) for a, b in pairwise(bounds)]
-    return [_between(spans, start, stop) for start, stop in pairs]
+    return [_slice_spans(spans, start, stop) for start, stop in pairs]
 
 
-def _between(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+def _slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     """From the start-th to before the stop-th position of `spans`."""
     taken, before = [], 0
     for span in spans:
@@ -77,7 +77,7 @@ def _between(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     return tuple(taken)
 
 
-def fetch(dataset: Any, indices: Sequence[int], collate_fn: Callable[[list[Any]], Any] = collate) -> Any:
+def fetch_batch(dataset: Any, indices: Sequence[int], collate_fn: Callable[[list[Any]], Any] = collate) -> Any:
     """One batch, as DataLoader would build it."""
     if hasattr(dataset, "__getitems__"):
         return collate_fn(dataset.__getitems__(list(indices)))
@@ -134,17 +134,17 @@ def dataset_digest(dataset: Any) -> tuple[str, bytes]:
 def _samples_digest(dataset: Any, size: int) -> bytes | None:
     total = hashlib.blake2b(digest_size=32)
     count = min(size, DIGEST_SAMPLES)
-    with random_state_kept():
+    with preserve_random_state():
         for index in (i * size // count for i in range(count)):
-            first, again = (value_digest(_drawn(dataset, index, reading)) for reading in range(2))
+            first, again = (value_digest(_read_sample(dataset, index, reading)) for reading in range(2))
             if first is None or first != again:
                 return None
             total.update(first)
     return total.digest()
 
 
-def _drawn(dataset: Any, index: int, reading: int) -> Any:
-    draw_alike(2 * index + reading)
+def _read_sample(dataset: Any, index: int, reading: int) -> Any:
+    seed_random(2 * index + reading)
     return dataset[index]
 
 
@@ -169,7 +169,7 @@ def _digest(kind: str, content: bytes) -> bytes:
     return hashlib.blake2b(kind.encode() + b"\0" + content, digest_size=32).digest()
 
 
-def draw_alike(seed: int) -> None:
+def seed_random(seed: int) -> None:
     """For what follows, on all workers: where augmentation is rare, it would be chance whether a worker sees
     any of it, and those who have would refuse those who have not.  To be called in `random_state_kept`."""
     random.seed(seed)
@@ -178,7 +178,7 @@ def draw_alike(seed: int) -> None:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Reading samples for a digest must not shift a training run's random numbers."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

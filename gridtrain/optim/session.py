@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from gridtrain.runtime.buckets import BucketedWorkspace
-from gridtrain.runtime.buffers import Workspace
+from gridtrain.runtime.buckets import BucketedBuffer
+from gridtrain.runtime.buffers import CollectiveBuffer
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 
 
-class Session(Protocol):
+class TrainingSession(Protocol):
     """One worker's place in the run.  All methods are called on the training thread."""
 
     def begin(self) -> StepPlan | None:
@@ -32,14 +32,14 @@ class Session(Protocol):
         """
         ...
 
-    def early(self) -> StepPlan | None:
+    def predict_plan(self) -> StepPlan | None:
         """The plan of the step whose batch is being computed, without waiting; None: not known yet.
 
         `begin` returns this very object if buckets that were sent for it are still of use.
         """
         ...
 
-    def send_early(self, plan: StepPlan, bucket: int, workspace: Workspace, skip: bool) -> None:
+    def begin_bucket(self, plan: StepPlan, bucket: int, workspace: CollectiveBuffer, skip: bool) -> None:
         """Begin to exchange one bucket of the first workspace that `run` will be given, which must be a
         `BucketedWorkspace` with `workspace` in this place.  Returns at once."""
         ...
@@ -47,7 +47,7 @@ class Session(Protocol):
     def run(
         self,
         plan: StepPlan,
-        workspaces: Sequence[Workspace | BucketedWorkspace],
+        workspaces: Sequence[CollectiveBuffer | BucketedBuffer],
         skip: bool,
         settings: bytes,
     ) -> RoundOutcome:
@@ -59,16 +59,16 @@ class Session(Protocol):
         """
         ...
 
-    def cannot_replay(self, reason: str) -> None:
+    def disable_replay(self, reason: str) -> None:
         """The updates alone do not tell what the steps do: nobody can follow by replaying them."""
         ...
 
-    def compare(self, step: int, digest: bytes) -> None:
+    def report_digest(self, step: int, digest: bytes) -> None:
         """32 bytes of the parameters and the optimizer's state after `step`; whose are not those of most is
         given the state anew before its next step."""
         ...
 
-    def note(self, figures: Mapping[str, float]) -> None:
+    def report_figures(self, figures: Mapping[str, float]) -> None:
         """Seconds of the step that was just finished: computing, waiting, selecting, ..."""
         ...
 

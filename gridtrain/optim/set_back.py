@@ -14,39 +14,39 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Trained(Protocol):
+class TurnState(Protocol):
     """Whatever trains."""
 
     @property
     def calls_per_turn(self) -> int: ...
 
-    def remember(self) -> Callable[[], None]:
+    def capture_turn_state(self) -> Callable[[], None]:
         """What the script itself changes between two steps; what is returned puts it back."""
         ...
 
 
-class SetBack:
+class TurnRollback:
     """Of one worker; used from the thread that trains."""
 
     def __init__(self) -> None:
-        self._trained: Trained | None = None
-        self._put_back: Callable[[], None] | None = None
-        self._given_up = False
+        self._state: TurnState | None = None
+        self._restore: Callable[[], None] | None = None
+        self._is_dropped = False
 
-    def turn_begins(self, trained: Trained) -> None:
+    def begin_turn(self, trained: TurnState) -> None:
         """With several calls in a turn the script changes things before the last one, which is the step."""
-        self._trained = trained
-        self._put_back = trained.remember() if trained.calls_per_turn > 1 else None
+        self._state = trained
+        self._restore = trained.capture_turn_state() if trained.calls_per_turn > 1 else None
 
-    def give_up(self) -> None:
+    def drop_turn(self) -> None:
         """In the turn's step: it is not done."""
-        assert self._trained is not None
-        self._given_up = True
-        self._put_back = self._put_back or self._trained.remember()
+        assert self._state is not None
+        self._is_dropped = True
+        self._restore = self._restore or self._state.capture_turn_state()
 
-    def turn_ends(self) -> None:
+    def end_turn(self) -> None:
         """The script has done what it does between two steps."""
-        put_back, self._put_back = self._put_back, None
-        if self._given_up and put_back is not None:
+        put_back, self._restore = self._restore, None
+        if self._is_dropped and put_back is not None:
             put_back()
-        self._given_up = False
+        self._is_dropped = False

@@ -22,46 +22,46 @@ import torch
 from gridtrain.errors import ConfigError
 from gridtrain.optim import state_sync
 from gridtrain.protocol.collective import Collective
-from gridtrain.protocol.round import largest_party
-from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.protocol.round import largest_agreeing_group
+from gridtrain.runtime.buffers import DenseRingBuffer
 from gridtrain.runtime.plan import StepPlan
 
 ROW_BYTES = 512
 _CHECKSUM_BYTES = 8
 _DIGEST_BYTES = 32
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
-Row = tuple[bytes, tuple[str, ...]]  # digest, name=value lines
+HyperparameterRow = tuple[bytes, tuple[str, ...]]  # digest, name=value lines
 
 
-class _Rows(DenseWorkspace):
+class _HyperparameterBuffer(DenseRingBuffer):
     """One row for each rank.  Also a member whose gradient is not finite brings its row."""
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
-        return super().collective(rank, world_size, skip=False)
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+        return super().make_collective(rank, world_size, skip=False)
 
 
-def workspace(plan: StepPlan, optimizer: torch.optim.Optimizer) -> DenseWorkspace | None:
+def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer) -> DenseRingBuffer | None:
     """This worker's row among zeros, in a retry; None in a first attempt."""
     if plan.attempt == 0:
         return None
-    body = state_sync.hyper_digest(optimizer) + "\n".join(state_sync.hyper_lines(optimizer)).encode()
+    body = state_sync.hyperparameter_digest(optimizer) + "\n".join(state_sync.hyperparameter_lines(optimizer)).encode()
     body = body[: ROW_BYTES - _CHECKSUM_BYTES].ljust(ROW_BYTES - _CHECKSUM_BYTES)
     rows = np.zeros((plan.world_size, ROW_BYTES), np.float32)
     rows[plan.rank] = np.frombuffer(_checksum(body) + body, np.uint8)
-    return _Rows(rows.reshape(-1), plan.world_size)
+    return _HyperparameterBuffer(rows.reshape(-1), plan.world_size)
 
 
-def refuse_fork(plan: StepPlan, sums: DenseWorkspace) -> None:
+def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
     """To be called after the abort of an attempt that carried `workspace`.
 
     Raises `ConfigError` if this worker's settings are not those of the largest party.
     """
-    read = [_read(row) for row in sums.update_N.reshape(plan.world_size, ROW_BYTES)]
+    read = [_read_row(row) for row in sums.update_N.reshape(plan.world_size, ROW_BYTES)]
     rows = [row for row in read if row is not None]
     if len(rows) < plan.world_size:
         return  # the exchange broke off: another reason than a fork, or none that can be known
-    staying = largest_party({rank: digest for rank, (digest, _) in enumerate(rows)})
+    staying = largest_agreeing_group({rank: digest for rank, (digest, _) in enumerate(rows)})
     if plan.rank in staying:
         return
     mine, theirs = _difference(rows[plan.rank], rows[staying[0]])
@@ -73,7 +73,7 @@ def refuse_fork(plan: StepPlan, sums: DenseWorkspace) -> None:
     )
 
 
-def _read(row: npt.NDArray[np.float32]) -> Row | None:
+def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
     """None if it did not arrive whole."""
     raw = np.clip(np.nan_to_num(row), 0, 255).astype(np.uint8).tobytes()
     checksum, body = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
@@ -83,9 +83,9 @@ def _read(row: npt.NDArray[np.float32]) -> Row | None:
     return body[:_DIGEST_BYTES], tuple(text.split("\n"))
 
 
-def _difference(mine: Row, theirs: Row) -> tuple[str, str]:
+def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str, str]:
     """What differs, as either side has it; `theirs` came over the network."""
-    pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MOST_NAMED]
+    pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MAX_NAMED]
     if not pairs:  # beyond what fits into a row
         pairs = [(f"settings {mine[0].hex()[:8]}", f"settings {theirs[0].hex()[:8]}")]
     return ", ".join(_printable(a) for a, _ in pairs), ", ".join(_printable(b) for _, b in pairs)

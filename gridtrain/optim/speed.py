@@ -10,7 +10,7 @@ import time
 import torch
 from torch import nn
 
-MEASURED_S = 0.1
+MEASURE_DURATION_S = 0.1
 CPU_SIZE, DEVICE_SIZE = 512, 2048
 
 
@@ -26,7 +26,7 @@ def device_flops(device: torch.device) -> float:
         a = torch.ones(n, n, device=device)
         (a @ a).sum().item()
         began_s, rounds = time.perf_counter(), 0
-        while time.perf_counter() - began_s < MEASURED_S:
+        while time.perf_counter() - began_s < MEASURE_DURATION_S:
             product = a @ a
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

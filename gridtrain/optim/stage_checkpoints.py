@@ -21,8 +21,8 @@ from pathlib import Path
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import checkpoint, state_sync
-from gridtrain.optim.checkpoint import Checkpoint, Checkpoints, Snapshot
-from gridtrain.protocol.messages import MOST_KEPT, Facts, Held, Span
+from gridtrain.optim.checkpoint import Checkpoint, CheckpointContent, CheckpointStore
+from gridtrain.protocol.messages import MAX_STAGE_CHECKPOINTS, CheckpointInfo, Facts, Span
 from gridtrain.runtime.copies import FILES
 
 log = logging.getLogger("gridtrain")
@@ -30,7 +30,7 @@ log = logging.getLogger("gridtrain")
 _BLOCKS = re.compile(r"blocks-(\d{3,})-(\d{3,})")
 
 
-class StageCheckpoints:
+class StageCheckpointStore:
     """Of one worker in one run.
 
     Args:
@@ -48,16 +48,16 @@ class StageCheckpoints:
         *,
         every: int,
         keep: int,
-        told: Callable[[tuple[Held, ...]], None],
+        told: Callable[[tuple[CheckpointInfo, ...]], None],
         loaded: Callable[[Sequence[Checkpoint], Span], None],
-        packed: Callable[[Held], Snapshot | None] = lambda held: None,
+        packed: Callable[[CheckpointInfo], CheckpointContent | None] = lambda held: None,
     ) -> None:
-        self.folder, self._facts, self._told, self._loaded = folder, facts, told, loaded
-        self._packed = packed
+        self.folder, self._facts, self._report, self._load_state = folder, facts, told, loaded
+        self._pack_state = packed
         self._every, self._keep = every, keep
-        self._lock = Checkpoints(folder, every=every, keep=keep)
-        self._of: dict[Span, Checkpoints] = {}
-        self._spoilt: set[Path] = set()  # cannot be used: not told of, until one is written in its place
+        self._lock = CheckpointStore(folder, every=every, keep=keep)
+        self._stores: dict[Span, CheckpointStore] = {}
+        self._damaged: set[Path] = set()  # cannot be used: not told of, until one is written in its place
         self._writer: threading.Thread | None = None
         self._latest: tuple[Span, int] | None = None
 
@@ -68,203 +68,203 @@ class StageCheckpoints:
     def release(self) -> None:
         self._lock.release()
 
-    def held(self) -> tuple[Held, ...]:
+    def stored_checkpoints(self) -> tuple[CheckpointInfo, ...]:
         """What can be loaded, the latest first."""
         found = []
         for blocks, folder in self.stages():
-            for path in checkpoint.folders(folder):
-                if path in self._spoilt:
+            for path in checkpoint.list_checkpoints(folder):
+                if path in self._damaged:
                     continue
                 try:
-                    held, facts = checkpoint.head(path)
+                    held, facts = checkpoint.read_header(path)
                 except ConfigError as error:
                     log.warning("%s", error)
                     continue
                 if facts == self._facts:
-                    found.append(replace(held, blocks=blocks))
-        return tuple(sorted(found, key=lambda held: (-held.applied, held.blocks.start)))[:MOST_KEPT]
+                    found.append(replace(held, layers=blocks))
+        return tuple(sorted(found, key=lambda held: (-held.applied, held.layers.start)))[:MAX_STAGE_CHECKPOINTS]
 
-    def due(self, blocks: Span, step: int) -> bool:
+    def is_due(self, blocks: Span, step: int) -> bool:
         """After `step` committed steps: the same ones on all workers, as only whole models are of use."""
         return self._every > 0 and step > 0 and step % self._every == 0 and self._latest != (blocks, step)
 
-    def write(self, blocks: Span, snapshot: Snapshot) -> None:
+    def write(self, blocks: Span, snapshot: CheckpointContent) -> None:
         """In the background."""
         self.wait()  # rather than to leave one out that the other stages have
-        self._latest = blocks, snapshot.held.applied + 1
+        self._latest = blocks, snapshot.position.applied + 1
         store = self._store(blocks)
-        self._drop_odd(blocks)
-        store.adopt()  # what another life of this worker has left is pruned as well
-        self._comes_anew(blocks, snapshot.held)
+        self._drop_unaligned(blocks)
+        store.mark_verified()  # what another life of this worker has left is pruned as well
+        self._replace(blocks, snapshot.position)
         store.write(snapshot)
 
         def tell() -> None:
             store.wait()
-            self._told(self.held())
+            self._report(self.stored_checkpoints())
 
         self._writer = threading.Thread(target=tell, name="gridtrain-checkpoint-told", daemon=True)
         self._writer.start()
 
-    def void(self, blocks: Span, step: int) -> None:
+    def drop_residual(self, blocks: Span, step: int) -> None:
         """See `Checkpoints.void`."""
-        self._store(blocks).void(step)
+        self._store(blocks).drop_residual(step)
 
-    def write_now(self, blocks: Span, snapshot: Snapshot) -> bool:
+    def write_now(self, blocks: Span, snapshot: CheckpointContent) -> bool:
         """At once, at any step: this worker goes, and nobody else has the stage.  False: the disk is full.
 
         It takes no other's place: one that all stages have is not given up for one that they do not.
         """
         self.wait()
-        self._drop_odd(blocks)
+        self._drop_unaligned(blocks)
         try:
-            checkpoint.save(snapshot, self._comes_anew(blocks, snapshot.held))
+            checkpoint.save(snapshot, self._replace(blocks, snapshot.position))
         except OSError as error:
             log.error("a stage is not written down: %s; what only this worker holds is lost", error)
             return False
-        self._told(self.held())
+        self._report(self.stored_checkpoints())
         return True
 
-    def _drop_odd(self, blocks: Span) -> None:
+    def _drop_unaligned(self, blocks: Span) -> None:
         """Those of a step at which not all stages have written one."""
-        for path in checkpoint.folders(self.folder_of(blocks)) if self._every else ():
-            if checkpoint.step_of(path) % self._every:
+        for path in checkpoint.list_checkpoints(self.folder_of(blocks)) if self._every else ():
+            if checkpoint.checkpoint_step(path) % self._every:
                 shutil.rmtree(path, ignore_errors=True)
 
     def wait(self, timeout_s: float | None = None) -> None:
         if self._writer is not None:
             self._writer.join(timeout_s)
 
-    def reload(self, held: Sequence[Held], blocks: Span) -> None:
+    def reload(self, held: Sequence[CheckpointInfo], blocks: Span) -> None:
         """Raises `ConfigError` if one cannot be read, `RemoteProtocolError` if it does not fit."""
         founds = [self.load(one) for one in held]
         try:
-            self._loaded(founds, blocks)
+            self._load_state(founds, blocks)
         except RemoteProtocolError:
-            self._spoilt.update(found.path for found in founds)
+            self._damaged.update(found.path for found in founds)
             raise
         step, ends = held[0].applied + 1, (blocks.start, blocks.stop - 1)
         log.warning("blocks %d to %d go on from %d checkpoints of step %d", *ends, len(held), step)
 
-    def put_aside(self, held: Held) -> None:
+    def save_now(self, held: CheckpointInfo) -> None:
         """What this worker has in memory, at once: the model is cut otherwise now.  Raises `OSError`."""
         self.wait()
-        snapshot = self._packed(held)
+        snapshot = self._pack_state(held)
         if snapshot is None:
             log.warning("the state of step %d is not in memory any more", held.applied + 1)
             return
-        folder = self.folder_of(held.blocks)
+        folder = self.folder_of(held.layers)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        checkpoint.save(snapshot, self._comes_anew(held.blocks, held))
+        checkpoint.save(snapshot, self._replace(held.layers, held))
 
-    def give(self, held: Held) -> Sequence[bytes]:
+    def read_for_peer(self, held: CheckpointInfo) -> Sequence[bytes]:
         """For another worker, as `state_sync.restore` takes it.  Raises `ConfigError`."""
         found = self.load(held)
-        return state_sync.framed(found.document, found.tensors)
+        return state_sync.frame_state(found.document, found.tensors)
 
-    def load(self, held: Held) -> Checkpoint:
+    def load(self, held: CheckpointInfo) -> Checkpoint:
         """Raises `ConfigError` if it is not there any more, or damaged; it is not told of then any more."""
-        path = self._path(held.blocks, held)
+        path = self._path(held.layers, held)
         try:
             found = checkpoint.read(path)
         except ConfigError:
-            self._spoilt.add(path)
+            self._damaged.add(path)
             raise
-        if (found.held.applied, found.held.history) != (held.applied, held.history):
+        if (found.position.applied, found.position.history) != (held.applied, held.history):
             raise ConfigError(
                 f"the checkpoint {path} is of another history than the run's",
                 remedy="move it away: another worker's is taken",
             )
         return found
 
-    def is_whole(self, held: Held) -> bool:
+    def is_intact(self, held: CheckpointInfo) -> bool:
         """It can be read; else that is told.  From any thread."""
         try:
             self.load(held)
         except ConfigError as error:
             log.warning("it is not given to anybody: %s", error)
-            self._told(self.held())
+            self._report(self.stored_checkpoints())
             return False
         return True
 
-    def check(self, blobs: Sequence[bytes], digest: bytes) -> None:
+    def verify(self, blobs: Sequence[bytes], digest: bytes) -> None:
         """What another worker gave is the checkpoint that it should be.  Raises `RemoteProtocolError`."""
         state_sync.check_content(blobs, digest)
 
-    def copy_files(self, held: Held) -> Sequence[Path]:
+    def files_to_copy(self, held: CheckpointInfo) -> Sequence[Path]:
         """Of a checkpoint that goes to another worker's disk as well; a residual stays here."""
-        folder = checkpoint.step_folder(self.folder_of(held.blocks), held.applied + 1)
+        folder = checkpoint.step_folder(self.folder_of(held.layers), held.applied + 1)
         return [folder / name for name in FILES]
 
-    def copy_folder(self, held: Held) -> Path:
+    def make_copy_folder(self, held: CheckpointInfo) -> Path:
         """Raises `OSError`."""
-        self.folder_of(held.blocks).mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in self.folder_of(held.blocks).glob(".copy-*"):
+        self.folder_of(held.layers).mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in self.folder_of(held.layers).glob(".copy-*"):
             shutil.rmtree(left, ignore_errors=True)  # whoever sent it was lost
-        folder = self.folder_of(held.blocks) / f".copy-{held.applied + 1:08d}"
+        folder = self.folder_of(held.layers) / f".copy-{held.applied + 1:08d}"
         folder.mkdir()
         return folder
 
-    def adopt_copy(self, held: Held, folder: Path) -> None:
+    def adopt_copy(self, held: CheckpointInfo, folder: Path) -> None:
         """From another worker: only if it says of itself what it was said to be."""
         try:
-            found, facts = checkpoint.head(folder)
-            if (replace(found, blocks=held.blocks), facts) != (held, self._facts):
+            found, facts = checkpoint.read_header(folder)
+            if (replace(found, layers=held.layers), facts) != (held, self._facts):
                 raise ConfigError("it is of another state, or another training", remedy="none is needed")
             checkpoint.read(folder)  # its tensors are those that it was said to have
-            store = self.folder_of(held.blocks)
-            path = self._comes_anew(held.blocks, held)
-            self._drop_odd(held.blocks)
+            store = self.folder_of(held.layers)
+            path = self._replace(held.layers, held)
+            self._drop_unaligned(held.layers)
             checkpoint.sync_files(folder)
-            checkpoint.put_in_place(folder, path)
-            for old in checkpoint.folders(store)[: -self._keep]:
+            checkpoint.publish_folder(folder, path)
+            for old in checkpoint.list_checkpoints(store)[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
         except (OSError, ConfigError) as error:
             log.warning("a copy of another stage's checkpoint is not kept: %s", error)
             shutil.rmtree(folder, ignore_errors=True)
             return
-        self._told(self.held())
+        self._report(self.stored_checkpoints())
 
-    def discard(self, after: int) -> None:
+    def discard_after(self, after: int) -> None:
         """Of a history that the group has given up."""
         self.wait()
         if self._latest is not None and self._latest[1] > after + 1:
             self._latest = None  # that step is due once more, when it comes again
         for _, folder in self.stages():
-            for path in checkpoint.folders(folder):
-                if checkpoint.step_of(path) > after + 1:
+            for path in checkpoint.list_checkpoints(folder):
+                if checkpoint.checkpoint_step(path) > after + 1:
                     shutil.rmtree(path, ignore_errors=True)
 
-    def _path(self, blocks: Span, held: Held) -> Path:
+    def _path(self, blocks: Span, held: CheckpointInfo) -> Path:
         return checkpoint.step_folder(self.folder_of(blocks), held.applied + 1)
 
-    def _comes_anew(self, blocks: Span, held: Held) -> Path:
+    def _replace(self, blocks: Span, held: CheckpointInfo) -> Path:
         """Where it is about to be written; what was wrong with the one that lies there is over."""
         path = self._path(blocks, held)
-        self._spoilt.discard(path)
+        self._damaged.discard(path)
         return path
 
-    def _store(self, blocks: Span) -> Checkpoints:
-        if blocks not in self._of:
-            self._of[blocks] = Checkpoints(self.folder_of(blocks), every=self._every, keep=self._keep)
-        return self._of[blocks]
+    def _store(self, blocks: Span) -> CheckpointStore:
+        if blocks not in self._stores:
+            self._stores[blocks] = CheckpointStore(self.folder_of(blocks), every=self._every, keep=self._keep)
+        return self._stores[blocks]
 
     def folder_of(self, blocks: Span) -> Path:
-        return self.folder / folder_name(blocks)
+        return self.folder / stage_folder_name(blocks)
 
     def stages(self) -> list[tuple[Span, Path]]:
         """Of which there is something on the disk, and where."""
         if not self.folder.is_dir():
             return []
-        found = [(blocks_of(path.name), path) for path in self.folder.iterdir()]
+        found = [(parse_stage_folder(path.name), path) for path in self.folder.iterdir()]
         known = [(blocks, path) for blocks, path in found if blocks is not None]
         return sorted(known, key=lambda one: (one[0].start, one[0].stop))
 
 
-def folder_name(blocks: Span) -> str:
+def stage_folder_name(blocks: Span) -> str:
     return f"blocks-{blocks.start:03d}-{blocks.stop:03d}"
 
 
-def blocks_of(name: str) -> Span | None:
+def parse_stage_folder(name: str) -> Span | None:
     """Of what `folder_name` gave; None: it did not."""
     match = _BLOCKS.fullmatch(name)
     blocks = Span(int(match[1]), int(match[2])) if match else None

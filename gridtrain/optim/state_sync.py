@@ -52,7 +52,7 @@ class Stateful(Protocol):
 
 Trackers = Mapping[str, Stateful]
 
-OURS = ":"
+INTERNAL_PREFIX = ":"
 """So begin names of trackers that no script has named: a worker may lack them, and keeps what it has where a
 state lacks them (of an older program, or of a worker without a loss scale)."""
 
@@ -61,22 +61,22 @@ state lacks them (of an older program, or of a worker without a loss scale)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class StateCopy:
     """The state at one moment; `own` and `common` make bytes of it, which takes its time."""
 
-    own_part: tuple[dict[str, Any], dict[str, Tensor]]
-    common_part: tuple[dict[str, Any], dict[str, Tensor]]
+    private_part: tuple[dict[str, Any], dict[str, Tensor]]
+    shared_part: tuple[dict[str, Any], dict[str, Tensor]]
 
-    def own(self) -> bytes:
-        return _frame(*self.own_part)
+    def private_bytes(self) -> bytes:
+        return _frame(*self.private_part)
 
-    def common(self) -> bytes:
-        return _frame(*self.common_part)
+    def shared_bytes(self) -> bytes:
+        return _frame(*self.shared_part)
 
 
-def copy(
+def copy_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
-) -> Copy:
+) -> StateCopy:
     """A copy of the state, or of its own part alone.
 
     Raises:
@@ -96,18 +96,18 @@ def copy(
         if whole
         else {}
     )
-    return Copy((own_document, own.tensors), (common_document, common.tensors))
+    return StateCopy((own_document, own.tensors), (common_document, common.tensors))
 
 
-def capture(
+def capture_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
 ) -> list[bytes]:
     """A copy of the state in parts: the own one and, if it is to be `whole`, the common one.
 
     Raises as `copy`.
     """
-    taken = copy(model, optimizer, trackers, whole=whole)
-    return [taken.own(), taken.common()] if whole else [taken.own()]
+    taken = copy_state(model, optimizer, trackers, whole=whole)
+    return [taken.private_bytes(), taken.shared_bytes()] if whole else [taken.private_bytes()]
 
 
 def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
@@ -116,7 +116,7 @@ def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     return b"".join((_LENGTHS.pack(len(text), len(data)), text, data))
 
 
-def pack(
+def pack_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A copy of the state: what goes into the JSON, and the tensors that it names.  Raises as `capture`."""
@@ -139,7 +139,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: packed[id(x)] for name, x in named if packed.get(id(x), name) != name}
 
 
-def framed(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes]:
+def frame_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes]:
     """What `pack` gave, as what `restore` takes."""
     return [_frame({name: document[name] for name in document if name in _PACKED}, tensors), b""]
 
@@ -149,7 +149,7 @@ def content_digest(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     return _digest_of(_read(document, tensors))
 
 
-def begins(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers) -> bytes:
+def initial_digest(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers) -> bytes:
     """32 bytes of all that `capture` gives, bit for bit, without a copy of it: about a second for a gigabyte.
 
     Workers that have built the same have the same; a state_dict with something that is neither a tensor nor
@@ -159,14 +159,14 @@ def begins(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Tracker
         "parameters": dict(canonical_parameters(model)),
         "buffers": dict(_buffers(model)),
         "optimizer": optimizer.state_dict(),
-        "trackers": {name: item.state_dict() for name, item in _scripts(trackers).items()},
+        "trackers": {name: item.state_dict() for name, item in _script_trackers(trackers).items()},
     }
     return _digest_of(values)
 
 
-def _scripts(trackers: Mapping[str, _T]) -> dict[str, _T]:
+def _script_trackers(trackers: Mapping[str, _T]) -> dict[str, _T]:
     """Those that have to be there on all workers."""
-    return {name: item for name, item in trackers.items() if not name.startswith(OURS)}
+    return {name: item for name, item in trackers.items() if not name.startswith(INTERNAL_PREFIX)}
 
 
 def check_content(blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
@@ -175,7 +175,7 @@ def check_content(blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
     Raises:
         RemoteProtocolError: it is another one, or none.
     """
-    came = _digest_of(_values_of(blobs))
+    came = _digest_of(_parse_values(blobs))
     if came != digest:
         raise RemoteProtocolError(
             f"the state that came has the digest {came.hex()[:12]}; the group's has {digest.hex()[:12]}",
@@ -216,11 +216,11 @@ def model_tensors(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         named = _unpack(document["parameters"], tensors) | _unpack(document["buffers"], tensors)
         named |= {alias: named[name] for alias, name in document.get("aliases", {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _not_a_state(f"{type(error).__name__}: {error}") from error
+        raise _invalid_state(f"{type(error).__name__}: {error}") from error
     return {str(name): tensor for name, tensor in named.items()}
 
 
-def restore(
+def restore_state(
     blobs: bytes | memoryview | Sequence[bytes | memoryview],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -237,19 +237,19 @@ def restore(
             parameters and buffers were checked.
     """
     pieces = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
-    _load(_values_of(pieces), model, optimizer, trackers)
+    _load(_parse_values(pieces), model, optimizer, trackers)
 
 
-def _values_of(pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
+def _parse_values(pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
     data = b"".join(pieces)
     own, end = _parse(data, 0)
     common, end = _parse(data, end) if end < len(data) else ({}, end)
     if end != len(data):
-        raise _not_a_state(f"{len(data) - end} bytes after its end")
+        raise _invalid_state(f"{len(data) - end} bytes after its end")
     return own | common
 
 
-def unpack(
+def unpack_state(
     document: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     model: nn.Module,
@@ -270,12 +270,12 @@ def _load(
         optimizer_state = values["optimizer"] if whole else None
         settings = None if whole else values["settings"]
     except KeyError as error:
-        raise _not_a_state(f"{error} is missing") from error
+        raise _invalid_state(f"{error} is missing") from error
     if whole and not _has_named_groups(optimizer_state):
-        raise _not_a_state("the optimizer's groups are not a list of named values")
+        raise _invalid_state("the optimizer's groups are not a list of named values")
     if not isinstance(tracked, dict) or not all(isinstance(name, str) for name in tracked):
-        raise _not_a_state("the trackers are not named values")
-    theirs, mine = _scripts(tracked), _scripts(trackers)
+        raise _invalid_state("the trackers are not named values")
+    theirs, mine = _script_trackers(tracked), _script_trackers(trackers)
     if theirs.keys() != mine.keys():
         raise RemoteProtocolError(
             f"the state tracks {sorted(theirs)}, this worker tracks {sorted(mine)}",
@@ -295,7 +295,7 @@ def _load(
             optimizer.load_state_dict(optimizer_state)
             keep_dtypes(optimizer, optimizer_state.get("state"))
         else:
-            load_settings(optimizer, settings)
+            load_hyperparameters(optimizer, settings)
         for name, item in trackers.items():
             if name in tracked:
                 item.load_state_dict(tracked[name])
@@ -329,12 +329,12 @@ def _keep_dtypes(own: Any, came: Any) -> None:
             own[place] = theirs.detach().to(mine.device, copy=True)
 
 
-def read(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """What `pack` was given, by part: parameters, buffers, optimizer, trackers.  Raises as `restore`."""
     return _read(document, tensors)
 
 
-def load(
+def load_state(
     values: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
 ) -> None:
     """Take over what `read` returned, or others have put together of it.  Raises as `restore`."""
@@ -349,19 +349,19 @@ def buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _parse(data: bytes, start: int) -> tuple[dict[str, Any], int]:
     """The part that begins at `start`, and where it ends."""
     if len(data) - start < _LENGTHS.size:
-        raise _not_a_state(f"{len(data)} bytes")
+        raise _invalid_state(f"{len(data)} bytes")
     text_bytes, tensors_bytes = _LENGTHS.unpack_from(data, start)
     begin = start + _LENGTHS.size
     if text_bytes + tensors_bytes > len(data) - begin:
-        raise _not_a_state(f"its JSON of {text_bytes} bytes does not fit into {len(data)}")
+        raise _invalid_state(f"its JSON of {text_bytes} bytes does not fit into {len(data)}")
     end = begin + text_bytes
     try:
         document = json.loads(data[begin:end])
         tensors = safetensors.torch.load(data[end : end + tensors_bytes])
     except (ValueError, RecursionError, SafetensorError) as error:
-        raise _not_a_state(str(error)) from error
+        raise _invalid_state(str(error)) from error
     if not isinstance(document, dict):
-        raise _not_a_state(f"its JSON is a {type(document).__name__}")
+        raise _invalid_state(f"its JSON is a {type(document).__name__}")
     return _read(document, tensors), end + tensors_bytes
 
 
@@ -373,7 +373,7 @@ def _read(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
             values["trackers"] = {name: _unpack(state, tensors) for name, state in trackers.items()}
         return values
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _not_a_state(f"{type(error).__name__}: {error}") from error
+        raise _invalid_state(f"{type(error).__name__}: {error}") from error
 
 
 def _has_named_groups(state: Any) -> bool:
@@ -388,7 +388,7 @@ def _check_same(what: str, theirs: Any, own: Mapping[str, Tensor]) -> None:
     if not isinstance(theirs, dict) or not all(
         isinstance(name, str) and isinstance(t, Tensor) for name, t in theirs.items()
     ):
-        raise _not_a_state(f"{what} are not named tensors")
+        raise _invalid_state(f"{what} are not named tensors")
     described = {name: (tuple(t.shape), t.dtype) for name, t in theirs.items()}
     expected = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
     different = sorted(n for n in described.keys() | expected.keys() if described.get(n) != expected.get(n))
@@ -401,7 +401,7 @@ def _check_same(what: str, theirs: Any, own: Mapping[str, Tensor]) -> None:
         )
 
 
-def _not_a_state(reason: str) -> RemoteProtocolError:
+def _invalid_state(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(
         f"what came is not a training state: {reason}", remedy="ask another worker for it"
     )
@@ -419,7 +419,7 @@ def unpack_private(node: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     try:
         return dict(_unpack(node, tensors))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _not_a_state(f"{type(error).__name__}: {error}") from error
+        raise _invalid_state(f"{type(error).__name__}: {error}") from error
 
 
 # -- nested state_dicts as JSON and tensors ------------------------------------------------------
@@ -478,7 +478,7 @@ def _unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
 # -- digests -------------------------------------------------------------------------------------
 
 
-def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     """32-byte digest of all parameters, the optimizer's state and its hyper-parameters, bit for bit.
 
     Buffers are left out: between their averagings they may differ (promise 1).
@@ -492,21 +492,21 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     for tensor in packer.tensors.values():
         total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         total.update(tensor_bytes(tensor).data)
-    total.update(hyper_digest(optimizer))
+    total.update(hyperparameter_digest(optimizer))
     return total.digest()
 
 
-def hyper_digest(optimizer: torch.optim.Optimizer) -> bytes:
+def hyperparameter_digest(optimizer: torch.optim.Optimizer) -> bytes:
     """32-byte digest of the optimizer's kind and all plain fields of its groups (lr, weight_decay, ...)."""
-    return hashlib.blake2b(settings(optimizer), digest_size=32).digest()
+    return hashlib.blake2b(hyperparameters_json(optimizer), digest_size=32).digest()
 
 
-def settings(optimizer: torch.optim.Optimizer) -> bytes:
+def hyperparameters_json(optimizer: torch.optim.Optimizer) -> bytes:
     """The optimizer's kind and all plain fields of its groups, as JSON: what an update was applied with."""
     return json.dumps([type(optimizer).__name__, _plain_groups(optimizer)], sort_keys=True).encode()
 
 
-def load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
+def load_hyperparameters(optimizer: torch.optim.Optimizer, groups: Any) -> None:
     """Take over what `settings` gave of each group.  Raises `ValueError` if there are other groups."""
     if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
         raise ValueError(f"settings of other than {len(optimizer.param_groups)} groups")
@@ -514,15 +514,15 @@ def load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
         if not isinstance(fields, dict) or not fields.keys() <= group.keys() - set(_NAMES):
             raise ValueError("settings that this optimizer does not have")
         for name, value in fields.items():
-            group[name] = _in_place_of(group[name], value, name)
+            group[name] = _convert_like(group[name], value, name)
 
 
-def _in_place_of(own: Any, value: Any, name: str) -> Any:
+def _convert_like(own: Any, value: Any, name: str) -> Any:
     """`value` as JSON gave it, in the form that it has here.  Raises `ValueError` if it cannot be it."""
     if isinstance(own, Tensor) and isinstance(value, int | float):
         return own.fill_(value)
     if isinstance(own, tuple | list) and isinstance(value, tuple | list) and len(own) == len(value):
-        return type(own)(_in_place_of(mine, theirs, name) for mine, theirs in zip(own, value, strict=True))
+        return type(own)(_convert_like(mine, theirs, name) for mine, theirs in zip(own, value, strict=True))
     numbers = (int, float)
     alike = isinstance(own, bool) == isinstance(value, bool)
     if type(own) is type(value) or (alike and isinstance(own, numbers) and isinstance(value, numbers)):
@@ -530,7 +530,7 @@ def _in_place_of(own: Any, value: Any, name: str) -> Any:
     raise ValueError(f"{name} is {value!r} there, {own!r} here")
 
 
-def hyper_lines(optimizer: torch.optim.Optimizer) -> list[str]:
+def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
     """The same for people, as "name=value" lines: first the fields that schedulers change, of all groups."""
     groups = _plain_groups(optimizer)
     pairs = [(name, number) for number, group in enumerate(groups) for name in group]
@@ -584,13 +584,13 @@ def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return list(zip(names, (buffer for _, buffer in named.values()), strict=True))
 
 
-def _chosen_buffers(model: nn.Module, *, floating: bool) -> list[Tensor]:
+def _buffers_of_type(model: nn.Module, *, floating: bool) -> list[Tensor]:
     return [b for _, b in _buffers(model) if b.is_floating_point() == floating and not b.is_complex()]
 
 
 def float_buffers(model: nn.Module) -> list[Tensor]:
     """The floating-point ones, in the order of `buffers_vector`."""
-    return _chosen_buffers(model, floating=True)
+    return _buffers_of_type(model, floating=True)
 
 
 def has_buffers(model: nn.Module) -> bool:
@@ -608,25 +608,25 @@ def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
 
 def buffers_vector(model: nn.Module) -> npt.NDArray[np.float32]:
     """All floating-point buffers (batch-norm statistics, ...) as one (n,) float32 vector."""
-    return _joined(_chosen_buffers(model, floating=True), torch.float32)
+    return _concatenate(_buffers_of_type(model, floating=True), torch.float32)
 
 
 def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:
     """All integer and boolean buffers (batch counters, ...) as one (n,) int64 vector."""
-    return _joined(_chosen_buffers(model, floating=False), torch.int64)
+    return _concatenate(_buffers_of_type(model, floating=False), torch.int64)
 
 
 def load_integer_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.int64]) -> None:
     """Write the lowest rank's `integer_buffers_vector` back."""
-    _spread(_chosen_buffers(model, floating=False), vector_N)
+    _scatter(_buffers_of_type(model, floating=False), vector_N)
 
 
-def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:
+def _concatenate(tensors: Sequence[Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:
     pieces = [t.detach().cpu().reshape(-1).to(dtype) for t in tensors]
     return np.asarray(torch.cat([torch.empty(0, dtype=dtype), *pieces]).numpy())
 
 
-def _spread(tensors: Sequence[Tensor], vector_N: npt.NDArray[Any]) -> None:
+def _scatter(tensors: Sequence[Tensor], vector_N: npt.NDArray[Any]) -> None:
     expected = sum(t.numel() for t in tensors)
     if vector_N.shape != (expected,):
         raise RemoteProtocolError(f"buffers of shape {vector_N.shape}, this model's are ({expected},)")

@@ -30,25 +30,25 @@ from torch import Tensor, nn
 from gridtrain.config import Auto, Dense, Exchange, LocalSteps, Overlap, round_exchange
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import settings, state_sync
-from gridtrain.optim.averages import BufferAverage
-from gridtrain.optim.before import Before
-from gridtrain.optim.chosen import ChosenExchanger
-from gridtrain.optim.exchange import Attempt, Exchanger, assemble, exchanger
+from gridtrain.optim.averages import BufferAveraging
+from gridtrain.optim.before import TurnStartState
+from gridtrain.optim.chosen import AutoExchanger
+from gridtrain.optim.exchange import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.optim.flat import FlatGradient
-from gridtrain.optim.in_flight import InFlight, absorb
-from gridtrain.optim.overlap import Overlapper, overlapper, refuse_scaler
-from gridtrain.optim.session import Session
+from gridtrain.optim.in_flight import PendingAttempt, add_residual
+from gridtrain.optim.overlap import Overlapper, check_no_scaler, make_overlapper
+from gridtrain.optim.session import TrainingSession
 from gridtrain.optim.wrapping import WrappingOptimizer
 from gridtrain.runtime.buckets import Bounds
-from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.runtime.buffers import DenseRingBuffer
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 from gridtrain.runtime.updates import StepUpdate
 from gridtrain.sparsify.feedback import ErrorFeedback
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
 _NORM_BLOCK = 1 << 20
 
-Early = tuple[StepPlan | None, dict[int, Attempt]]
+EarlyBuckets = tuple[StepPlan | None, dict[int, ExchangeAttempt]]
 """The plan that buckets were sent for while backward computed, and these buckets."""
 
 
@@ -94,14 +94,14 @@ class GridOptimizer(WrappingOptimizer):
         inner: torch.optim.Optimizer,
         model: nn.Module,
         exchange: Exchange | LocalSteps | Auto,
-        session: Session,
+        session: TrainingSession,
         *,
         clip_norm: float | None = None,
         average_buffers_every: int = 0,
         compare_every: int = 0,
         overlap: Overlap | None = None,
     ) -> None:
-        refuse_misfits(inner, exchange, clip_norm)
+        check_compatible(inner, exchange, clip_norm)
         self._wrap(inner)
         self.model = model
         self.exchange_config = exchange
@@ -115,46 +115,46 @@ class GridOptimizer(WrappingOptimizer):
         wire, device = round_exchange(exchange), self._flat.flat_N.device
         self._exchanger: Exchanger
         if isinstance(wire, Auto):
-            self._exchanger = ChosenExchanger(wire, bounds, device)
+            self._exchanger = AutoExchanger(wire, bounds, device)
         else:
-            self._exchanger = exchanger(wire, bounds, device)
+            self._exchanger = make_exchanger(wire, bounds, device)
             if overlap is not None:
-                self._overlapper = overlapper(self._flat, self._exchanger, session, overlap, wire)
-        self.averages = BufferAverage(model, average_buffers_every)
+                self._overlapper = make_overlapper(self._flat, self._exchanger, session, overlap, wire)
+        self.buffer_averaging = BufferAveraging(model, average_buffers_every)
         self._trackers: dict[str, state_sync.Stateful] = {}
         self.compare_every = compare_every
         self._step = -1
         self._compare_next = False
-        self._exchanged = False
-        self._in_flight = InFlight()
+        self._has_exchanged = False
+        self._pending_attempt = PendingAttempt()
         self._backwards = 1
-        self._before: Before | None = None  # the turn that is under way
-        self._given: Before | None = None  # the same, while the round may hand this worker's state out
+        self._turn_start: TurnStartState | None = None  # the turn that is under way
+        self._micro_batches_given: TurnStartState | None = None  # the same, while the round may hand this worker's state out
         self.skipped_steps = 0
         self.last_skipped = self.last_overflowed = False
         self.timings: dict[str, float] = {}
-        self._watch = _Stopwatch()
+        self._stopwatch = _Stopwatch()
 
     def describe_exchange(self) -> str:
         """For comparison and for people: what all workers must have alike."""
         buckets = self.overlap_config.describe() if self.overlap_config is not None else ""
         return self.exchange_config.describe() + buckets
 
-    def expect_backwards(self, count: int) -> None:
+    def set_backwards_per_step(self, count: int) -> None:
         """So many backward passes are one step: with overlap, gradients are complete after the last."""
         self._backwards = count
         if self._overlapper is not None:
             self._overlapper.backwards = count
 
     @property
-    def overlaps(self) -> bool:
+    def is_overlapping(self) -> bool:
         """Whether steps are cut and sent early now, trials apart."""
-        return self._overlapper is not None and self._overlapper.pays
+        return self._overlapper is not None and self._overlapper.is_active
 
     # -- what an Optimizer is --------------------------------------------------------------------
 
     @property
-    def elements(self) -> int:
+    def flat_size(self) -> int:
         """Of the flat gradient."""
         return self._flat.n
 
@@ -171,9 +171,9 @@ class GridOptimizer(WrappingOptimizer):
                 "step() was called with a closure; a gradient is exchanged once and cannot be re-evaluated",
                 remedy="call loss.backward() and then optimizer.step()",
             )
-        if not self._exchanged:
+        if not self._has_exchanged:
             self._exchange()
-        self._exchanged = False
+        self._has_exchanged = False
         self._apply()
 
     # -- turns: what `Grid` hands out for one step of the run ---------------------------------------
@@ -183,12 +183,12 @@ class GridOptimizer(WrappingOptimizer):
         """How often `step` is called in one step of the run."""
         return 1
 
-    def turn_begins(self, trained: int) -> None:
+    def begin_turn(self, trained: int) -> None:
         """`trained`: so many of the turn's calls are for samples; the others are for stand-ins."""
         if self._backwards > 1:  # a loop may step its scheduler for each of them
-            self._before = Before.of(self.inner, self._trackers, averages=False)
+            self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
 
-    def part_begins(self, number: int, weights: Sequence[float]) -> None:
+    def begin_micro_batch(self, number: int, weights: Sequence[float]) -> None:
         """The loop is given a step's micro-batch of this number, and divides each one's loss by how many
         there are.  What it has accumulated is scaled, so that they count by their weights; the last factor,
         of at most 1 where weights never rise, is left to the step, so that a clipped gradient stays so."""
@@ -203,92 +203,92 @@ class GridOptimizer(WrappingOptimizer):
         Returns False if the step is skipped: gradients are as they were, and `step` will not apply them.
         With a GradScaler call `scaler.unscale_(optimizer)` first.
         """
-        self._session.cannot_replay("its script may change updates between exchange() and step()")
+        self._session.disable_replay("its script may change updates between exchange() and step()")
         return self._exchange()
 
     def _exchange(self) -> bool:
-        if self._exchanged:
+        if self._has_exchanged:
             raise ConfigError(
                 "exchange() was called twice for one step",
                 remedy="call optimizer.step() after each optimizer.exchange()",
             )
         early = None
         if self._overlapper is not None:
-            refuse_scaler(self)
-            early = self._overlapper.take()
+            check_no_scaler(self)
+            early = self._overlapper.take_sent()
         else:
             self._flat.gather()
         overflowed = self._unscale()
-        self._turn(not overflowed, early)
-        self._exchanged = True
+        self._run_attempts(not overflowed, early)
+        self._has_exchanged = True
         return not self.last_skipped
 
-    def _turn(self, usable: bool, early: Early | None = None) -> None:
+    def _run_attempts(self, usable: bool, early: EarlyBuckets | None = None) -> None:
         """Attempts at one step until one commits; the local gradient in flat_N stays until then.
 
         Args:
             usable: False: it is known not to be finite.
             early: the plan for which buckets are under way already, and these.
         """
-        self._given = self._before
+        self._micro_batches_given = self._turn_start
         try:
-            self._attempts(usable, early)
+            self._iterate_attempts(usable, early)
         finally:
-            self._given = self._before = None
+            self._micro_batches_given = self._turn_start = None
 
-    def _attempts(self, usable: bool, early: Early | None) -> None:
-        self._watch.lap("computing_s")
-        attempt: Attempt | None = None
+    def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
+        self._stopwatch.lap("computing_s")
+        attempt: ExchangeAttempt | None = None
         averages = compared = before = tried = None
         while True:
             plan = self._session.begin()
-            self._watch.lap("waiting_s")
+            self._stopwatch.lap("waiting_s")
             if plan is None:
                 self.last_skipped, self.last_overflowed = True, False
                 return
             fresh = before is None or plan.attempt == 0 or replace(plan, attempt=before.attempt) != before
             before = plan
-            if attempt is None or fresh or not attempt.resumes:
+            if attempt is None or fresh or not attempt.is_resumable:
                 sent = early[1] if early is not None and early[0] is plan else {}
                 early = None
                 attempt = self._prepare(plan, usable or plan.samples == 0, sent)
             if fresh:  # else the rings go on from what has arrived
-                averages = self.averages.workspace(plan)
-                tried = self._overlapper.table(plan) if self._overlapper is not None else None
+                averages = self.buffer_averaging.make_collective_buffer(plan)
+                tried = self._overlapper.make_trial_buffer(plan) if self._overlapper is not None else None
             if fresh or compared is None:
-                compared = settings.workspace(plan, self.inner)
+                compared = settings.make_hyperparameter_buffer(plan, self.inner)
             # A retry adds what is compared: behind the others, whose channels stay what they are.
             extra = [each for each in (averages, tried, compared) if each is not None]
-            self._watch.lap("selecting_s")
-            settings_text = state_sync.settings(self.inner)
-            self._in_flight.sent(attempt)
-            outcome = self._session.run(plan, [attempt.workspace, *extra], attempt.skip, settings_text)
-            self._watch.lap("communicating_s")
-            if outcome.committed:
+            self._stopwatch.lap("selecting_s")
+            settings_text = state_sync.hyperparameters_json(self.inner)
+            self._pending_attempt.mark_sent(attempt)
+            outcome = self._session.run(plan, [attempt.buffer, *extra], attempt.skip, settings_text)
+            self._stopwatch.lap("communicating_s")
+            if outcome.is_committed:
                 break
-            self._in_flight.ended()
+            self._pending_attempt.mark_ended()
             if compared is not None:
-                self._refuse_fork(plan, compared)
-        self.last_skipped = self.last_overflowed = outcome.skip
-        self._step, self._compare_next = plan.step, plan.compare
-        if outcome.skip:
-            self._in_flight.ended()
+                self._check_hyperparameters(plan, compared)
+        self.last_skipped = self.last_overflowed = outcome.is_skipped
+        self._step, self._compare_next = plan.step, plan.compare_after
+        if outcome.is_skipped:
+            self._pending_attempt.mark_ended()
             self.skipped_steps += 1
             return
         if averages is not None:
-            self.averages.load(averages)
+            self.buffer_averaging.apply(averages)
         if tried is not None and self._overlapper is not None:
-            self._overlapper.decide(plan, tried)
-        self._put(self._in_flight.commit(self._exchanger, attempt))
+            self._overlapper.finish_trial(plan, tried)
+        self._load_update(self._pending_attempt.commit(self._exchanger, attempt))
 
-    def _refuse_fork(self, plan: StepPlan, compared: DenseWorkspace) -> None:
+    def _check_hyperparameters(self, plan: StepPlan, compared: DenseRingBuffer) -> None:
         try:
-            settings.refuse_fork(plan, compared)
+            settings.check_hyperparameters(plan, compared)
         except ConfigError as error:
             self._session.close(error.reason)  # at once: the others need not wait for the script's end
             raise
 
-    def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, Attempt]) -> Attempt:
+    def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, ExchangeAttempt]) -> ExchangeAttempt:
         """This worker's part; `sent`: buckets of it that are under way already."""
         attempts = []
         mine = self._exchanger if self._overlapper is None else self._overlapper.exchanger(plan)
@@ -298,25 +298,25 @@ class GridOptimizer(WrappingOptimizer):
                 gradient_B = self._flat.flat_N[start:stop]
                 attempt = mine.prepare_bucket(bucket, gradient_B, plan, usable=usable)
             attempts.append(attempt)
-        return assemble(mine.bounds, attempts)
+        return join_attempts(mine.bounds, attempts)
 
     def _apply(self) -> None:
         if not self.last_skipped:
             self.inner.step()
         self._compare()
-        self._watch.lap("applying_s")
-        self.timings = self._watch.reset()
+        self._stopwatch.lap("applying_s")
+        self.timings = self._stopwatch.reset()
         if self._overlapper is not None:
-            within_s = self._overlapper.done()
+            within_s = self._overlapper.end_step()
             self.timings["selecting_s"] = self.timings.get("selecting_s", 0.0) + within_s
             self.timings["computing_s"] = self.timings.get("computing_s", 0.0) - within_s
-        self._session.note(self.timings)
+        self._session.report_figures(self.timings)
 
     def _compare(self) -> None:
         step, self._step = self._step, -1
         due = self._compare_next or (self.compare_every and (step + 1) % self.compare_every == 0)
         if step >= 0 and self.compare_every and due:
-            self._session.compare(step, state_sync.digest(self.model, self.replicated))
+            self._session.report_digest(step, state_sync.replica_digest(self.model, self.replicated))
 
     def _unscale(self) -> bool:
         """What GradScaler leaves to an optimizer that declares `_step_supports_amp_scaling`.
@@ -330,39 +330,39 @@ class GridOptimizer(WrappingOptimizer):
 
     # -- what has to be equal on all workers ------------------------------------------------------
 
-    def hyper_digest(self) -> bytes:
+    def hyperparameter_digest(self) -> bytes:
         """32-byte digest of learning rates, weight decays, ... of all groups.
 
         Part of every vote: a learning rate that one worker's scheduler changed alone forks no replica.
         """
-        return state_sync.hyper_digest(self.inner)
+        return state_sync.hyperparameter_digest(self.inner)
 
     def track(self, **trackers: state_sync.Stateful) -> None:
         """Put schedulers, averages and the like into what a joining worker receives.  All workers alike."""
         self._trackers.update(trackers)
 
-    def capture(self, whole: bool = True) -> Sequence[bytes | memoryview]:
+    def capture_state(self, whole: bool = True) -> Sequence[bytes | memoryview]:
         """The replicated state; see `state_sync.capture`."""
-        return state_sync.capture(self.model, *self._last_common(), whole=whole)
+        return state_sync.capture_state(self.model, *self._turn_start_view(), whole=whole)
 
-    def begins(self) -> bytes:
+    def initial_digest(self) -> bytes:
         """Digest of what `capture` gives, before the first step; see `state_sync.begins`."""
-        return state_sync.begins(self.model, self.replicated, self._trackers)
+        return state_sync.initial_digest(self.model, self.replicated, self._trackers)
 
-    def copy(self) -> state_sync.Copy:
+    def copy_state(self) -> state_sync.StateCopy:
         """The same, without making bytes of it yet."""
-        return state_sync.copy(self.model, *self._last_common())
+        return state_sync.copy_state(self.model, *self._turn_start_view())
 
-    def _last_common(self) -> tuple[torch.optim.Optimizer, state_sync.Trackers]:
+    def _turn_start_view(self) -> tuple[torch.optim.Optimizer, state_sync.Trackers]:
         """What stands for optimizer and trackers in a state that is given away now."""
-        before = self._given
+        before = self._micro_batches_given
         return (
             (self.replicated, self._trackers)
             if before is None
-            else before.seen(self.replicated, self._trackers)
+            else before.apply_to(self.replicated, self._trackers)
         )
 
-    def replay(self, step: StepUpdate) -> None:
+    def replay_update(self, step: StepUpdate) -> None:
         """What the members did in a step in which this worker did not take part.
 
         Raises:
@@ -372,37 +372,37 @@ class GridOptimizer(WrappingOptimizer):
             return
         try:
             _, groups = json.loads(step.settings)
-            state_sync.load_settings(self.inner, groups)
-            self._put(step.update)
+            state_sync.load_hyperparameters(self.inner, groups)
+            self._load_update(step.update)
             self.replicated.step()
         except Exception as error:  # other people's code, given what a peer made up: it may raise anything
             text = f"step {step.step} cannot be replayed: {type(error).__name__}: {error}"
             raise RemoteProtocolError(text, remedy="take the whole state") from error
         self.inner.zero_grad()
 
-    def _put(self, update: npt.NDArray[np.float32] | Sparse) -> None:
+    def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """The update into every `p.grad`, clipped."""
-        self._flat.fill(update)
+        self._flat.load_update(update)
         if self._clip_norm is not None:
-            self._flat.flat_N.mul_(min(1.0, self._clip_norm / (norm_of(update) + 1e-6)))
+            self._flat.flat_N.mul_(min(1.0, self._clip_norm / (l2_norm(update) + 1e-6)))
         self._flat.scatter()
 
-    def restore(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
+    def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
         """Take over another worker's `capture`; see `state_sync.restore`."""
-        state_sync.restore(blobs, self.model, self.replicated, self._trackers)
+        state_sync.restore_state(blobs, self.model, self.replicated, self._trackers)
 
-    def remember(self) -> Callable[[], None]:
+    def capture_turn_state(self) -> Callable[[], None]:
         """See `set_back.Trained`."""
-        own = self.capture(whole=False)
-        return lambda: self.restore(own)
+        own = self.capture_state(whole=False)
+        return lambda: self.restore_state(own)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `state_sync.pack`; for checkpoints."""
-        return state_sync.pack(self.model, self.replicated, self._trackers)
+        return state_sync.pack_state(self.model, self.replicated, self._trackers)
 
     def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take over what `pack` copied; raises `RemoteProtocolError` if it does not fit."""
-        state_sync.unpack(document, tensors, self.model, self.replicated, self._trackers)
+        state_sync.unpack_state(document, tensors, self.model, self.replicated, self._trackers)
 
     def residual_state(self) -> dict[str, Tensor]:
         """What this worker has not yet sent; empty for `Dense`.  Not part of `state_dict`: not replicated."""
@@ -412,47 +412,47 @@ class GridOptimizer(WrappingOptimizer):
     @property
     def residual_size(self) -> int:
         """Elements of the residual; 0: the exchange keeps nothing back."""
-        keeps = self._exchanger.feedback is not None or self.chooses_sparse
+        keeps = self._exchanger.feedback is not None or self.can_choose_sparse
         return self._flat.n if keeps else 0
 
     @property
     def choices(self) -> Sequence[Exchange]:
         """What the coordinator may choose; empty: the script has."""
-        return (*self._exchanger.choices.values(),) if isinstance(self._exchanger, ChosenExchanger) else ()
+        return (*self._exchanger.choices.values(),) if isinstance(self._exchanger, AutoExchanger) else ()
 
     @property
-    def exchange_now(self) -> Exchange | LocalSteps | None:
+    def current_exchange(self) -> Exchange | LocalSteps | None:
         """What the latest step used; None: nothing is chosen yet."""
-        if isinstance(self._exchanger, ChosenExchanger):
-            return self._exchanger.now
+        if isinstance(self._exchanger, AutoExchanger):
+            return self._exchanger.current_exchange
         return self.exchange_config if not isinstance(self.exchange_config, Auto) else None
 
     @property
-    def chooses_sparse(self) -> bool:
+    def can_choose_sparse(self) -> bool:
         """The coordinator may choose an exchange that keeps something back."""
         return any(each.sparse for each in self.choices)
 
     def _open_feedback(self) -> ErrorFeedback | None:
         mine = self._exchanger
-        return mine.opened() if isinstance(mine, ChosenExchanger) and self.chooses_sparse else mine.feedback
+        return mine.open_feedback() if isinstance(mine, AutoExchanger) and self.can_choose_sparse else mine.feedback
 
-    def surrender(self, settle: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:
+    def take_residual(self, settle: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:
         """The residual of a worker that takes no further step; see `InFlight.surrender`."""
         if self._exchanger.feedback is None and self.residual_size:
             return np.zeros(self.residual_size, np.float32)  # a sparse exchange may be chosen; none is now
-        return self._in_flight.surrender(self._exchanger, settle)
+        return self._pending_attempt.take_residual(self._exchanger, settle)
 
-    def absorb(self, entries: Sparse, world_size: int) -> bool:
+    def add_residual(self, entries: SparseVector, world_size: int) -> bool:
         """Add what another worker had not sent, between two rounds; False: it cannot be, and is dropped."""
-        return absorb(self._open_feedback(), entries, world_size)
+        return add_residual(self._open_feedback(), entries, world_size)
 
-    def forget_residual(self) -> None:
+    def clear_residual(self) -> None:
         """What was not sent belongs to another life of this worker."""
-        self._in_flight.forgotten()
-        if isinstance(self._exchanger, ChosenExchanger):
-            self._exchanger.forget()
+        self._pending_attempt.clear()
+        if isinstance(self._exchanger, AutoExchanger):
+            self._exchanger.clear()
         elif self._exchanger.feedback is not None:
-            self._exchanger.feedback.forget()
+            self._exchanger.feedback.clear()
 
     def load_residual_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over `residual_state` of the same model and exchange; raises `ConfigError` otherwise."""
@@ -478,7 +478,7 @@ class _Stopwatch:
         return laps_s
 
 
-def refuse_misfits(
+def check_compatible(
     inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps | Auto, clip_norm: float | None
 ) -> None:
     """Raise `ConfigError` if these cannot train together; called by what the user has called."""
@@ -505,8 +505,8 @@ def refuse_misfits(
         )
 
 
-def norm_of(update: npt.NDArray[np.float32] | Sparse) -> float:
+def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:
     """2-norm, summed in float64 on the host: equal on all workers whatever their number of threads."""
-    values = update.values if isinstance(update, Sparse) else update
+    values = update.values if isinstance(update, SparseVector) else update
     blocks = (values[i : i + _NORM_BLOCK].astype(np.float64) for i in range(0, values.size, _NORM_BLOCK))
     return math.sqrt(math.fsum(float(np.square(block).sum()) for block in blocks))

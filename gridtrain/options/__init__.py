@@ -11,8 +11,8 @@ no command-line library.
                                      else the default
 """
 
-from gridtrain.options.resolve import Settings, Value, resolve
+from gridtrain.options.resolve import OptionValues, ResolvedValue, resolve
 from gridtrain.options.runfile import RunFile
-from gridtrain.options.table import PROGRAMS, Kind, Option
+from gridtrain.options.table import PROGRAMS, Option, OptionKind
 
-__all__ = ["PROGRAMS", "Kind", "Option", "RunFile", "Settings", "Value", "resolve"]
+__all__ = ["PROGRAMS", "OptionKind", "Option", "RunFile", "OptionValues", "ResolvedValue", "resolve"]

@@ -14,7 +14,7 @@ _HOST = r"\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _ADDRESS = re.compile(rf"(?:tcp://)?({_HOST})(?::(\d{{1,5}}))?")
 
 
-def coordinator_address(text: str) -> str:
+def parse_coordinator_address(text: str) -> str:
     """ "tcp://host:port" from that, from "host:port", or from "host" (port 7700).
 
     Raises `ConfigError` for anything else.
@@ -28,7 +28,7 @@ def coordinator_address(text: str) -> str:
     return f"tcp://{match[1]}:{port}"
 
 
-def explicit_address(option: str, text: str, *, any_port: bool = False) -> str:
+def parse_explicit_address(option: str, text: str, *, any_port: bool = False) -> str:
     """As `coordinator_address`, of something that has to say both host and port.
 
     Args:

@@ -11,14 +11,14 @@ from typing import Any
 
 from gridtrain.config import ENV_PREFIX
 from gridtrain.errors import ConfigError
-from gridtrain.options.runfile import RunFile, nearest
-from gridtrain.options.table import PROGRAMS, Chosen, Kind, Option, known_variables, shown
+from gridtrain.options.runfile import RunFile, nearest_word
+from gridtrain.options.table import PROGRAMS, Option, OptionKind, OptionValue, format_value, known_variables
 
-HIDDEN = "(set, not shown)"
+HIDDEN_TEXT = "(set, not shown)"
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ResolvedValue:
     """What holds for one option.
 
     Attributes:
@@ -27,27 +27,27 @@ class Value:
     """
 
     option: Option
-    value: Chosen
+    value: OptionValue
     source: str
     where: str
 
     @property
     def shown(self) -> str:
         """Without what is secret."""
-        if self.option.secret and self.value:
-            return HIDDEN
-        return shown(self.value) or self.option.shown_default
+        if self.option.is_secret and self.value:
+            return HIDDEN_TEXT
+        return format_value(self.value) or self.option.default_text
 
 
-class Settings(Mapping[str, Value]):
+class OptionValues(Mapping[str, ResolvedValue]):
     """The values of one program, by the option's name."""
 
-    def __init__(self, program: str, values: Mapping[str, Value], runfile: RunFile) -> None:
+    def __init__(self, program: str, values: Mapping[str, ResolvedValue], runfile: RunFile) -> None:
         self.program = program
         self.runfile = runfile
         self._values = values
 
-    def __getitem__(self, name: str) -> Value:
+    def __getitem__(self, name: str) -> ResolvedValue:
         return self._values[name]
 
     def __iter__(self) -> Any:
@@ -79,8 +79,8 @@ class Settings(Mapping[str, Value]):
 
 
 def resolve(
-    program: str, given: Mapping[str, Chosen], environ: Mapping[str, str], runfile: RunFile
-) -> Settings:
+    program: str, given: Mapping[str, OptionValue], environ: Mapping[str, str], runfile: RunFile
+) -> OptionValues:
     """What holds for `program`.
 
     Args:
@@ -91,10 +91,10 @@ def resolve(
     """
     check_variables(environ)
     values = {one.name: _one(program, one, given, environ, runfile) for one in PROGRAMS[program]}
-    return Settings(program, values, runfile)
+    return OptionValues(program, values, runfile)
 
 
-def for_join(given: Mapping[str, str | None], environ: Mapping[str, str], runfile: RunFile) -> dict[str, str]:
+def join_settings(given: Mapping[str, str | None], environ: Mapping[str, str], runfile: RunFile) -> dict[str, str]:
     """The texts of `gridtrain.config.JoinConfig` for a script that was started by hand; "" is left out.
 
     Args:
@@ -103,28 +103,28 @@ def for_join(given: Mapping[str, str | None], environ: Mapping[str, str], runfil
     Raises:
         ConfigError: see `resolve`.
     """
-    named = {one.name: one for one in PROGRAMS["worker"] if one.join}
+    named = {one.name: one for one in PROGRAMS["worker"] if one.is_join_option}
     flags = {
         name: one.from_text(text, f"gridtrain.join({name}=)")
         for name, one in named.items()
-        if (text := given.get(name)) is not None and (text or one.kind in (Kind.TEXT, Kind.FOLDER))
+        if (text := given.get(name)) is not None and (text or one.kind in (OptionKind.TEXT, OptionKind.FOLDER))
     }
     chosen = resolve("worker", flags, environ, runfile)
-    texts = {name: shown(chosen[name].value) for name in (*named, "donate_limit")}
+    texts = {name: format_value(chosen[name].value) for name in (*named, "donate_limit")}
     texts["unencrypted"] = "yes" if chosen.switch("unencrypted") else ""
     return {name: text for name, text in texts.items() if text}
 
 
 def _one(
-    program: str, one: Option, given: Mapping[str, Chosen], environ: Mapping[str, str], runfile: RunFile
-) -> Value:
+    program: str, one: Option, given: Mapping[str, OptionValue], environ: Mapping[str, str], runfile: RunFile
+) -> ResolvedValue:
     if (value := given.get(one.name)) not in (None, ()):
-        return Value(one, value, "flag", one.flag)
-    if not one.line_only and (text := environ.get(one.variable)):
-        return Value(one, one.from_text(text, one.variable), "environment", one.variable)
-    if (found := runfile.chosen(program, one)) is not None:
-        return Value(one, found[0], "run.toml", found[1])
-    return Value(one, one.default, "default", "")
+        return ResolvedValue(one, value, "flag", one.flag)
+    if not one.is_command_line_only and (text := environ.get(one.variable)):
+        return ResolvedValue(one, one.from_text(text, one.variable), "environment", one.variable)
+    if (found := runfile.option_value(program, one)) is not None:
+        return ResolvedValue(one, found[0], "run.toml", found[1])
+    return ResolvedValue(one, one.default, "default", "")
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
@@ -132,7 +132,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
     known = known_variables()
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known:
-            near = nearest(name, known)
+            near = nearest_word(name, known)
             raise ConfigError(
                 f"{name} is set, and means nothing to gridtrain",
                 remedy=f"did you mean {near}?  else: unset {name}" if near else f"unset {name}",

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gridtrain.errors import ConfigError
-from gridtrain.options.table import PROGRAMS, Chosen, Kind, Option
+from gridtrain.options.table import PROGRAMS, Option, OptionKind, OptionValue
 
 RUN_FILE = "run.toml"
 MAX_FILE_BYTES = 1 << 16
@@ -33,7 +33,7 @@ _REQUIRED = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?)(?:\s*
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class DatasetDescription:
     """The data set that a run's script reads.
 
     Attributes:
@@ -48,7 +48,7 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunDescription:
     """The table [run].
 
     Attributes:
@@ -69,7 +69,7 @@ class Run:
     files: tuple[str, ...] = ()
     requires: tuple[tuple[str, str], ...] = ()
     image: str = ""
-    data: Data | None = None
+    data: DatasetDescription | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class RunFile:
     """A run.toml that was read; without any file, nothing is set."""
 
     path: Path | None = None
-    run: Run = field(default_factory=Run)
+    run: RunDescription = field(default_factory=RunDescription)
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -123,20 +123,20 @@ class RunFile:
                 raise ConfigError(f"{path}: {table} is {value!r}", remedy=f"write a table: [{table}]")
         run = _run(path, document.get("run", {}))
         for program, options in PROGRAMS.items():
-            places = [one.toml_place(program) for one in options if not one.line_only]
+            places = [one.toml_location(program) for one in options if not one.is_command_line_only]
             own = [key for table, key in places if table == program]
             check_keys(path, document.get(program, {}), own, program)
         return cls(path, run, document)
 
-    def chosen(self, program: str, one: Option) -> tuple[Chosen, str] | None:
+    def option_value(self, program: str, one: Option) -> tuple[OptionValue, str] | None:
         """The value and where it stands; None: nothing is said.  Raises `ConfigError`."""
-        table, key = one.toml_place(program)
+        table, key = one.toml_location(program)
         values = self.tables.get(table, {})
-        if one.line_only or key not in values:
+        if one.is_command_line_only or key not in values:
             return None
         where = f"{self.path} [{table}] {key}"
         value = one.from_toml(values[key], where)
-        if one.kind is Kind.FOLDER and isinstance(value, str) and value and self.path is not None:
+        if one.kind is OptionKind.FOLDER and isinstance(value, str) and value and self.path is not None:
             value = str(self.path.parent / Path(value).expanduser())  # beside the file, wherever one stands
         return value, where
 
@@ -147,14 +147,14 @@ def check_keys(path: Path, found: Iterable[str], known: Iterable[str], table: st
     for key in found:
         if key not in names:
             place = f"[{table}] " if table else ""
-            near = nearest(key, names)
+            near = nearest_word(key, names)
             raise ConfigError(
                 f"{path}: {place}{key!r} is no key that gridtrain knows",
                 remedy=f"did you mean {near!r}?" if near else f"it may have {', '.join(names)}",
             )
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest_word(word: str, known: Iterable[str]) -> str | None:
     """The one that may have been meant."""
     plain = {name.lower().replace("-", "_"): name for name in known}
     found = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=0.6)
@@ -164,10 +164,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 # -- [run] -------------------------------------------------------------------------------------------
 
 
-def _run(path: Path, table: Mapping[str, Any]) -> Run:
+def _run(path: Path, table: Mapping[str, Any]) -> RunDescription:
     check_keys(path, table, RUN_KEYS, "run")
     script = _text(path, table, "script")
-    run = Run(
+    run = RunDescription(
         name=_text(path, table, "name") or "default",
         about=_text(path, table, "about"),
         script=_relative(path, "script", script) if script else "",
@@ -186,7 +186,7 @@ def _run(path: Path, table: Mapping[str, Any]) -> Run:
     return run
 
 
-def _data(path: Path, table: object) -> Data:
+def _data(path: Path, table: object) -> DatasetDescription:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [run] data is {table!r}", remedy="write a table: [run.data]")
     check_keys(path, table, DATA_KEYS, "run.data")
@@ -196,7 +196,7 @@ def _data(path: Path, table: object) -> Data:
         raise ConfigError(
             f"{path}: [run.data] has no digest", remedy=f'write digest = "sha256:...", from: sha256sum {file}'
         )
-    return Data(file, digest, _text(path, table, "where"))
+    return DatasetDescription(file, digest, _text(path, table, "where"))
 
 
 def _text(path: Path, table: Mapping[str, Any], key: str) -> str:
@@ -222,7 +222,7 @@ def _texts(path: Path, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _relative(path: Path, key: str, text: str) -> str:
-    if not is_inside(text):
+    if not is_safe_relative_name(text):
         raise ConfigError(
             f"{path}: [run] {key} names {text!r}",
             remedy="name a file beside run.toml or in a folder below it, of letters, digits and . _ - alone",
@@ -230,7 +230,7 @@ def _relative(path: Path, key: str, text: str) -> str:
     return text
 
 
-def is_inside(name: str) -> bool:
+def is_safe_relative_name(name: str) -> bool:
     """A plain relative name: no way out of the folder, nothing hidden, nothing that a shell or a terminal
     treats specially."""
     parts = PurePosixPath(name).parts

@@ -17,7 +17,7 @@ _JOIN = {known.name: str(known.default) for known in fields(JoinConfig)}
 _YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
 
 
-class Kind(StrEnum):
+class OptionKind(StrEnum):
     """What an option holds; in Python: str, int, float, bool, and a tuple of str for texts."""
 
     TEXT = "text"
@@ -28,7 +28,7 @@ class Kind(StrEnum):
     TEXTS = "texts"
 
 
-Chosen = str | int | float | bool | tuple[str, ...] | None
+OptionValue = str | int | float | bool | tuple[str, ...] | None
 """None: nobody has chosen, and what happens then is in `Option.otherwise`."""
 
 
@@ -53,22 +53,22 @@ class Option:
     """
 
     name: str
-    kind: Kind
+    kind: OptionKind
     help: str
-    default: Chosen = None
-    otherwise: str = ""
+    default: OptionValue = None
+    default_description: str = ""
     metavar: str = ""
     choices: tuple[str, ...] = ()
-    least: float | None = None
+    minimum: float | None = None
     each: str = ""
-    commas: bool = False
-    off: str = ""
-    place: str = ""
-    line_only: bool = False
-    no_line: bool = False
-    join: bool = False
-    secret: bool = False
-    hidden: bool = False
+    is_comma_separated: bool = False
+    off_word: str = ""
+    toml_key: str = ""
+    is_command_line_only: bool = False
+    has_no_flag: bool = False
+    is_join_option: bool = False
+    is_secret: bool = False
+    is_hidden: bool = False
 
     @property
     def flag(self) -> str:
@@ -77,83 +77,83 @@ class Option:
     @property
     def off_flag(self) -> str:
         """ "" where there is none."""
-        return f"--no-{self.flag[2:]}" if self.off or self.default is True else ""
+        return f"--no-{self.flag[2:]}" if self.off_word or self.default is True else ""
 
     @property
     def variable(self) -> str:
         return ENV_PREFIX + self.name.upper()
 
     @property
-    def shown_default(self) -> str:
+    def default_text(self) -> str:
         """For people; "" where nothing is."""
         if self.default in (None, "", ()):
-            return self.otherwise
-        return shown(self.default)
+            return self.default_description
+        return format_value(self.default)
 
-    def toml_place(self, program: str) -> tuple[str, str]:
+    def toml_location(self, program: str) -> tuple[str, str]:
         """(table, key) of `program`'s run.toml."""
-        table, _, key = (self.place or f"{program}.{self.name}").partition(".")
+        table, _, key = (self.toml_key or f"{program}.{self.name}").partition(".")
         return table, key
 
-    def from_text(self, text: str, where: str) -> Chosen:
+    def from_text(self, text: str, where: str) -> OptionValue:
         """From the environment.  Raises `ConfigError` that names `where`."""
         plain = text.strip()
         match self.kind:
-            case Kind.SWITCH:
+            case OptionKind.SWITCH:
                 if plain.lower() not in (*_YES, *_NO):
-                    raise self._wrong(where, text, "yes or no")
+                    raise self._value_error(where, text, "yes or no")
                 return plain.lower() in _YES
-            case Kind.COUNT:
+            case OptionKind.COUNT:
                 if not plain.removeprefix("-").isdecimal():
-                    raise self._wrong(where, text, "a whole number")
-                return self._bounded(int(plain), where)
-            case Kind.NUMBER:
+                    raise self._value_error(where, text, "a whole number")
+                return self._check_minimum(int(plain), where)
+            case OptionKind.NUMBER:
                 try:
-                    return self._bounded(float(plain), where)
+                    return self._check_minimum(float(plain), where)
                 except ValueError:
-                    raise self._wrong(where, text, "a number") from None
-            case Kind.TEXTS:
-                return tuple((text.replace(",", " ") if self.commas else text).split())
+                    raise self._value_error(where, text, "a number") from None
+            case OptionKind.TEXTS:
+                return tuple((text.replace(",", " ") if self.is_comma_separated else text).split())
             case _:
-                return self._chosen(text, where)
+                return self._parse(text, where)
 
-    def from_toml(self, value: object, where: str) -> Chosen:
+    def from_toml(self, value: object, where: str) -> OptionValue:
         """As TOML has read it.  Raises `ConfigError` that names `where`."""
         if isinstance(value, bool):
-            if self.kind is Kind.SWITCH:
+            if self.kind is OptionKind.SWITCH:
                 return value
         elif isinstance(value, str):
-            if self.kind in (Kind.TEXT, Kind.FOLDER):
-                return self._chosen(value, where)
+            if self.kind in (OptionKind.TEXT, OptionKind.FOLDER):
+                return self._parse(value, where)
         elif isinstance(value, list):
-            if self.kind is Kind.TEXTS and all(isinstance(one, str) for one in value):
+            if self.kind is OptionKind.TEXTS and all(isinstance(one, str) for one in value):
                 return tuple(value)
-        elif (isinstance(value, int) and self.kind in (Kind.COUNT, Kind.NUMBER)) or (
-            isinstance(value, float) and self.kind is Kind.NUMBER
+        elif (isinstance(value, int) and self.kind in (OptionKind.COUNT, OptionKind.NUMBER)) or (
+            isinstance(value, float) and self.kind is OptionKind.NUMBER
         ):
-            return self._bounded(value, where)
-        example = {Kind.SWITCH: "true or false", Kind.COUNT: "a whole number", Kind.NUMBER: "a number"}
-        example[Kind.TEXTS] = "a list of texts in quotation marks"
-        raise self._wrong(where, value, example.get(self.kind, "a text in quotation marks"))
+            return self._check_minimum(value, where)
+        example = {OptionKind.SWITCH: "true or false", OptionKind.COUNT: "a whole number", OptionKind.NUMBER: "a number"}
+        example[OptionKind.TEXTS] = "a list of texts in quotation marks"
+        raise self._value_error(where, value, example.get(self.kind, "a text in quotation marks"))
 
-    def _chosen(self, text: str, where: str) -> str:
+    def _parse(self, text: str, where: str) -> str:
         if self.choices and text not in self.choices:
-            raise self._wrong(where, text, " or ".join(self.choices))
+            raise self._value_error(where, text, " or ".join(self.choices))
         return text
 
-    def _bounded(self, value: float, where: str) -> Chosen:
-        if not (self.least or 0) <= value < float("inf"):  # NaN is not
-            raise self._wrong(where, value, f"a {self.kind.value} >= {self.least or 0:g}")
+    def _check_minimum(self, value: float, where: str) -> OptionValue:
+        if not (self.minimum or 0) <= value < float("inf"):  # NaN is not
+            raise self._value_error(where, value, f"a {self.kind.value} >= {self.minimum or 0:g}")
         return value
 
-    def _wrong(self, where: str, value: object, wanted: str) -> ConfigError:
+    def _value_error(self, where: str, value: object, wanted: str) -> ConfigError:
         fix = f"write {wanted}" + (
-            f", such as {shown(self.default)}" if self.default not in (None, "", ()) else ""
+            f", such as {format_value(self.default)}" if self.default not in (None, "", ()) else ""
         )
         return ConfigError(f"{where} is {value!r}; it must be {wanted}", remedy=f"{fix}, or leave it out")
 
 
-def shown(value: Chosen) -> str:
+def format_value(value: OptionValue) -> str:
     """As it would be typed."""
     match value:
         case bool():
@@ -173,122 +173,122 @@ def shown(value: Chosen) -> str:
 COORDINATOR: tuple[Option, ...] = (
     Option(
         name="listen",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default=f"tcp://127.0.0.1:{DEFAULT_PORT}",
         metavar="ADDRESS",
         help="Where to accept workers; tcp://0.0.0.0:7700 for all interfaces, port 0 for any free one.",
     ),
     Option(
         name="advertise",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="",
-        otherwise="the address listened at",
+        default_description="the address listened at",
         metavar="ADDRESS",
         help="The address that workers should use instead.",
     ),
     Option(
         name="run",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="default",
-        place="run.name",
+        toml_key="run.name",
         metavar="NAME",
         help="The run's name.",
     ),
     Option(
         name="state",
-        kind=Kind.FOLDER,
-        otherwise="~/.local/state/gridtrain/RUN",
+        kind=OptionKind.FOLDER,
+        default_description="~/.local/state/gridtrain/RUN",
         metavar="FOLDER",
         help="Journal and keys of the run.",
     ),
     Option(
         name="min_workers",
-        kind=Kind.COUNT,
+        kind=OptionKind.COUNT,
         default=1,
-        least=1,
+        minimum=1,
         metavar="N",
         help="Start only with so many workers.",
     ),
     Option(
         name="order",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="planned",
         choices=("planned", "joined"),
         help="Ranks by a plan from measured links, or in the order of joining (to compare).",
     ),
     Option(
         name="recut_after",
-        kind=Kind.NUMBER,
+        kind=OptionKind.NUMBER,
         default=15,
         metavar="SECONDS",
         help="With fewer workers than the model has stages, wait so long before it is cut anew.",
     ),
     Option(
         name="bundle",
-        kind=Kind.SWITCH,
+        kind=OptionKind.SWITCH,
         default=True,
         help="Give volunteers the script that run.toml names, for them to accept and run.",
     ),
     Option(
         name="unencrypted",
-        kind=Kind.SWITCH,
+        kind=OptionKind.SWITCH,
         default=False,
         help="Talk in the clear, for benchmarks; on this machine only, unless --benchmark is given too.",
     ),
-    Option(name="benchmark", kind=Kind.SWITCH, default=False, hidden=True, line_only=True, help="See above."),
+    Option(name="benchmark", kind=OptionKind.SWITCH, default=False, is_hidden=True, is_command_line_only=True, help="See above."),
     Option(
         name="exit_when_finished",
-        kind=Kind.SWITCH,
+        kind=OptionKind.SWITCH,
         default=False,
         help="Exit once the run is finished and its workers have left.",
     ),
     Option(
         name="backup_to",
-        kind=Kind.FOLDER,
-        otherwise="no backups",
+        kind=OptionKind.FOLDER,
+        default_description="no backups",
         metavar="FOLDER",
         help="Keep backups of journal and keys there, on another disk, for a standby.",
     ),
     Option(
         name="backup_every",
-        kind=Kind.NUMBER,
+        kind=OptionKind.NUMBER,
         default=5.0,
-        least=0.1,
+        minimum=0.1,
         metavar="SECONDS",
         help="At most one backup in this time.",
     ),
     Option(
-        name="backup_keep", kind=Kind.COUNT, default=3, least=1, metavar="N", help="So many backups stay."
+        name="backup_keep", kind=OptionKind.COUNT, default=3, minimum=1, metavar="N", help="So many backups stay."
     ),
     Option(
         name="from_backup",
-        kind=Kind.FOLDER,
+        kind=OptionKind.FOLDER,
         metavar="FOLDER",
-        line_only=True,
+        is_command_line_only=True,
         help="Take a run over: begin a new --state from the latest backup there.",
     ),
     Option(
         name="dashboard",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="",
-        otherwise="127.0.0.1:7780, or the next free port",
+        default_description="127.0.0.1:7780, or the next free port",
         metavar="HOST:PORT",
-        off="off",
+        off_word="off",
         help='Where a browser shows the run; "off": no page and no /metrics.',
     ),
     Option(
         name="dashboard_open",
-        kind=Kind.SWITCH,
+        kind=OptionKind.SWITCH,
         default=False,
         help="--dashboard may be reached from other machines.",
     ),
     Option(
         name="dashboard_hosts",
-        kind=Kind.TEXTS,
+        kind=OptionKind.TEXTS,
         default=(),
         metavar="NAME",
         each="--dashboard-host",
-        commas=True,
+        is_comma_separated=True,
         help="A host name by which the dashboard may be opened; addresses and localhost always may.",
     ),
 )
@@ -296,173 +296,173 @@ COORDINATOR: tuple[Option, ...] = (
 WORKER: tuple[Option, ...] = (
     Option(
         name="invitation",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         metavar="INVITATION",
-        no_line=True,
-        secret=True,
+        has_no_flag=True,
+        is_secret=True,
         help="What the run's owner got from `gridtrain invite`; @FILE reads it from a file.  On the command "
         "line it is the first word.",
     ),
     Option(
         name="name",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="",
-        otherwise="a random one",
+        default_description="a random one",
         metavar="NAME",
-        join=True,
+        is_join_option=True,
         help="This worker's name.",
     ),
     Option(
         name="upload_limit",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="",
-        otherwise="none",
+        default_description="none",
         metavar="RATE",
-        join=True,
+        is_join_option=True,
         help="Such as 20Mbit.",
     ),
     Option(
         name="download_limit",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="",
-        otherwise="none",
+        default_description="none",
         metavar="RATE",
-        join=True,
+        is_join_option=True,
         help="Such as 100Mbit.",
     ),
     Option(
         name="donate_limit",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="",
-        otherwise=_JOIN["donate_limit"],
+        default_description=_JOIN["donate_limit"],
         metavar="RATE",
         help="At most so much goes into states for newcomers while this worker trains.",
     ),
     Option(
         name="listen",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="",
-        otherwise="a free port towards the coordinator",
+        default_description="a free port towards the coordinator",
         metavar="ADDRESS",
-        join=True,
+        is_join_option=True,
         help="Where to wait for other workers.",
     ),
     Option(
         name="advertise",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="",
-        otherwise="the address listened at",
+        default_description="the address listened at",
         metavar="ADDRESS",
-        join=True,
+        is_join_option=True,
         help="The address that other workers should dial instead.",
     ),
     Option(
         name="export_dir",
-        kind=Kind.FOLDER,
+        kind=OptionKind.FOLDER,
         default="",
-        otherwise="~/.local/state/gridtrain/RUN",
+        default_description="~/.local/state/gridtrain/RUN",
         metavar="FOLDER",
-        join=True,
+        is_join_option=True,
         help="Where the final model goes.",
     ),
     Option(
         name="state_dir",
-        kind=Kind.FOLDER,
+        kind=OptionKind.FOLDER,
         default="",
-        otherwise="under ~/.local/state/gridtrain",
+        default_description="under ~/.local/state/gridtrain",
         metavar="FOLDER",
-        join=True,
+        is_join_option=True,
         help="Where this worker's own checkpoints go.",
     ),
     Option(
         name="data_dir",
-        kind=Kind.FOLDER,
+        kind=OptionKind.FOLDER,
         default="",
-        otherwise="the run's folder",
+        default_description="the run's folder",
         metavar="FOLDER",
         help="Where the data set lies that the run's owner names.",
     ),
     Option(
         name="checkpoint_every",
-        kind=Kind.COUNT,
-        otherwise=_JOIN["checkpoint_every"],
+        kind=OptionKind.COUNT,
+        default_description=_JOIN["checkpoint_every"],
         metavar="STEPS",
-        join=True,
+        is_join_option=True,
         help="Steps between two checkpoints; 0: none.",
     ),
     Option(
         name="checkpoint_keep",
-        kind=Kind.COUNT,
-        otherwise=_JOIN["checkpoint_keep"],
-        least=1,
+        kind=OptionKind.COUNT,
+        default_description=_JOIN["checkpoint_keep"],
+        minimum=1,
         metavar="N",
-        join=True,
+        is_join_option=True,
         help="So many checkpoints stay.",
     ),
     Option(
         name="handover_mib",
-        kind=Kind.COUNT,
-        otherwise=_JOIN["handover_mib"],
+        kind=OptionKind.COUNT,
+        default_description=_JOIN["handover_mib"],
         metavar="MIB",
-        join=True,
+        is_join_option=True,
         help="When this worker leaves, it hands over at most so much of what it has not sent; 0: nothing.",
     ),
     Option(
         name="relay",
-        kind=Kind.SWITCH,
+        kind=OptionKind.SWITCH,
         default=True,
-        join=True,
+        is_join_option=True,
         help="Pass on, sealed, what members that cannot reach each other send one another.",
     ),
     Option(
         name="unencrypted",
-        kind=Kind.SWITCH,
+        kind=OptionKind.SWITCH,
         default=False,
-        join=True,
+        is_join_option=True,
         help="Join a run that talks in the clear; for benchmarks.",
     ),
     Option(
         name="restarts",
-        kind=Kind.COUNT,
+        kind=OptionKind.COUNT,
         default=0,
         metavar="N",
         help="So often the script is started again after it failed.",
     ),
     Option(
         name="prefix",
-        kind=Kind.SWITCH,
+        kind=OptionKind.SWITCH,
         default=False,
         help="Begin each line of the script's output with the worker's name.",
     ),
     Option(
         name="set",
-        kind=Kind.TEXTS,
+        kind=OptionKind.TEXTS,
         default=(),
-        otherwise="none but those of `gridtrain worker set`",
+        default_description="none but those of `gridtrain worker set`",
         metavar="KEY=VALUE",
         help="A rule of yours, such as battery=pause or hours=22:00-07:00; see docs/volunteering.md.",
     ),
     Option(
         name="sensors",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="",
-        otherwise="this machine's",
+        default_description="this machine's",
         metavar="FILE",
         help="A JSON file that speaks for this machine's sensors, to try rules out.",
     ),
     Option(
         name="accept",
-        kind=Kind.TEXT,
+        kind=OptionKind.TEXT,
         default="",
-        otherwise="ask",
+        default_description="ask",
         metavar="DIGEST",
         help="Run the bundle with this digest without asking; another one is not run.",
     ),
     Option(
         name="dry_run",
-        kind=Kind.SWITCH,
+        kind=OptionKind.SWITCH,
         default=False,
-        line_only=True,
+        is_command_line_only=True,
         help="Do all but join: show what would run, and what it would be told.",
     ),
 )
@@ -509,30 +509,30 @@ OTHER_VARIABLES: dict[str, str] = {
 """What else may be in the environment: name -> for people; "": nothing that people set."""
 
 
-def option(program: str, name: str) -> Option:
+def find_option(program: str, name: str) -> Option:
     """Raises `KeyError`."""
     return {one.name: one for one in PROGRAMS[program]}[name]
 
 
 def known_variables() -> set[str]:
     """Every `GRIDTRAIN_` variable that means something."""
-    chosen = {one.variable for options in PROGRAMS.values() for one in options if not one.line_only}
+    chosen = {one.variable for options in PROGRAMS.values() for one in options if not one.is_command_line_only}
     return chosen | set(OTHER_VARIABLES)
 
 
-def markdown(program: str) -> str:
+def options_markdown(program: str) -> str:
     """The table of docs/configuration.md."""
     lines = ["| flag | variable | run.toml | default | what it is |", "|---|---|---|---|---|"]
     for one in PROGRAMS[program]:
-        if one.hidden:
+        if one.is_hidden:
             continue
-        table, key = one.toml_place(program)
+        table, key = one.toml_location(program)
         flag = f"`{one.flag}`" + (f", `{one.off_flag}`" if one.off_flag else "")
         cells = (
-            "(the first word)" if one.no_line else flag,
-            "" if one.line_only else f"`{one.variable}`",
-            "" if one.line_only else f"`[{table}] {key}`",
-            one.shown_default,
+            "(the first word)" if one.has_no_flag else flag,
+            "" if one.is_command_line_only else f"`{one.variable}`",
+            "" if one.is_command_line_only else f"`[{table}] {key}`",
+            one.default_text,
             one.help,
         )
         lines.append("| " + " | ".join(cells) + " |")

@@ -20,20 +20,20 @@ from typing import Any
 import torch
 
 from gridtrain.errors import ConfigError
-from gridtrain.pipeline.runner import Outcome
+from gridtrain.pipeline.runner import StepResult
 from gridtrain.protocol import dividing
-from gridtrain.protocol.dividing import Chosen, Figures
-from gridtrain.protocol.seats import Seats
-from gridtrain.protocol.stage_costs import Order
+from gridtrain.protocol.dividing import MicroBatchChoice, StepTimings
+from gridtrain.protocol.seats import RankLayout
+from gridtrain.protocol.stage_costs import ScheduleKind
 
 MOST_MICRO_BATCHES = 1 << 14
 
-ROOM = 4.0
+MEMORY_HEADROOM = 4.0
 """What autograd keeps, times this, is to fit into what is free: layers hold more than that while they run,
 and others may want memory too."""
 
 
-def asked_for(micro_batches: int | str) -> int | None:
+def parse_micro_batches(micro_batches: int | str) -> int | None:
     """See `Grid.pipeline`; None: "auto".  Raises `ConfigError`."""
     if micro_batches == "auto":
         return None
@@ -47,7 +47,7 @@ def asked_for(micro_batches: int | str) -> int | None:
     return micro_batches
 
 
-class MicroBatches:
+class MicroBatchCount:
     """Of one run; equal on all its members.  A tracker of the state (`state_sync.Stateful`).
 
     Args:
@@ -55,70 +55,70 @@ class MicroBatches:
         stages, order, ahead: as the run has them.
     """
 
-    def __init__(self, asked: int | None, stages: int, order: Order, ahead: float) -> None:
-        self._asked, self._stages, self._order, self._ahead = asked, stages, order, ahead
-        self._most = math.inf
-        self.begin_anew()
+    def __init__(self, asked: int | None, stages: int, order: ScheduleKind, ahead: float) -> None:
+        self._configured, self._stages, self._order, self._ahead = asked, stages, order, ahead
+        self._max_samples = math.inf
+        self.reset()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Nothing has been committed."""
-        self._told: list[dividing.Told] = []
-        self._chosen = self._asked
+        self._trial_timings: list[dividing.TrialTimings] = []
+        self._chosen = self._configured
 
     @property
     def number(self) -> int:
         """Of the next step."""
-        return dividing.trial(len(self._told), self._stages) if self._chosen is None else self._chosen
+        return dividing.trial_micro_batches(len(self._trial_timings), self._stages) if self._chosen is None else self._chosen
 
     @property
     def is_auto(self) -> bool:
-        return self._asked is None
+        return self._configured is None
 
     @property
-    def weighs(self) -> bool:
+    def needs_memory_measurement(self) -> bool:
         """The next step shows what autograd keeps, before anything larger can be chosen."""
-        return self._chosen is None and not self._told
+        return self._chosen is None and not self._trial_timings
 
-    def weighed(self, kept_bytes: int, largest: int, device: torch.device) -> None:
+    def record_memory(self, kept_bytes: int, largest: int, device: torch.device) -> None:
         """In a step whose largest micro-batch has so many samples, so many bytes were kept at most."""
         free = free_bytes(device)
-        self._most = math.inf if free is None else largest * (1 + free / (ROOM * max(1, kept_bytes)))
+        self._max_samples = math.inf if free is None else largest * (1 + free / (MEMORY_HEADROOM * max(1, kept_bytes)))
 
-    def figures(self, outcome: Outcome, samples: int) -> Figures:
+    def step_timings(self, outcome: StepResult, samples: int) -> StepTimings:
         """What this member tells of a step."""
         if self._chosen is not None:
-            return Figures()
-        most = math.floor(self._most) if math.isfinite(self._most) else math.inf
-        return Figures(outcome.forward_s, outcome.backward_s, outcome.turn_s, samples, most)
+            return StepTimings()
+        most = math.floor(self._max_samples) if math.isfinite(self._max_samples) else math.inf
+        return StepTimings(outcome.forward_s, outcome.backward_s, outcome.round_trip_s, samples, most)
 
-    def committed(self, told: Sequence[Figures], seats: Seats) -> Chosen | None:
+    def record_step(self, told: Sequence[StepTimings], seats: RankLayout) -> MicroBatchChoice | None:
         """A step was; `told`: in rank order.  Returns the choice when it is made."""
         if self._chosen is not None or any(figures.samples == 0 for figures in told):
             return None  # a replica without samples has nothing to tell
-        if self._told and len(told) != len(self._told[0]):
-            self._told = []  # the group is another one
-        self._told.append(tuple(told))
-        if not dividing.is_complete(self._told):
+        if self._trial_timings and len(told) != len(self._trial_timings[0]):
+            self._trial_timings = []  # the group is another one
+        self._trial_timings.append(tuple(told))
+        if not dividing.is_complete(self._trial_timings):
             return None
-        chosen = dividing.choose(self._told, seats, self._order, self._ahead, self._stages)
-        self._told, self._chosen = [], chosen.micro_batches
+        chosen = dividing.choose_micro_batches(self._trial_timings, seats, self._order, self._ahead, self._stages)
+        self._trial_timings, self._chosen = [], chosen.micro_batches
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        told = [[list(astuple(figures)) for figures in step] for step in self._told]
+        told = [[list(astuple(figures)) for figures in step] for step in self._trial_timings]
         return {"chosen": self._chosen or 0, "told": told}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises `ValueError`, `TypeError` for what `state_dict` never gives."""
-        told = [tuple(Figures(*map(float, row)) for row in step) for step in state_dict["told"]]
+        told = [tuple(StepTimings(*map(float, row)) for row in step) for step in state_dict["told"]]
         chosen = int(state_dict["chosen"])
         alike = all(step and len(step) == len(told[0]) for step in told)
-        fit = all(figures.fit() for step in told for figures in step)
+        fit = all(figures.is_plausible() for step in told for figures in step)
         if chosen > MOST_MICRO_BATCHES:
             raise ValueError(f"{chosen} micro-batches are chosen, and {MOST_MICRO_BATCHES} are the most")
         if chosen < 0 or len(told) >= len(dividing.TRIALS) or not (alike and fit):
             raise ValueError(f"{chosen} micro-batches after {len(told)} trials")
-        self._told, self._chosen = told, chosen or self._asked
+        self._trial_timings, self._chosen = told, chosen or self._configured
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
-from gridtrain.pipeline.trees import rebuilt
+from gridtrain.pipeline.trees import map_tree
 
 Block = nn.Module | Callable[[Any], Any]
 
@@ -42,7 +42,7 @@ class Function(nn.Module):
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
-        held = [type(value).__name__ for value in _held(function) if isinstance(value, nn.Module | Tensor)]
+        held = [type(value).__name__ for value in _captured_values(function) if isinstance(value, nn.Module | Tensor)]
         if held:
             raise ConfigError(
                 f"the function {_name(function)} uses a {held[0]} from outside, which no stage would build",
@@ -61,18 +61,18 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _held(value: Any, known: set[int] | None = None) -> Iterator[Any]:
+def _captured_values(value: Any, known: set[int] | None = None) -> Iterator[Any]:
     """All that a function may compute with: what it closes over, its script's globals, what these hold."""
     known = set() if known is None else known
     if id(value) in known:
         return
     known.add(id(value))
     yield value
-    for inner in _within(value):
-        yield from _held(inner, known)
+    for inner in _contained_values(value):
+        yield from _captured_values(inner, known)
 
 
-def _within(value: Any) -> Iterator[Any]:
+def _contained_values(value: Any) -> Iterator[Any]:
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif inspect.ismethod(value):
@@ -131,14 +131,14 @@ def blocks_of(
         ConfigError: it is no chain of at least one block.
     """
     if isinstance(model, nn.Module) and split_at:
-        return _parts(model, split_at, example)
+        return _split_parts(model, split_at, example)
     if isinstance(model, nn.Module) and not _is_plain(model):
         raise ConfigError(
             f"a {type(model).__name__} has a forward of its own, so where it can be cut is not known",
             remedy="name its parts in the order of its forward with split_at=, or write it as a "
             "gridtrain.pipeline.Sequence of modules and functions",
         )
-    found = dict(_opened(model if isinstance(model, nn.Module) else Sequence(*model), ""))
+    found = dict(_flattened(model if isinstance(model, nn.Module) else Sequence(*model), ""))
     if not found:
         raise ConfigError("the model has no blocks", remedy="give at least one")
     return found
@@ -150,11 +150,11 @@ def _is_plain(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
 
 
-def _opened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module._modules.items():  # named_children leaves out a child that comes twice
         if child is not None:
             if _is_plain(child) and len(list(child.children())) > 0:
-                yield from _opened(child, f"{prefix}{name}.")
+                yield from _flattened(child, f"{prefix}{name}.")
             else:
                 yield f"{prefix}{name}", child
 
@@ -162,7 +162,7 @@ def _opened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 # -- a forward of its own --------------------------------------------------------------------------
 
 
-def _parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, nn.Module]:
+def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, nn.Module]:
     known = dict(model.named_modules(remove_duplicate=False))
     unknown = [name for name in names if name not in known or not name]
     if unknown or len(set(names)) != len(names):
@@ -183,11 +183,11 @@ def _parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, nn.Mod
             f"split_at= names no part that holds {', '.join(own[:4])}",
             remedy="name the module that holds it, or give the model a part of its own for it",
         )
-    _Trial(model, names).run(example)
+    _ChainTrial(model, names).run(example)
     return parts
 
 
-class _Trial:
+class _ChainTrial:
     """One forward on the meta device, with a look at what each part is called with."""
 
     def __init__(self, model: nn.Module, names: Many[str]) -> None:
@@ -200,10 +200,10 @@ class _Trial:
     def run(self, example: Any) -> None:
         known = dict(self._model.named_modules(remove_duplicate=False))
         for name in self._names:
-            known[name].register_forward_pre_hook(self._called(name), with_kwargs=True)
-            known[name].register_forward_hook(self._returned(name))
-        meta = rebuilt(example, lambda x: x.to("meta") if isinstance(x, Tensor) else x)
-        self._last = _marks(meta)
+            known[name].register_forward_pre_hook(self._record_call(name), with_kwargs=True)
+            known[name].register_forward_hook(self._record_return(name))
+        meta = map_tree(example, lambda x: x.to("meta") if isinstance(x, Tensor) else x)
+        self._last = _tensor_versions(meta)
         try:
             with torch.no_grad():
                 result = self._model(meta)
@@ -218,9 +218,9 @@ class _Trial:
                 f"{', '.join(self._names)}",
                 remedy="name all parts, each once, in the order in which forward calls them",
             )
-        self._hold(_marks(result), "the model's output")
+        self._check_same_tensors(_tensor_versions(result), "the model's output")
 
-    def _called(self, name: str) -> Callable[..., None]:
+    def _record_call(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._seen.append(name)
             if len(args) != 1 or kwargs:
@@ -228,17 +228,17 @@ class _Trial:
                     f'forward calls "{name}" with {len(args) + len(kwargs)} arguments',
                     remedy="blocks take one value: pack several into a tuple, in a Sequence",
                 )
-            self._hold(_marks(args[0]), f'"{name}"')
+            self._check_same_tensors(_tensor_versions(args[0]), f'"{name}"')
 
         return hook
 
-    def _returned(self, name: str) -> Callable[..., None]:
+    def _record_return(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            self._last, self._before = _marks(result), f'"{name}"'
+            self._last, self._before = _tensor_versions(result), f'"{name}"'
 
         return hook
 
-    def _hold(self, marks: list[Any], what: str) -> None:
+    def _check_same_tensors(self, marks: list[Any], what: str) -> None:
         """The same tensors, in the state in which they were handed on."""
         same = len(marks) == len(self._last) and all(
             a is b and va == vb for (a, va), (b, vb) in zip(marks, self._last, strict=True)
@@ -251,8 +251,8 @@ class _Trial:
             )
 
 
-def _marks(tree: Any) -> list[Any]:
+def _tensor_versions(tree: Any) -> list[Any]:
     """Each tensor of a nest with how often it has been written to."""
     found: list[Any] = []
-    rebuilt(tree, lambda x: found.append((x, x._version)) if isinstance(x, Tensor) else None)
+    map_tree(tree, lambda x: found.append((x, x._version)) if isinstance(x, Tensor) else None)
     return found

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.pipeline.narrow import Wire
+from gridtrain.pipeline.narrow import WirePrecision
 from gridtrain.pipeline.statistics import MiniBatchStatistics
-from gridtrain.pipeline.trees import Spec, rebuilt
+from gridtrain.pipeline.trees import TensorTreeSpec, map_tree
 
 _SAMPLES = (2, 3)
 
 
-def boundaries(layers: Sequence[nn.Module], example: Any, *, wire: Wire = Wire.EXACT) -> tuple[Spec, ...]:
+def infer_boundary_specs(layers: Sequence[nn.Module], example: Any, *, wire: WirePrecision = WirePrecision.EXACT) -> tuple[TensorTreeSpec, ...]:
     """`result[i]`: what layer i hands on, so a stage of layers a .. b - 1 has `input=result[a - 1]`.
 
     Args:
@@ -37,7 +37,7 @@ def boundaries(layers: Sequence[nn.Module], example: Any, *, wire: Wire = Wire.E
         ConfigError: a layer's output depends on values, or on the number of samples other than in its rows.
     """
     meta = torch.device("meta")
-    ways = [_with_rows(example, samples, meta) for samples in _SAMPLES]
+    ways = [_with_sample_count(example, samples, meta) for samples in _SAMPLES]
     specs = []
     for i, layer in enumerate(layers):
         there = copy.deepcopy(layer).to(meta)
@@ -53,15 +53,15 @@ def boundaries(layers: Sequence[nn.Module], example: Any, *, wire: Wire = Wire.E
                 remedy="shapes must not depend on values: no .item(), .numpy(), `if` on tensors in forward; "
                 "or, with Stage alone, describe the cuts with Spec.of(output, samples)",
             ) from error
-        specs.append(Spec.between(ways[0], _SAMPLES[0], ways[1], _SAMPLES[1], wire=wire))
-        ways = [_cut_off(way) for way in ways]
+        specs.append(TensorTreeSpec.between(ways[0], _SAMPLES[0], ways[1], _SAMPLES[1], wire=wire))
+        ways = [_detached(way) for way in ways]
     return tuple(specs)
 
 
-def least_samples(layers: Sequence[nn.Module], example: Any) -> int:
+def min_samples(layers: Sequence[nn.Module], example: Any) -> int:
     """Of a micro-batch: 2 where a layer refuses to train on one sample, as `BatchNorm1d` does."""
     meta = torch.device("meta")
-    way = _with_rows(example, 1, meta)
+    way = _with_sample_count(example, 1, meta)
     there = [copy.deepcopy(layer).to(meta) for layer in layers]
     try:
         with torch.no_grad(), MiniBatchStatistics(there).forward(first_time=False):
@@ -74,17 +74,17 @@ def least_samples(layers: Sequence[nn.Module], example: Any) -> int:
     return 1
 
 
-def _with_rows(tree: Any, samples: int, device: torch.device) -> Any:
+def _with_sample_count(tree: Any, samples: int, device: torch.device) -> Any:
     def resized(tensor: Tensor) -> Tensor:
         return torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
 
-    return _changed(tree, resized)
+    return _map_tensors(tree, resized)
 
 
-def _cut_off(tree: Any) -> Any:
+def _detached(tree: Any) -> Any:
     """No leaves: a layer that is not the first of its stage may overwrite what it is given."""
-    return _changed(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone())
+    return _map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone())
 
 
-def _changed(tree: Any, change: Any) -> Any:
-    return rebuilt(tree, lambda value: change(value) if isinstance(value, Tensor) else value)
+def _map_tensors(tree: Any, change: Any) -> Any:
+    return map_tree(tree, lambda value: change(value) if isinstance(value, Tensor) else value)

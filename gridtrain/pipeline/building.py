@@ -34,14 +34,14 @@ from torch.nn.parameter import is_lazy
 
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blocks import Block, blocks_of
-from gridtrain.pipeline.stage import Tied
+from gridtrain.pipeline.stage import TiedParameter
 
 Init = Callable[[nn.Module, int], None]
 Model = nn.Module | Sequence[Block]
 
 
 @dataclass(frozen=True, slots=True)
-class TiedName:
+class TiedParameterName:
     """One parameter that several blocks hold.
 
     Attributes:
@@ -100,7 +100,7 @@ class Blueprint:
         self.names = tuple(self._named)
         self._seed, self._init = seed, init
         self._refuse_memory()
-        self.tied = tied_of(self.blocks)
+        self.tied = find_tied_parameters(self.blocks)
         if init is None:
             for index in range(len(self.blocks)):
                 self._refuse_lost_values(index)
@@ -125,19 +125,19 @@ class Blueprint:
             raise ConfigError(
                 f"blocks {start} to {stop - 1} of {len(self.blocks)}", remedy="0 <= start < stop <= blocks"
             )
-        shared = self._from_before(start, stop)
+        shared = self._values_from_earlier_blocks(start, stop)
         built = []
         for index in range(start, stop):
-            block = self._valued(index)
+            block = self._initialised_block(index)
             for tied in self.tied:
                 for place, name in tied.places:
                     if place == index:
                         one = shared.setdefault(tied.index, block.get_parameter(name))
-                        _put(block, name, one)
+                        _set_parameter(block, name, one)
             built.append(block.to(device))
         return built
 
-    def tied_in(self, stage: int, cuts: Sequence[int], built: Sequence[nn.Module]) -> list[Tied]:
+    def tied_in(self, stage: int, cuts: Sequence[int], built: Sequence[nn.Module]) -> list[TiedParameter]:
         """What `Stage(tied=)` wants: the parameters that this stage shares with others.
 
         Args:
@@ -150,42 +150,42 @@ class Blueprint:
             if stage in stages and len(stages) > 1:
                 block, name = next(p for p in tied.places if cuts[stage] <= p[0] < cuts[stage + 1])
                 parameter = built[block - cuts[stage]].get_parameter(name)
-                found.append(Tied(tied.index, stages, parameter))
+                found.append(TiedParameter(tied.index, stages, parameter))
         return found
 
-    def _from_before(self, start: int, stop: int) -> dict[int, nn.Parameter]:
+    def _values_from_earlier_blocks(self, start: int, stop: int) -> dict[int, nn.Parameter]:
         """Values of parameters whose first block is not built here; one such block at a time has memory."""
-        owners: dict[int, list[TiedName]] = {}
+        owners: dict[int, list[TiedParameterName]] = {}
         for tied in self.tied:
             if tied.blocks[0] < start and any(start <= block < stop for block in tied.blocks):
                 owners.setdefault(tied.blocks[0], []).append(tied)
         found = {}
         for owner, those in owners.items():
-            block = self._valued(owner)
+            block = self._initialised_block(owner)
             found.update({tied.index: block.get_parameter(tied.places[0][1]) for tied in those})
             del block
         return found
 
-    def _valued(self, index: int) -> nn.Module:
+    def _initialised_block(self, index: int) -> nn.Module:
         """One block as if it were the only one."""
         block = copy.deepcopy(self.blocks[index])
         _materialise(block)
         counted = {name: (tensor, tensor._version) for name, tensor in _tensors(block)}
-        with _drawing(self._seed, index):
-            _reset(block)
+        with _seeded_generator(self._seed, index):
+            _reset_parameters(block)
             if self._init is not None:
                 self._init(block, index)
         self._refuse_unset(index, block, counted)
         return block
 
-    def _borrowed(self, index: int) -> set[str]:
+    def _values_from_earlier(self, index: int) -> set[str]:
         """Parameters of this block that an earlier one gives their values."""
         places = (place for tied in self.tied for place in tied.places if tied.blocks[0] < index)
         return {name for block, name in places if block == index}
 
     # -- refusals ----------------------------------------------------------------------------------
 
-    def _called(self, index: int) -> str:
+    def _block_label(self, index: int) -> str:
         return f'block {index} ("{self.names[index]}", {type(self.blocks[index]).__name__})'
 
     def _refuse_memory(self) -> None:
@@ -193,19 +193,19 @@ class Blueprint:
             for name, tensor in _tensors(block):
                 if is_lazy(tensor):
                     raise ConfigError(
-                        f'"{name}" of {self._called(index)} is lazy',
+                        f'"{name}" of {self._block_label(index)} is lazy',
                         remedy="use modules that know their shapes",
                     )
                 if tensor.device.type != "meta":
                     raise ConfigError(
-                        f'"{name}" of {self._called(index)} lies on {tensor.device}; its values would go',
+                        f'"{name}" of {self._block_label(index)} lies on {tensor.device}; its values would go',
                         remedy='make the model with torch.device("meta"), or give the function that makes it',
                     )
             for path, module in block.named_modules():
                 for name, value in vars(module).items():
                     if isinstance(value, Tensor) and value.device.type == "meta":
                         raise ConfigError(
-                            f'"{f"{path}.{name}".lstrip(".")}" of {self._called(index)} is a tensor that '
+                            f'"{f"{path}.{name}".lstrip(".")}" of {self._block_label(index)} is a tensor that '
                             "is neither parameter nor buffer: no stage would have its values",
                             remedy=f'self.register_buffer("{name}", ..., persistent=False), with its values '
                             "given by init=; or make it in forward",
@@ -215,14 +215,14 @@ class Blueprint:
         """A parameter that its constructor wrote to more often than `reset_parameters` does."""
         fresh = copy.deepcopy(self.blocks[index])
         before = {name: parameter._version for name, parameter in fresh.named_parameters()}
-        _reset(fresh)
+        _reset_parameters(fresh)
         after = {name: parameter._version - before[name] for name, parameter in fresh.named_parameters()}
         made = dict(self.blocks[index].named_parameters())
         lost = [name for name, count in after.items() if made[name]._version > count > 0]
-        lost = [name for name in lost if name not in self._borrowed(index)]
+        lost = [name for name in lost if name not in self._values_from_earlier(index)]
         if lost:
             raise ConfigError(
-                f"the constructor gives {_some(lost)} of {self._called(index)} values that reset_parameters "
+                f"the constructor gives {_abbreviate_names(lost)} of {self._block_label(index)} values that reset_parameters "
                 "does not, and on the meta device they are lost",
                 remedy="give init=, a function of (block, its number) that sets them; if reset_parameters is "
                 "what you want, init=lambda block, number: None",
@@ -230,17 +230,17 @@ class Blueprint:
 
     def _refuse_unset(self, index: int, block: nn.Module, before: dict[str, tuple[Tensor, int]]) -> None:
         unset = [name for name, tensor in _tensors(block) if _is_unset(tensor, *before[name])]
-        unset = [name for name in unset if name not in self._borrowed(index)]
+        unset = [name for name in unset if name not in self._values_from_earlier(index)]
         if unset:
             raise ConfigError(
-                f"{_some(unset)} of {self._called(index)} got no value from reset_parameters"
+                f"{_abbreviate_names(unset)} of {self._block_label(index)} got no value from reset_parameters"
                 f"{' and init' if self._init else ''}",
                 remedy="give init=, a function of (block, its number) that sets them; what a constructor "
                 "writes on the meta device is lost",
             )
 
 
-def tied_of(blocks: Sequence[nn.Module]) -> tuple[TiedName, ...]:
+def find_tied_parameters(blocks: Sequence[nn.Module]) -> tuple[TiedParameterName, ...]:
     """Parameters that more than one of these blocks holds, in the order of their first places."""
     places: dict[int, list[tuple[int, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -250,7 +250,7 @@ def tied_of(blocks: Sequence[nn.Module]) -> tuple[TiedName, ...]:
             parameters[id(parameter)] = parameter
     several = [key for key, where in places.items() if len({block for block, _ in where}) > 1]
     return tuple(
-        TiedName(number, tuple(places[key]), parameters[key].nbytes) for number, key in enumerate(several)
+        TiedParameterName(number, tuple(places[key]), parameters[key].nbytes) for number, key in enumerate(several)
     )
 
 
@@ -259,7 +259,7 @@ def _tensors(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from block.named_buffers()
 
 
-def _some(names: Sequence[str]) -> str:
+def _abbreviate_names(names: Sequence[str]) -> str:
     quoted = ", ".join(f'"{name}"' for name in names[:4])
     return f"{quoted} and {len(names) - 4} more" if len(names) > 4 else quoted
 
@@ -282,22 +282,22 @@ def _materialise(block: nn.Module) -> None:
                 setattr(module, name, made[id(tensor)])  # not into the dict: an LSTM keeps a list beside it
 
 
-def _put(block: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _set_parameter(block: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, last = name.rpartition(".")
     setattr(block.get_submodule(path), last, parameter)
 
 
 @torch.no_grad()
-def _reset(module: nn.Module) -> None:
+def _reset_parameters(module: nn.Module) -> None:
     """Children first, in order, as constructors do; `nn.MultiheadAttention` calls its method `_reset_...`."""
     for child in module.children():
-        _reset(child)
+        _reset_parameters(child)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if callable(reset) and any(True for _ in _own(module)):
+    if callable(reset) and any(True for _ in _own_tensors(module)):
         reset()
 
 
-def _own(module: nn.Module) -> Iterator[Tensor]:
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     held = (*module._parameters.values(), *module._buffers.values())
     return (tensor for tensor in held if tensor is not None)
 
@@ -310,7 +310,7 @@ def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 
 @contextmanager
-def _drawing(seed: int, index: int) -> Iterator[None]:
+def _seeded_generator(seed: int, index: int) -> Iterator[None]:
     """The CPU's generator under a block's own seed; afterwards it goes on where it was."""
     digest = hashlib.blake2b(f"gridtrain initial values {seed} {index}".encode(), digest_size=8).digest()
     before = torch.get_rng_state()

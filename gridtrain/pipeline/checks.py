@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from gridtrain.errors import ConfigError, GridtrainError, LineBroken
-from gridtrain.pipeline.trees import Leaf, Spec, rebuilt
-from gridtrain.protocol.attempts import MAX_HELD_MESSAGES
+from gridtrain.pipeline.trees import Leaf, TensorTreeSpec, map_tree
+from gridtrain.protocol.attempts import MAX_EARLY_MESSAGES
 from gridtrain.protocol.schedule import Schedule
 
 _REMEDY = "all workers must run the same model on the same data; drop that worker if it does"
@@ -50,10 +50,10 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
                 remedy="tensors, numbers, texts and None, in tuples, lists and dicts: torch.as_tensor(...)",
             )
 
-    rebuilt(tree, check)
+    map_tree(tree, check)
 
 
-def check_on_way(schedule: Schedule, buffers: int = 1) -> None:
+def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
     """What a stage sends before its neighbour has begun is held there: so many messages, and no more.
 
     Args:
@@ -62,8 +62,8 @@ def check_on_way(schedule: Schedule, buffers: int = 1) -> None:
     Raises:
         ConfigError: an honest stage could send more than a neighbour holds, and would be dropped for it.
     """
-    most = MAX_HELD_MESSAGES // 2 // (1 + buffers)  # half of them are for everything else
-    kept = max((schedule.kept(stage) for stage in range(schedule.stages - 1)), default=0)
+    most = MAX_EARLY_MESSAGES // 2 // (1 + buffers)  # half of them are for everything else
+    kept = max((schedule.max_in_flight(stage) for stage in range(schedule.stages - 1)), default=0)
     if kept > most:
         raise ConfigError(
             f"with {schedule.micro_batches} micro-batches and the schedule {schedule.name} {kept} of them "
@@ -72,7 +72,7 @@ def check_on_way(schedule: Schedule, buffers: int = 1) -> None:
         )
 
 
-class Verdict(Enum):
+class FaultOrigin(Enum):
     """Why a layer raised something, as far as what came from the stage before is concerned."""
 
     OWN = "not because of what came"
@@ -80,14 +80,14 @@ class Verdict(Enum):
     SENDER = "integers came that nobody can have from the batch of this step"
 
 
-def judged(
+def find_fault_origin(
     error: Exception,
-    agreed: Spec | None,
+    agreed: TensorTreeSpec | None,
     received: Any,
     samples: int,
     own: Any,
     fails: Callable[[Any], bool],
-) -> tuple[Verdict, str]:
+) -> tuple[FaultOrigin, str]:
     """Who answers for what a layer or the loss has raised, and what of the values was the cause.
 
     Args:
@@ -96,23 +96,23 @@ def judged(
         fails: whether computing with other values in the place of `received` raises something as well.
     """
     if agreed is None or not isinstance(error, LookupError | ValueError | ArithmeticError | RuntimeError):
-        return Verdict.OWN, ""
+        return FaultOrigin.OWN, ""
     no_value = isinstance(error, GridtrainError | NotImplementedError | RecursionError)
     if no_value or "memory" in str(error):  # no value that came does that; torch's allocators: RuntimeError
-        return Verdict.OWN, ""
+        return FaultOrigin.OWN, ""
     try:
-        strange = _Strange(agreed, received, samples, own)
-        if strange.floats and not fails(strange.replaced(None)):
-            return Verdict.NOT_FINITE, strange.floats
+        strange = _SuspectValues(agreed, received, samples, own)
+        if strange.floats and not fails(strange.with_replacements(None)):
+            return FaultOrigin.NOT_FINITE, strange.floats
         # 0 is an index of every table, and 1 a length where 0 is none.
-        if strange.integers and not all(fails(strange.replaced(number)) for number in (0, 1)):
-            return Verdict.SENDER, strange.integers
+        if strange.integers and not all(fails(strange.with_replacements(number)) for number in (0, 1)):
+            return FaultOrigin.SENDER, strange.integers
     except RuntimeError:  # a device that has failed tells nothing any more
         pass
-    return Verdict.OWN, ""
+    return FaultOrigin.OWN, ""
 
 
-def blamed(source: int, found: str, error: Exception) -> LineBroken:
+def sender_fault(source: int, found: str, error: Exception) -> LineBroken:
     """For `Verdict.SENDER`: what the others are told."""
     text = f"{type(error).__name__}: {str(error)[:200]}"
     return LineBroken(
@@ -120,38 +120,38 @@ def blamed(source: int, found: str, error: Exception) -> LineBroken:
     )
 
 
-class _Strange:
+class _SuspectValues:
     """Of the values that came, what a layer may have stumbled over, in words; empty: nothing."""
 
-    def __init__(self, agreed: Spec, received: Any, samples: int, own: Any) -> None:
-        self._agreed, self._received, self._foreign = agreed, received, set[int]()
+    def __init__(self, agreed: TensorTreeSpec, received: Any, samples: int, own: Any) -> None:
+        self._spec, self._received, self._foreign_leaves = agreed, received, set[int]()
         self.floats = self.integers = ""
         mine: list[Tensor] = []
-        rebuilt(own, lambda value: mine.append(value) if isinstance(value, Tensor) else None)
+        map_tree(own, lambda value: mine.append(value) if isinstance(value, Tensor) else None)
         for at, (leaf, value) in enumerate(agreed.values(received, samples)):
             tensor = torch.as_tensor(value).detach().cpu()
             if tensor.is_floating_point() or tensor.is_complex():
                 if not bool(torch.isfinite(tensor).all()):
                     self.floats = self.floats or f"values that are not finite in {leaf}"
-            elif tensor.numel() and not any(_same(tensor, other) for other in mine):
+            elif tensor.numel() and not any(_is_equal(tensor, other) for other in mine):
                 ends = f"integers from {int(tensor.min())} to {int(tensor.max())} in {leaf}"
                 self.integers = self.integers or ends
-                self._foreign.add(at)
+                self._foreign_leaves.add(at)
 
-    def replaced(self, number: int | None) -> Any:
+    def with_replacements(self, number: int | None) -> Any:
         """What came with 0 for floats that are not finite and, if given, this number for strange integers."""
-        places = iter(range(len(self._agreed.leaves)))
+        places = iter(range(len(self._spec.leaves)))
 
         def change(leaf: Leaf, value: Any) -> Any:
             at, tensor = next(places), torch.as_tensor(value).detach()
             if tensor.is_floating_point() or tensor.is_complex():
                 tensor = torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
-            elif number is not None and at in self._foreign:
+            elif number is not None and at in self._foreign_leaves:
                 tensor = torch.full_like(tensor, number)
             return leaf.number(tensor.item()) if leaf.number is not None else tensor
 
-        return self._agreed.replaced(self._received, change)
+        return self._spec.map_leaves(self._received, change)
 
 
-def _same(tensor: Tensor, other: Tensor) -> bool:
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
     return tensor.dtype == other.dtype and torch.equal(tensor, other.detach().cpu())

@@ -14,26 +14,26 @@ from torch import Tensor, nn
 from gridtrain.config import Exchange, GTopK, TopK
 from gridtrain.errors import ConfigError
 from gridtrain.optim import state_sync
-from gridtrain.pipeline.held import Options
-from gridtrain.pipeline.partitioning import states_of
+from gridtrain.pipeline.held import PipelineOptions
+from gridtrain.pipeline.partitioning import optimizer_state_copies
 from gridtrain.pipeline.profiling import Profile
-from gridtrain.pipeline.staging import Staging
-from gridtrain.protocol.messages import MOST_BLOCKS, Block, StagedModel
+from gridtrain.pipeline.staging import ModelStages
+from gridtrain.protocol.messages import MAX_LAYERS, LayerCosts, StagedModel
 from gridtrain.protocol.stage_costs import Layer
 
-USUAL_STATES = 2.0
+DEFAULT_OPTIMIZER_COPIES = 2.0
 """Of an optimizer that nobody knows: as often as Adam's its state counts as holding the parameters."""
 
-LEAST_DIVIDED = 4
+MIN_DIVIDED_SAMPLES = 4
 """Micro-batches for each stage that "auto" begins with, and may stay at (`protocol.dividing`)."""
 
-USABLE = 0.9
+USABLE_MEMORY_SHARE = 0.9
 """Of a card's memory: the rest is the framework's."""
 
 
-def staged_model(
-    staging: Staging,
-    options: Options,
+def describe_staged_model(
+    staging: ModelStages,
+    options: PipelineOptions,
     optimizer: torch.optim.Optimizer,
     profile: Profile | Sequence[Layer] | None,
     batch_size: int,
@@ -47,9 +47,9 @@ def staged_model(
         batch_size: samples of a replica's step.
         trackers: what keeps tensors of its own belongs to a stage as it is: then it is not cut anew.
     """
-    layers, divided = _layers(staging, profile), options.micro_batches or LEAST_DIVIDED * staging.stages
+    layers, divided = _layers(staging, profile), options.micro_batches or MIN_DIVIDED_SAMPLES * staging.stages
     keeps = any(_has_tensors(tracker.state_dict()) for tracker in trackers)
-    known = len(layers) <= MOST_BLOCKS and not keeps
+    known = len(layers) <= MAX_LAYERS and not keeps
     return StagedModel(
         cuts=staging.cuts,
         blocks=tuple(map(_block, layers)) if known else (),
@@ -60,11 +60,11 @@ def staged_model(
         rematerialise=options.rematerialise,
         fill_drain=options.schedule_name == "fill-drain",
         ahead=options.ahead,
-        fixed=staging.chosen,
+        fixed=staging.has_explicit_cuts,
     )
 
 
-def memory_bytes(declared: int | None, device: torch.device) -> int:
+def training_memory_bytes(declared: int | None, device: torch.device) -> int:
     """What training may fill here: what was declared, else the card's; 0: nobody knows.
 
     Raises:
@@ -76,10 +76,10 @@ def memory_bytes(declared: int | None, device: torch.device) -> int:
         return declared
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
-    return int(torch.cuda.get_device_properties(device).total_memory * USABLE)
+    return int(torch.cuda.get_device_properties(device).total_memory * USABLE_MEMORY_SHARE)
 
 
-def _layers(staging: Staging, profile: Profile | Sequence[Layer] | None) -> Sequence[Layer]:
+def _layers(staging: ModelStages, profile: Profile | Sequence[Layer] | None) -> Sequence[Layer]:
     blocks, names = staging.blueprint.blocks, staging.blueprint.names
     if profile is None:
         return [
@@ -95,8 +95,8 @@ def _layers(staging: Staging, profile: Profile | Sequence[Layer] | None) -> Sequ
     return layers
 
 
-def _block(layer: Layer) -> Block:
-    return Block(
+def _block(layer: Layer) -> LayerCosts:
+    return LayerCosts(
         parameter_bytes=layer.parameter_bytes,
         trainable_bytes=layer.trainable,
         output_bytes=layer.output_bytes,
@@ -112,9 +112,9 @@ def _block(layer: Layer) -> Block:
 def _copies(exchange: Exchange, optimizer: torch.optim.Optimizer) -> float:
     """Beside the parameters: gradients, the flat vector of them, the optimizer's state, what was not sent."""
     try:
-        states = states_of(optimizer)
+        states = optimizer_state_copies(optimizer)
     except ConfigError:
-        states = USUAL_STATES
+        states = DEFAULT_OPTIMIZER_COPIES
     unsent = (2.0 if exchange.momentum else 1.0) if isinstance(exchange, TopK | GTopK) else 0.0
     return 2.0 + states + unsent
 

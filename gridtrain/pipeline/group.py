@@ -33,63 +33,63 @@ from torch import Tensor, nn
 from gridtrain.config import Dense
 from gridtrain.errors import ConfigError, LineBroken, LocalProtocolError, RemoteProtocolError
 from gridtrain.optim import state_sync
-from gridtrain.optim.averages import BufferAverage
-from gridtrain.optim.checkpoint import Checkpoint, Snapshot
-from gridtrain.optim.exchange import Attempt
+from gridtrain.optim.averages import BufferAveraging
+from gridtrain.optim.checkpoint import Checkpoint, CheckpointContent
+from gridtrain.optim.exchange import ExchangeAttempt
 from gridtrain.optim.export import save_model
 from gridtrain.optim.flat import canonical_parameters
-from gridtrain.optim.wrapper import norm_of, refuse_misfits
+from gridtrain.optim.wrapper import check_compatible, l2_norm
 from gridtrain.pipeline import costing, merging
-from gridtrain.pipeline.automatic import MicroBatches
+from gridtrain.pipeline.automatic import MicroBatchCount
 from gridtrain.pipeline.checks import check_batch
 from gridtrain.pipeline.handle import StageOptimizer
-from gridtrain.pipeline.held import HeldStage, MakeOptimizer, Options, made
-from gridtrain.pipeline.holding import Holding, state_tensors, storage_bytes
-from gridtrain.pipeline.line import Expected, GroupLine
+from gridtrain.pipeline.held import MakeOptimizer, PipelineOptions, StageState, make_optimizer
+from gridtrain.pipeline.holding import MemoryUsage, optimizer_state_tensors, storage_bytes
+from gridtrain.pipeline.line import ExpectedPayloads, RoundStageLink
 from gridtrain.pipeline.profiling import Profile
-from gridtrain.pipeline.randomness import seed_of_step
-from gridtrain.pipeline.runner import Outcome, share_tied_parameters
-from gridtrain.pipeline.staging import StageModule, Staging
-from gridtrain.pipeline.unsent import Unsent
+from gridtrain.pipeline.randomness import derive_step_seed
+from gridtrain.pipeline.runner import StepResult, share_tied_parameters
+from gridtrain.pipeline.staging import ModelStages, StageModule
+from gridtrain.pipeline.unsent import StageResiduals
 from gridtrain.protocol import ring, schedule
-from gridtrain.protocol.collective import Complete
-from gridtrain.protocol.handoff import SEALS
-from gridtrain.protocol.messages import Channel, Facts, Held, Span, StagedModel
-from gridtrain.protocol.seats import Seats
+from gridtrain.protocol.collective import CollectiveComplete
+from gridtrain.protocol.handoff import STAGE_SUMMARY_CHANNEL
+from gridtrain.protocol.messages import Channel, CheckpointInfo, Facts, Span, StagedModel
+from gridtrain.protocol.seats import RankLayout
 from gridtrain.protocol.stage_costs import Layer
-from gridtrain.protocol.subgroup import Subgroup, edges_within
+from gridtrain.protocol.subgroup import Subgroup, neighbours_within
+from gridtrain.protocol.telling import make_allgather
 from gridtrain.protocol.telling import neighbours as everybody
-from gridtrain.protocol.telling import telling
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.handoffs import Row, SealsWorkspace
-from gridtrain.runtime.opened import OpenedRound, Part
-from gridtrain.runtime.picture import Picture
+from gridtrain.runtime.handoffs import StageSummary, StageSummaryBuffer
+from gridtrain.runtime.opened import PipelineRound, RoundPart
+from gridtrain.runtime.picture import WorkerSnapshot
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 
 log = logging.getLogger("gridtrain")
 
-Neighbours = Callable[[int, int], frozenset[int]]
-Edges = Callable[..., frozenset[int]]
+NeighboursOf = Callable[[int, int], frozenset[int]]
+EdgesOf = Callable[..., frozenset[int]]
 """Of a rank, a world size and, where the model is cut otherwise than the run is defined, the cuts."""
 
-AUTOMATIC = "gridtrain: micro-batches"
+MICRO_BATCHES_TRACKER = "gridtrain: micro-batches"
 """Its name among the trackers."""
 
-UPDATE, AVERAGES = Channel(), Channel(index=1)
-_SETTINGS = b"a model in stages"  # what the vote covers of the settings is in the rows, stage by stage
-_NOTHING = bytes(32)
+UPDATE_CHANNEL, AVERAGES_CHANNEL = Channel(), Channel(index=1)
+_ROUND_SETTINGS = b"a model in stages"  # what the vote covers of the settings is in the rows, stage by stage
+_NO_DIGEST = bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
-class _Brought:
+class _AttemptState:
     """What one attempt has in flight."""
 
-    attempt: Attempt
+    attempt: ExchangeAttempt
     averages: Any
-    seals: SealsWorkspace
+    seal_buffer: StageSummaryBuffer
 
 
-class Pipeline(Unsent):
+class Pipeline(StageResiduals):
     """This worker's stage of the model.  Used from the thread that trains; made by `Grid.pipeline`.
 
     Attributes:
@@ -103,28 +103,28 @@ class Pipeline(Unsent):
     local_calls = 0
 
     def __init__(
-        self, staging: Staging, make: MakeOptimizer, options: Options, session: GroupSession
+        self, staging: ModelStages, make: MakeOptimizer, options: PipelineOptions, session: GroupSession
     ) -> None:
-        self._defined = self._staging = staging
-        self._make, self._options = make, options
+        self._defined_stages = self._current_stages = staging
+        self._make_optimizer, self._options = make, options
         self._session = session
         super().__init__()
-        self._failed: OpenedRound | None = None
-        self._division = MicroBatches(options.micro_batches, options.stages, options.order, options.ahead)
+        self._failed_round: PipelineRound | None = None
+        self._micro_batch_count = MicroBatchCount(options.micro_batches, options.stages, options.schedule_kind, options.ahead)
         self._trackers: dict[str, state_sync.Stateful] = (
-            {AUTOMATIC: self._division} if self._division.is_auto else {}
+            {MICRO_BATCHES_TRACKER: self._micro_batch_count} if self._micro_batch_count.is_auto else {}
         )
         self.model: nn.Module = staging.whole  # on the meta device: names and shapes, no values
-        self.inner = made(make, self.model.parameters())
-        self._handle = StageOptimizer(self.inner)
+        self.inner = make_optimizer(make, self.model.parameters())
+        self._optimizer_handle = StageOptimizer(self.inner)
         self._at_start: Callable[[], None] | None = None
-        refuse_misfits(self.inner, options.exchange, options.clip_norm)
-        self.averages = BufferAverage(self.model, options.average_buffers_every)
+        check_compatible(self.inner, options.exchange, options.clip_norm)
+        self.buffer_averaging = BufferAveraging(self.model, options.average_buffers_every)
         self.exchange_config = options.exchange
         self.compare_every = options.compare_every
         self.skipped_steps = 0
         self.last_skipped = self.metered = False
-        self._kept_bytes = self._largest = 0
+        self._kept_bytes = self._largest_micro_batch = 0
         self.timings: dict[str, float] = {}
 
     # -- what a loop calls -------------------------------------------------------------------------
@@ -132,36 +132,36 @@ class Pipeline(Unsent):
     @property
     def stage(self) -> int | None:
         """Which stage this worker holds; changes where the coordinator seats it anew.  None: it is spare."""
-        picture = self._session.picture
+        picture = self._session.snapshot
         return self.stage_at(picture) if picture.world_size else None
 
-    def stage_at(self, place: Picture | StepPlan) -> int:
+    def stage_at(self, place: WorkerSnapshot | StepPlan) -> int:
         """That a member of a rank holds."""
-        return self._seats(place).stage_of(place.rank)
+        return self._rank_layout(place).stage_of(place.rank)
 
-    def blocks_at(self, place: Picture | StepPlan) -> Span:
+    def blocks_at(self, place: WorkerSnapshot | StepPlan) -> Span:
         """Of the model, that a member of a rank holds."""
-        return Span(*self._cut(place).bounds(self.stage_at(place)))
+        return Span(*self._stages_at(place).block_range(self.stage_at(place)))
 
-    def _cut(self, place: Picture | StepPlan) -> Staging:
+    def _stages_at(self, place: WorkerSnapshot | StepPlan) -> ModelStages:
         """As the model is cut in this generation; before there is one, as the run is defined."""
-        cuts = place.cuts or self._defined.cuts
-        if cuts != self._staging.cuts:
-            self._staging = self._defined.at(cuts)
-        return self._staging
+        cuts = place.stage_bounds or self._defined_stages.cuts
+        if cuts != self._current_stages.cuts:
+            self._current_stages = self._defined_stages.with_cuts(cuts)
+        return self._current_stages
 
-    def _seats(self, place: Picture | StepPlan) -> Seats:
-        return Seats.of(self._cut(place).stages, place.world_size)
+    def _rank_layout(self, place: WorkerSnapshot | StepPlan) -> RankLayout:
+        return RankLayout.for_world_size(self._stages_at(place).stages, place.world_size)
 
     @property
     def micro_batches(self) -> int:
         """Into which the next step's batch is divided, if it has so many samples."""
-        return self._division.number
+        return self._micro_batch_count.number
 
     @property
     def module(self) -> StageModule:
         """This worker's layers, under their names in the whole model."""
-        return self._now().module
+        return self._current_state().module
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -169,7 +169,7 @@ class Pipeline(Unsent):
 
         Its settings must be the same on the replicas of a stage.  It is stepped by `pipe.step` alone.
         """
-        return self._handle
+        return self._optimizer_handle
 
     def step(self, inputs: Any, targets: Any = None) -> float | None:
         """One step of the whole group on this batch, from `grid.batches`.
@@ -199,42 +199,42 @@ class Pipeline(Unsent):
             if plan.samples:  # else a stand-in
                 check_batch("inputs", inputs, plan.samples)
                 check_batch("targets", targets, plan.samples)
-            held = self._at(plan)
-            if plan.step == 0 and held.stepped:
-                self._begin_anew()
-                self._division.begin_anew()
-                held = self._at(plan)
+            held = self._state_at(plan)
+            if plan.step == 0 and held.has_stepped:
+                self._restart()
+                self._micro_batch_count.reset()
+                held = self._state_at(plan)
             held.inner.zero_grad()
             outcome, brought = self._attempt(held, plan, inputs, targets)
-            if (not outcome.committed or outcome.skip) and held.runner is not None:
-                held.runner.stage.abort()  # before anybody asks for the state
-            self._session.ended(outcome)
-            if not outcome.committed:
-                self._in_flight.ended()
-            if brought is not None and not outcome.committed:
-                self._refuse_fork(plan, brought.seals)
-            if outcome.committed:
+            if (not outcome.is_committed or outcome.is_skipped) and held.executor is not None:
+                held.executor.stage.abort()  # before anybody asks for the state
+            self._session.end_round(outcome)
+            if not outcome.is_committed:
+                self._in_flight.mark_ended()
+            if brought is not None and not outcome.is_committed:
+                self._check_same_settings(plan, brought.seal_buffer)
+            if outcome.is_committed:
                 assert brought is not None
                 return self._apply(held, plan, outcome, brought, begun_s)
 
     def _end_failed(self) -> None:
         """The step is called again after the model or the loss raised something."""
-        failed, self._failed = self._failed, None
+        failed, self._failed_round = self._failed_round, None
         if failed is not None:
-            self._session.ended(failed.end())
+            self._session.end_round(failed.end())
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> MemoryUsage:
         """Bytes that this worker holds for its stage, counted; after a step that was `metered`."""
-        held = self._now()
+        held = self._current_state()
         parameters = list(held.module.parameters())
         trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
         exchange = [held.flat.flat_N, *self.residual_state().values()]
-        kept_inputs = held.kept_input_bytes(self._largest, self._division.number)
-        return Holding(
+        kept_inputs = held.kept_input_bytes(self._largest_micro_batch, self._micro_batch_count.number)
+        return MemoryUsage(
             storage_bytes((*parameters, *held.module.buffers())),
             trained,
-            storage_bytes(state_tensors(held.inner)),
+            storage_bytes(optimizer_state_tensors(held.inner)),
             storage_bytes(exchange),
             self._kept_bytes + kept_inputs,
         )
@@ -246,68 +246,68 @@ class Pipeline(Unsent):
     # -- one attempt -------------------------------------------------------------------------------
 
     def _attempt(
-        self, held: HeldStage, plan: StepPlan, inputs: Any, targets: Any
-    ) -> tuple[RoundOutcome, _Brought | None]:
-        seats = self._seats(plan)
-        runner = held.prepare(self._staging, self._options, inputs)
-        sizes = held.sizes(plan.samples, self._division.number)
-        self._largest = max(sizes, default=0)
-        line = GroupLine(seats, plan.rank, held.limit_bytes(self._largest))
-        expected = list(self._expected(held.stage, len(sizes)))
-        round_ = self._session.open(plan, line.parts(expected), _SETTINGS)
-        line.opened(round_)
-        seed = seed_of_step(self._options.seed, plan.step, seats.replica_of(plan.rank))
+        self, held: StageState, plan: StepPlan, inputs: Any, targets: Any
+    ) -> tuple[RoundOutcome, _AttemptState | None]:
+        seats = self._rank_layout(plan)
+        runner = held.prepare_executor(self._current_stages, self._options, inputs)
+        sizes = held.micro_batch_sizes(plan.samples, self._micro_batch_count.number)
+        self._largest_micro_batch = max(sizes, default=0)
+        line = RoundStageLink(seats, plan.rank, held.max_payload_bytes(self._largest_micro_batch))
+        expected = list(self._expected_payloads(held.stage, len(sizes)))
+        round_ = self._session.open_round(plan, line.round_parts(expected), _ROUND_SETTINGS)
+        line.set_round(round_)
+        seed = derive_step_seed(self._options.seed, plan.step, seats.replica_of(plan.rank))
         try:
             self._share_tied(held, seats, line)
-            meter = held.meter()
-            with meter.counting() if self.metered or self._division.weighs else nullcontext():
+            meter = held.activation_meter()
+            with meter.counting() if self.metered or self._micro_batch_count.needs_memory_measurement else nullcontext():
                 ran = runner.run(line, seed=seed, sizes=sizes, inputs=inputs, targets=targets)
             if self.metered:
                 self._kept_bytes = max(self._kept_bytes, meter.peak_bytes)
-            if self._division.weighs:
-                self._division.weighed(meter.peak_bytes, self._largest, runner.stage.device)
-            self._session.computed()
+            if self._micro_batch_count.needs_memory_measurement:
+                self._micro_batch_count.record_memory(meter.peak_bytes, self._largest_micro_batch, runner.stage.device)
+            self._session.finish_computing()
             self.timings = {"computing_s": ran.computed_s, "pipeline_waiting_s": ran.waited_s}
             return self._exchange(held, plan, seats, round_, ran)
         except LineBroken as broken:
-            line.give_up(broken)
+            line.fail_attempt(broken)
             return round_.end(), None
         except Exception as error:  # a user's code may raise anything, and go on
             line.abort(f"stage {held.stage}: {type(error).__name__}: {error}")
-            self._failed = round_
+            self._failed_round = round_
             raise
 
-    def _share_tied(self, held: HeldStage, seats: Seats, line: GroupLine) -> None:
+    def _share_tied(self, held: StageState, seats: RankLayout, line: RoundStageLink) -> None:
         """Copies of a parameter stay one: where updates may differ, the first stage's replaces others."""
-        assert held.runner is not None
+        assert held.executor is not None
         if held.tied and (not isinstance(self._options.exchange, Dense) or seats.replicas > 2):
-            share_tied_parameters(held.runner.stage, held.stage, line)
+            share_tied_parameters(held.executor.stage, held.stage, line)
 
-    def _expected(self, stage: int, micro_batches: int) -> Expected:
+    def _expected_payloads(self, stage: int, micro_batches: int) -> ExpectedPayloads:
         for m in range(micro_batches):
             if stage > 0:
-                yield stage - 1, schedule.activations(m)
-            if stage < self._staging.stages - 1:
-                yield stage + 1, schedule.gradients(m)
+                yield stage - 1, schedule.activations_channel(m)
+            if stage < self._current_stages.stages - 1:
+                yield stage + 1, schedule.gradients_channel(m)
 
     def _exchange(
-        self, held: HeldStage, plan: StepPlan, seats: Seats, round_: OpenedRound, ran: Outcome
-    ) -> tuple[RoundOutcome, _Brought]:
+        self, held: StageState, plan: StepPlan, seats: RankLayout, round_: PipelineRound, ran: StepResult
+    ) -> tuple[RoundOutcome, _AttemptState]:
         """Among the stage's replicas, while other stages still compute; then all say what they hold."""
-        group, replica = seats.group(held.stage), seats.replica_of(plan.rank)
+        group, replica = seats.stage_ranks(held.stage), seats.replica_of(plan.rank)
         within = replace(plan, rank=replica, world_size=seats.replicas)
         held.flat.gather()
         attempt = held.exchanger.prepare_bucket(0, held.flat.flat_N, within, usable=True)
-        workspaces: dict[Channel, Any] = {UPDATE: attempt.workspace}
-        averages = held.averages.workspace(within)
+        workspaces: dict[Channel, Any] = {UPDATE_CHANNEL: attempt.buffer}
+        averages = held.buffer_averaging.make_collective_buffer(within)
         if averages is not None:
-            workspaces[AVERAGES] = averages
+            workspaces[AVERAGES_CHANNEL] = averages
         if seats.replicas == 1:
-            skip = any([_alone(workspace, attempt.skip) for workspace in workspaces.values()])
+            skip = any([_exchange_alone(workspace, attempt.skip) for workspace in workspaces.values()])
         else:
             round_.add(
                 {
-                    channel: Part(
+                    channel: RoundPart(
                         Subgroup(workspace.collective(replica, seats.replicas, attempt.skip), group),
                         workspace,
                     )
@@ -315,38 +315,38 @@ class Pipeline(Unsent):
                 }
             )
             if not round_.wait(*workspaces):
-                raise LineBroken(round_.why)
-            skip = any(round_.skips(channel) for channel in workspaces)
-        row = self._row(held, workspaces, skip, plan, ran, round_)
-        seals = SealsWorkspace(seats, plan.rank, row)
-        self._in_flight.sent(attempt)
-        outcome = round_.complete(SEALS, Part(telling(plan.rank, plan.world_size, skip), seals))
-        return outcome, _Brought(attempt, averages, seals)
+                raise LineBroken(round_.failure_reason)
+            skip = any(round_.is_skipped(channel) for channel in workspaces)
+        row = self._step_report(held, workspaces, skip, plan, ran, round_)
+        seals = StageSummaryBuffer(seats, plan.rank, row)
+        self._in_flight.mark_sent(attempt)
+        outcome = round_.complete(STAGE_SUMMARY_CHANNEL, RoundPart(make_allgather(plan.rank, plan.world_size, skip), seals))
+        return outcome, _AttemptState(attempt, averages, seals)
 
-    def _row(
+    def _step_report(
         self,
-        held: HeldStage,
+        held: StageState,
         workspaces: Mapping[Channel, Any],
         skip: bool,
         plan: StepPlan,
-        ran: Outcome,
-        round_: OpenedRound,
-    ) -> Row:
+        ran: StepResult,
+        round_: PipelineRound,
+    ) -> StageSummary:
         try:
             parts = [b"" if skip else workspace.seal() for workspace in workspaces.values()]
         except RemoteProtocolError as error:
             round_.fail(error.reason)
             raise LineBroken(error.reason) from error
-        seal = _NOTHING if skip else hashlib.blake2b(b"".join(parts), digest_size=32).digest()
+        seal = _NO_DIGEST if skip else hashlib.blake2b(b"".join(parts), digest_size=32).digest()
         norm_squared = 0.0
         if self._options.clip_norm is not None and not skip:
-            norm_squared = norm_of(held.counted(_update_of(workspaces[UPDATE]))) ** 2
+            norm_squared = l2_norm(held.without_tied_copies(_update_of(workspaces[UPDATE_CHANNEL]))) ** 2
         loss = ran.loss * plan.weight if ran.loss is not None and plan.samples else 0.0
-        figures = self._division.figures(ran, plan.samples)
-        return Row(seal, state_sync.hyper_digest(held.inner), loss, norm_squared, figures)
+        figures = self._micro_batch_count.step_timings(ran, plan.samples)
+        return StageSummary(seal, state_sync.hyperparameter_digest(held.inner), loss, norm_squared, figures)
 
-    def _refuse_fork(self, plan: StepPlan, seals: SealsWorkspace) -> None:
-        if not seals.complete or not seals.forked:
+    def _check_same_settings(self, plan: StepPlan, seals: StageSummaryBuffer) -> None:
+        if not seals.is_complete or not seals.has_diverged_settings:
             return
         error = ConfigError(
             f"step {plan.step} cannot be committed: the optimizer of stage {self.stage} is set otherwise "
@@ -357,137 +357,137 @@ class Pipeline(Unsent):
         raise error
 
     def _apply(
-        self, held: HeldStage, plan: StepPlan, outcome: RoundOutcome, brought: _Brought, begun_s: float
+        self, held: StageState, plan: StepPlan, outcome: RoundOutcome, brought: _AttemptState, begun_s: float
     ) -> float:
-        self.last_skipped = outcome.skip
-        loss = brought.seals.loss
-        if outcome.skip:
-            self._in_flight.ended()
+        self.last_skipped = outcome.is_skipped
+        loss = brought.seal_buffer.loss
+        if outcome.is_skipped:
+            self._in_flight.mark_ended()
             self.skipped_steps += 1
         else:
-            held.flat.fill(self._in_flight.commit(held.exchanger, brought.attempt))
+            held.flat.load_update(self._in_flight.commit(held.exchanger, brought.attempt))
             limit = self._options.clip_norm
             if limit is not None:
-                norm = math.sqrt(brought.seals.norm_squared)
+                norm = math.sqrt(brought.seal_buffer.norm_squared)
                 held.flat.flat_N.mul_(min(1.0, limit / (norm + 1e-6)))
             held.flat.scatter()
             if brought.averages is not None:
-                held.averages.load(brought.averages)
-            self._handle.apply()
-            held.stepped = True
-            assert held.runner is not None
-            held.runner.stage.commit()
+                held.buffer_averaging.apply(brought.averages)
+            self._optimizer_handle.apply()
+            held.has_stepped = True
+            assert held.executor is not None
+            held.executor.stage.commit()
         held.inner.zero_grad()
-        self._divide_anew(plan, brought.seals)
+        self._update_micro_batches(plan, brought.seal_buffer)
         every = self._options.compare_every
-        if every and (plan.compare or (plan.step + 1) % every == 0):
-            self._session.compare(plan.step, state_sync.digest(held.module, held.inner))
+        if every and (plan.compare_after or (plan.step + 1) % every == 0):
+            self._session.report_digest(plan.step, state_sync.replica_digest(held.module, held.inner))
         self.timings["step_s"] = time.perf_counter() - begun_s
-        self._session.note({**self.timings, "stage": float(held.stage)})
+        self._session.report_figures({**self.timings, "stage": float(held.stage)})
         return loss
 
-    def _divide_anew(self, plan: StepPlan, seals: SealsWorkspace) -> None:
+    def _update_micro_batches(self, plan: StepPlan, seals: StageSummaryBuffer) -> None:
         """The first steps show how many micro-batches are best."""
-        seats = self._seats(plan)
-        chosen = self._division.committed([row.figures for row in seals.rows], seats)
+        seats = self._rank_layout(plan)
+        chosen = self._micro_batch_count.record_step([row.figures for row in seals.summaries], seats)
         if chosen is not None:
             log.info("from step %d on %s", plan.step + 1, chosen.reason)
-            self._session.note({"micro_batches": float(chosen.micro_batches)})
+            self._session.report_figures({"micro_batches": float(chosen.micro_batches)})
 
     # -- what this worker holds ----------------------------------------------------------------------
 
-    def _here(self) -> HeldStage:
+    def _assigned_state(self) -> StageState:
         """The stage of this worker's seat, built where it is another one than before."""
-        picture = self._session.picture
+        picture = self._session.snapshot
         if not picture.world_size:
             raise ConfigError(
                 "which stage this worker holds is not known before the group has formed",
                 remedy="ask inside of the loop over grid.batches(...)",
             )
-        return self._at(picture)
+        return self._state_at(picture)
 
-    def _now(self) -> HeldStage:
+    def _current_state(self) -> StageState:
         """What is in memory: others may still need it, though this worker has got another seat."""
-        return self._here() if self._held is None else self._held
+        return self._assigned_state() if self._state is None else self._state
 
-    def _at(self, place: Picture | StepPlan) -> HeldStage:
+    def _state_at(self, place: WorkerSnapshot | StepPlan) -> StageState:
         """As `_here`, of the turn that is under way: by now the group may have another generation."""
-        staging, stage = self._cut(place), self.stage_at(place)
-        if self._held is None or self._held.blocks != Span(*staging.bounds(stage)):
-            self._at_start = self._at_start or self.remember()
-            self._lose()
-            self._drop()  # its memory goes first
-            self._held = HeldStage(stage, staging, self._make, self._options)
-            self._handle.hold(self._held.inner)
+        staging, stage = self._stages_at(place), self.stage_at(place)
+        if self._state is None or self._state.blocks != Span(*staging.block_range(stage)):
+            self._at_start = self._at_start or self.capture_turn_state()
+            self._discard_residual()
+            self._release_stage()  # its memory goes first
+            self._state = StageState(stage, staging, self._make_optimizer, self._options)
+            self._optimizer_handle.set_inner(self._state.inner)
             self._session.resize_residual(self.residual_size)
-        self._held.place(staging, stage)
-        return self._held
+        self._state.set_position(staging, stage)
+        return self._state
 
-    def _drop(self) -> None:
+    def _release_stage(self) -> None:
         """Nothing of a stage is held any more, but for its optimizer's settings."""
-        self._handle.hold(self.inner)
-        self._in_flight.forgotten()
-        self._held = None
+        self._optimizer_handle.set_inner(self.inner)
+        self._in_flight.clear()
+        self._state = None
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         """At step 0 once more, as nobody holds a later state of all stages."""
         assert self._at_start is not None
-        self._drop()
+        self._release_stage()
         self._at_start()
 
-    def remember(self) -> Callable[[], None]:
+    def capture_turn_state(self) -> Callable[[], None]:
         """See `set_back.Trained`: the optimizer's settings and the trackers, whichever stage is held."""
-        settings = self._handle.settings()
+        settings = self._optimizer_handle.settings()
         trackers = {name: copy.deepcopy(item.state_dict()) for name, item in self._trackers.items()}
 
         def put_back() -> None:
-            self._handle.load_settings(settings)
+            self._optimizer_handle.load_settings(settings)
             for name, state in trackers.items():
                 self._trackers[name].load_state_dict(copy.deepcopy(state))
 
         return put_back
 
-    def capture(self, seat: Picture, whole: bool = True) -> Sequence[bytes | memoryview] | None:
+    def capture_state(self, seat: WorkerSnapshot, whole: bool = True) -> Sequence[bytes | memoryview] | None:
         """The state of the stage of this seat, see `state_sync.capture`; None: another one is in memory.
 
         Before the first step a stage is built, and what was built for another seat is of no use any more.
         """
         if seat.applied >= 0 and self.held_blocks not in (None, self.blocks_at(seat)):
             return None
-        held = self._at(seat)
-        return state_sync.capture(held.module, held.inner, self._trackers, whole=whole)
+        held = self._state_at(seat)
+        return state_sync.capture_state(held.module, held.inner, self._trackers, whole=whole)
 
-    def restore(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
+    def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
         """Take over a replica's state; that of another stage is refused, as its names differ."""
-        self._lose()  # what was not sent belongs to another life of this worker
-        self._drop()
-        held = self._here()
-        state_sync.restore(blobs, held.module, held.inner, self._trackers)
+        self._discard_residual()  # what was not sent belongs to another life of this worker
+        self._release_stage()
+        held = self._assigned_state()
+        state_sync.restore_state(blobs, held.module, held.inner, self._trackers)
 
     def forget(self) -> None:
         """Give the stage's memory back: this worker leaves for a while."""
-        self._drop()
+        self._release_stage()
 
-    def pack(self, turn: Picture) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def pack(self, turn: WorkerSnapshot) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `state_sync.pack`; for checkpoints of the stage that this worker holds in this turn."""
-        return self._packed(self._at(turn))
+        return self._pack_state(self._state_at(turn))
 
-    def _packed(self, held: HeldStage) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _pack_state(self, held: StageState) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """With what it takes to put a stage of another cut together from it (`pipeline.merging`)."""
-        document, tensors = state_sync.pack(held.module, held.inner, self._trackers)
-        document[merging.ORDER] = merging.order_of(held.module, held.inner)
+        document, tensors = state_sync.pack_state(held.module, held.inner, self._trackers)
+        document[merging.PARAMETER_ORDER_KEY] = merging.parameter_order(held.module, held.inner)
         parameters = canonical_parameters(held.module)
-        document[merging.FROZEN] = [name for name, p in parameters if not p.requires_grad]
+        document[merging.FROZEN_KEY] = [name for name, p in parameters if not p.requires_grad]
         return document, tensors
 
-    def pack_aside(self, held: Held, facts: Facts) -> Snapshot | None:
+    def pack_aside(self, held: CheckpointInfo, facts: Facts) -> CheckpointContent | None:
         """What is in memory, though this worker's seat is of other blocks already; None: it is not."""
-        mine = self._held
-        if mine is None or mine.blocks != held.blocks:
+        mine = self._state
+        if mine is None or mine.blocks != held.layers:
             return None
         feedback = mine.exchanger.feedback
         self._set_aside = True
-        return Snapshot(held, facts, *self._packed(mine), {} if feedback is None else feedback.state())
+        return CheckpointContent(held, facts, *self._pack_state(mine), {} if feedback is None else feedback.state())
 
     def load(self, founds: Sequence[Checkpoint], blocks: Span) -> None:
         """These blocks as checkpoints have them, with what this worker had not sent then.
@@ -496,14 +496,14 @@ class Pipeline(Unsent):
             RemoteProtocolError: they are of other blocks or another model.
         """
         if self.held_blocks != blocks:
-            self._lose()  # what is of this stage and this worker's own comes back with the checkpoint
-        self._drop()
-        held = self._here()
+            self._discard_residual()  # what is of this stage and this worker's own comes back with the checkpoint
+        self._release_stage()
+        held = self._assigned_state()
         if held.blocks != blocks:
             return  # this worker has got another seat meanwhile, and loads again
-        merging.load(founds, held.module, held.inner, self._trackers, self._staging.tied_names)
+        merging.load_merged(founds, held.module, held.inner, self._trackers, self._current_stages.tied_names)
         feedback = held.exchanger.feedback
-        residual = merging.residual(founds, held.module, held.flat) if feedback is not None else {}
+        residual = merging.merged_residual(founds, held.module, held.flat) if feedback is not None else {}
         if feedback is not None and residual:
             feedback.load(residual)
 
@@ -511,32 +511,32 @@ class Pipeline(Unsent):
 
     def describe_exchange(self) -> str:
         options = self._options
-        cut = self._staging.describe()
+        cut = self._current_stages.describe()
         said = f"{options.exchange.describe()}, {cut}, {options.micro_batches or 'auto'} micro-batches"
         return f"{said}, {options.schedule_name}, {options.wire.value} activations, seed {options.seed}"
 
-    def expect_backwards(self, count: int) -> None:
+    def set_backwards_per_step(self, count: int) -> None:
         if count != 1:
             raise ConfigError(
                 f"accumulate={count} with a pipeline, which divides each batch by itself",
                 remedy="leave accumulate out, and give grid.pipeline(..., micro_batches=...)",
             )
 
-    def turn_begins(self, trained: int) -> None:
+    def begin_turn(self, trained: int) -> None:
         """Nothing to prepare."""
 
-    def residual_state(self, turn: Picture | None = None) -> dict[str, Tensor]:
-        held = self._here() if turn is None else self._at(turn)
+    def residual_state(self, turn: WorkerSnapshot | None = None) -> dict[str, Tensor]:
+        held = self._assigned_state() if turn is None else self._state_at(turn)
         feedback = held.exchanger.feedback
         return {} if feedback is None else feedback.state()
 
     @property
     def exports(self) -> bool:
         """This worker writes its stage's part of the final model."""
-        picture = self._session.picture
+        picture = self._session.snapshot
         if not picture.world_size:
             return False  # a spare
-        return self._seats(picture).replica_of(picture.rank) == 0
+        return self._rank_layout(picture).replica_of(picture.rank) == 0
 
     @property
     def stages(self) -> int:
@@ -544,34 +544,34 @@ class Pipeline(Unsent):
         return self._options.stages
 
     @property
-    def defined(self) -> Staging:
+    def defined(self) -> ModelStages:
         """The model as the run is defined; the coordinator may cut it otherwise."""
-        return self._defined
+        return self._defined_stages
 
     def described(self, profile: Profile | Sequence[Layer] | None, batch_size: int) -> StagedModel:
         """What the coordinator cuts it anew by."""
         of_whole = self.inner, profile, batch_size, self._trackers.values()
-        return costing.staged_model(self._defined, self._options, *of_whole)
+        return costing.describe_staged_model(self._defined_stages, self._options, *of_whole)
 
-    def is_alone(self, place: Picture) -> bool:
+    def is_alone(self, place: WorkerSnapshot) -> bool:
         """Nobody else holds the stage of this worker."""
-        return place.world_size == self._cut(place).stages
+        return place.world_size == self._stages_at(place).stages
 
     def elements_of(self, blocks: Span) -> int:
         """Of a stage's flat gradient."""
-        return self._defined.elements(blocks.start, blocks.stop)
+        return self._defined_stages.gradient_elements(blocks.start, blocks.stop)
 
-    def edges(self, neighbours: Neighbours) -> Edges:
+    def edges(self, neighbours: NeighboursOf) -> EdgesOf:
         """Ranks to which a rank needs an edge; `neighbours`: of the exchange among replicas."""
 
         def edges(rank: int, world_size: int, cuts: tuple[int, ...] = ()) -> frozenset[int]:
-            staging = self._defined.at(cuts or self._defined.cuts)
-            seats = Seats.of(staging.stages, world_size)
-            group = seats.group(seats.stage_of(rank))
-            near = {seats.before(rank), seats.after(rank)} - {None}
+            staging = self._defined_stages.with_cuts(cuts or self._defined_stages.cuts)
+            seats = RankLayout.for_world_size(staging.stages, world_size)
+            group = seats.stage_ranks(seats.stage_of(rank))
+            near = {seats.previous_stage_rank(rank), seats.next_stage_rank(rank)} - {None}
             stage, replica = seats.stage_of(rank), seats.replica_of(rank)
-            near |= {seats.rank(other, replica) for other in staging.tied_with(stage)}
-            within = edges_within(neighbours, group, rank) | edges_within(ring.neighbours, group, rank)
+            near |= {seats.rank_of(other, replica) for other in staging.stages_tied_to(stage)}
+            within = neighbours_within(neighbours, group, rank) | neighbours_within(ring.neighbours, group, rank)
             return frozenset({r for r in near if r is not None} | within | everybody(rank, world_size)) - {
                 rank
             }
@@ -580,15 +580,15 @@ class Pipeline(Unsent):
 
     def export(self, folder: Path) -> None:
         """This stage's part of the final model, and on the first worker the index of all parts."""
-        held = self._here()
-        staging = self._staging
+        held = self._assigned_state()
+        staging = self._current_stages
         path = folder / _part_name(held.stage, staging.stages)
         save_model(held.module.state_dict(), path)
         if held.stage == 0:
             parts = {
                 name: _part_name(stage, staging.stages)
                 for stage in range(staging.stages)
-                for name in staging.names(stage)
+                for name in staging.tensor_names(stage)
             }
             text = json.dumps({"metadata": {"stages": staging.stages}, "weight_map": parts}, indent=1)
             partial = path.with_suffix(".partial")
@@ -601,10 +601,10 @@ def _part_name(stage: int, stages: int) -> str:
     return f"final-{stage + 1:05d}-of-{stages:05d}.safetensors"
 
 
-def _alone(workspace: Any, skip: bool) -> bool:
+def _exchange_alone(workspace: Any, skip: bool) -> bool:
     """The exchange of a stage that has one replica, here and now; returns whether the step is skipped."""
     for effect in workspace.collective(0, 1, skip).start(0.0):
-        if isinstance(effect, Complete):
+        if isinstance(effect, CollectiveComplete):
             return effect.skip
         workspace.apply(effect)
     raise LocalProtocolError(f"an exchange among one is not complete: {type(workspace).__name__}")

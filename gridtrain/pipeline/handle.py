@@ -20,8 +20,8 @@ from gridtrain.errors import ConfigError
 from gridtrain.optim.wrapping import WrappingOptimizer
 
 Settings = list[dict[str, Any]]
-_NOT_SETTINGS = ("params", "param_names")
-_SCHEDULED = "initial_lr"  # every scheduler of torch.optim leaves it in each group
+_EXCLUDED_SETTINGS = ("params", "param_names")
+_SCHEDULER_KEY = "initial_lr"  # every scheduler of torch.optim leaves it in each group
 
 
 class StageOptimizer(WrappingOptimizer):
@@ -33,18 +33,18 @@ class StageOptimizer(WrappingOptimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._wrap(inner)
         self._applying = False
-        self._as_made, self._changed = self.settings(), False
+        self._initial_settings, self._changed = self.settings(), False
 
-    def hold(self, inner: torch.optim.Optimizer) -> None:
+    def set_inner(self, inner: torch.optim.Optimizer) -> None:
         """Of another stage, with the settings that this one has now, if they are not what it was made with.
 
         Raises:
             ConfigError: a scheduler, or the script, has set another number of groups.
         """
         now, coming = self.inner.param_groups, inner.param_groups
-        self._changed |= not all(map(_same, self.settings(), self._as_made))
+        self._changed |= not all(map(_is_equal, self.settings(), self._initial_settings))
         if len(now) != len(coming) and self._changed:
-            scheduled = any(_SCHEDULED in group for group in now)
+            scheduled = any(_SCHEDULER_KEY in group for group in now)
             who = "a scheduler was made for" if scheduled else "the script has set"
             raise ConfigError(
                 f"{who} {len(now)} groups of parameters; the stage that this worker holds now has "
@@ -52,14 +52,14 @@ class StageOptimizer(WrappingOptimizer):
                 remedy="make the same groups for every stage, also those that are empty there",
             )
         settings, self.inner = self.settings(), inner
-        self._as_made = self.settings()
+        self._initial_settings = self.settings()
         if self._changed:
             self.load_settings(settings)
 
     def settings(self) -> Settings:
         """A copy of all groups' settings."""
         return [
-            {name: _own(value) for name, value in group.items() if name not in _NOT_SETTINGS}
+            {name: _own(value) for name, value in group.items() if name not in _EXCLUDED_SETTINGS}
             for group in self.inner.param_groups
         ]
 
@@ -96,7 +96,7 @@ def _load(groups: list[dict[str, Any]], settings: Settings) -> None:
         group.update({name: _own(value) for name, value in mine.items()})
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(
         bool((torch.as_tensor(value) == torch.as_tensor(other[name])).all())
         if isinstance(value, Tensor) or isinstance(other[name], Tensor)

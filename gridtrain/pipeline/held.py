@@ -21,20 +21,20 @@ from torch import nn
 
 from gridtrain.config import Exchange
 from gridtrain.errors import ConfigError
-from gridtrain.optim.averages import BufferAverage
-from gridtrain.optim.exchange import Exchanger, exchanger
+from gridtrain.optim.averages import BufferAveraging
+from gridtrain.optim.exchange import Exchanger, make_exchanger
 from gridtrain.optim.flat import FlatGradient
-from gridtrain.pipeline.boundaries import boundaries, least_samples
-from gridtrain.pipeline.checks import check_on_way
-from gridtrain.pipeline.holding import SavedMeter
-from gridtrain.pipeline.narrow import Wire
-from gridtrain.pipeline.runner import Planner, Runner
-from gridtrain.pipeline.stage import Loss, Stage
-from gridtrain.pipeline.staging import Staging
+from gridtrain.pipeline.boundaries import infer_boundary_specs, min_samples
+from gridtrain.pipeline.checks import check_in_flight
+from gridtrain.pipeline.holding import SavedTensorMeter
+from gridtrain.pipeline.narrow import WirePrecision
+from gridtrain.pipeline.runner import ScheduleFactory, StageExecutor
+from gridtrain.pipeline.stage import LossFunction, Stage
+from gridtrain.pipeline.staging import ModelStages
 from gridtrain.protocol import schedule
-from gridtrain.protocol.messages import MOST_STAGES, Span
-from gridtrain.protocol.stage_costs import Order
-from gridtrain.wire.sparse import Sparse
+from gridtrain.protocol.messages import MAX_STAGES, Span
+from gridtrain.protocol.stage_costs import ScheduleKind
+from gridtrain.wire.sparse import SparseVector
 
 MOST_AHEAD = 1e6
 """More cannot be told to the coordinator."""
@@ -43,26 +43,26 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PipelineOptions:
     """What all workers of the run must have alike; see `Grid.pipeline`."""
 
     stages: int
     micro_batches: int | None  # None: found out in the first steps
     exchange: Exchange
-    loss: Loss
-    schedule: Planner = schedule.one_forward_one_backward
+    loss: LossFunction
+    schedule: ScheduleFactory = schedule.one_forward_one_backward
     schedule_name: str = "1F1B"
     ahead: float = 0.0
     clip_norm: float | None = None
     average_buffers_every: int = 100
     compare_every: int = 500
     rematerialise: bool = True
-    wire: Wire = Wire.EXACT
+    wire: WirePrecision = WirePrecision.EXACT
     seed: int = 0
 
     @property
-    def order(self) -> Order:
-        return Order.FILL_DRAIN if self.schedule is schedule.fill_drain else Order.ONE_F_ONE_B
+    def schedule_kind(self) -> ScheduleKind:
+        return ScheduleKind.FILL_DRAIN if self.schedule is schedule.fill_drain else ScheduleKind.ONE_F_ONE_B
 
     def __post_init__(self) -> None:
         check_stages(self.stages)
@@ -83,7 +83,7 @@ class Options:
                 remedy="Dense(), TopK(...) or GTopK(...)",
             )
         if self.micro_batches is not None:
-            check_on_way(self.schedule(self.stages, self.micro_batches))
+            check_in_flight(self.schedule(self.stages, self.micro_batches))
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}", remedy="a whole number of at most 63 bits")
 
@@ -91,14 +91,14 @@ class Options:
 def check_stages(stages: int) -> None:
     """Raises `ConfigError` for a number of stages that no run can have."""
     whole = isinstance(stages, int) and not isinstance(stages, bool)
-    if not whole or not 2 <= stages <= MOST_STAGES:
+    if not whole or not 2 <= stages <= MAX_STAGES:
         raise ConfigError(
             f"stages is {stages!r}",
-            remedy=f"a whole number from 2 to {MOST_STAGES}; a model in one piece is for grid.optimizer(...)",
+            remedy=f"a whole number from 2 to {MAX_STAGES}; a model in one piece is for grid.optimizer(...)",
         )
 
 
-def made(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of these parameters.  Raises `ConfigError` if `make` makes none."""
     found = make(list(parameters)) if callable(make) else make  # to be gone through more than once
     if not callable(make) or not isinstance(found, torch.optim.Optimizer):
@@ -110,7 +110,7 @@ def made(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim
     return found
 
 
-def planner(name: str, ahead: float) -> tuple[Planner, str]:
+def schedule_for(name: str, ahead: float) -> tuple[ScheduleFactory, str]:
     """A schedule by its name, and what it is called.  Raises `ConfigError`."""
     if name == "fill-drain":
         return schedule.fill_drain, name
@@ -123,45 +123,45 @@ def planner(name: str, ahead: float) -> tuple[Planner, str]:
     return partial(schedule.one_forward_one_backward, ahead=ahead), f"1F1B, {ahead:g} ahead"
 
 
-def wire_of(name: str) -> Wire:
+def parse_wire(name: str) -> WirePrecision:
     """How activations travel.  Raises `ConfigError`."""
     try:
-        return Wire(name)
+        return WirePrecision(name)
     except ValueError:
-        known = ", ".join(f'"{wire.value}"' for wire in Wire)
+        known = ", ".join(f'"{wire.value}"' for wire in WirePrecision)
         raise ConfigError(f'wire="{name}"', remedy=f"one of {known}") from None
 
 
-class HeldStage:
+class StageState:
     """What this worker holds of the model: one stage of it, and what trains it."""
 
-    def __init__(self, stage: int, staging: Staging, make: MakeOptimizer, options: Options) -> None:
+    def __init__(self, stage: int, staging: ModelStages, make: MakeOptimizer, options: PipelineOptions) -> None:
         self.stage, self._options, self._cuts = stage, options, staging.cuts
-        self.blocks = Span(*staging.bounds(stage))
+        self.blocks = Span(*staging.block_range(stage))
         self.module, self.tied = staging.build(stage)
-        self.inner = made(make, self.module.parameters())
+        self.inner = make_optimizer(make, self.module.parameters())
         self.flat = FlatGradient(self.module, self.inner)
-        self.exchanger: Exchanger = exchanger(options.exchange, (0, self.flat.n), self.flat.flat_N.device)
-        self.averages = BufferAverage(self.module, options.average_buffers_every)
-        self.runner: Runner | None = None
+        self.exchanger: Exchanger = make_exchanger(options.exchange, (0, self.flat.n), self.flat.flat_N.device)
+        self.buffer_averaging = BufferAveraging(self.module, options.average_buffers_every)
+        self.executor: StageExecutor | None = None
         self.least_samples = 1  # of a micro-batch
-        self.stepped = False  # it is not any more what it was built as, or restored to
+        self.has_stepped = False  # it is not any more what it was built as, or restored to
 
-    def place(self, staging: Staging, stage: int) -> None:
+    def set_position(self, staging: ModelStages, stage: int) -> None:
         """The same blocks are a stage of another cut: other neighbours, other copies of what is tied."""
         if (stage, staging.cuts) != (self.stage, self._cuts):
-            self.stage, self._cuts, self.runner = stage, staging.cuts, None
+            self.stage, self._cuts, self.executor = stage, staging.cuts, None
             self.tied = staging.blueprint.tied_in(stage, staging.cuts, self.module.blocks)
 
-    def prepare(self, staging: Staging, options: Options, example: Any) -> Runner:
+    def prepare_executor(self, staging: ModelStages, options: PipelineOptions, example: Any) -> StageExecutor:
         """The runner, as soon as a batch shows what goes in."""
-        if self.runner is None:
-            start, stop = staging.bounds(self.stage)
-            cuts = boundaries(staging.blueprint.blocks, example, wire=options.wire)
-            self.least_samples = least_samples(staging.blueprint.blocks, example)
+        if self.executor is None:
+            start, stop = staging.block_range(self.stage)
+            cuts = infer_boundary_specs(staging.blueprint.blocks, example, wire=options.wire)
+            self.least_samples = min_samples(staging.blueprint.blocks, example)
             if options.micro_batches is not None:
                 order = options.schedule(staging.stages, options.micro_batches)
-                check_on_way(order, max((len(cut.leaves) for cut in cuts[:-1]), default=1))
+                check_in_flight(order, max((len(cut.leaves) for cut in cuts[:-1]), default=1))
             last = self.stage == staging.stages - 1
             stage = Stage(
                 self.module.blocks,
@@ -172,40 +172,40 @@ class HeldStage:
                 tied=self.tied,
                 rematerialise=options.rematerialise,
             )
-            self.runner = Runner(stage, self.stage, staging.stages, schedule=options.schedule)
-        return self.runner
+            self.executor = StageExecutor(stage, self.stage, staging.stages, schedule=options.schedule)
+        return self.executor
 
-    def counted(self, update: npt.NDArray[np.float32] | Sparse) -> npt.NDArray[np.float32] | Sparse:
+    def without_tied_copies(self, update: npt.NDArray[np.float32] | SparseVector) -> npt.NDArray[np.float32] | SparseVector:
         """What of an update counts in the whole model's norm: a tied parameter does in its first stage."""
         copies = {id(t.parameter) for t in self.tied if t.stages[0] != self.stage}
         stops = list(accumulate(self.flat.sizes))
         for parameter, size, stop in zip(self.flat.parameters, self.flat.sizes, stops, strict=True):
             if id(parameter) not in copies:
                 continue
-            if isinstance(update, Sparse):
+            if isinstance(update, SparseVector):
                 inside_K = (update.indices >= stop - size) & (update.indices < stop)
-                update = Sparse(update.indices, np.where(inside_K, np.float32(0), update.values))
+                update = SparseVector(update.indices, np.where(inside_K, np.float32(0), update.values))
             else:
                 update = np.concatenate([update[: stop - size], np.zeros(size, np.float32), update[stop:]])
         return update
 
-    def sizes(self, samples: int, micro_batches: int) -> tuple[int, ...]:
+    def micro_batch_sizes(self, samples: int, micro_batches: int) -> tuple[int, ...]:
         """Of a batch's micro-batches: fewer than that many where the model cannot train on so few samples."""
-        return schedule.divide(samples, min(micro_batches, max(1, samples // self.least_samples)))
+        return schedule.divide_samples(samples, min(micro_batches, max(1, samples // self.least_samples)))
 
     def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
         """Of the micro-batches that wait for their backward, at most, but the one that is computed."""
-        if self.runner is None or self.runner.stage.input is None:
+        if self.executor is None or self.executor.stage.input is None:
             return 0
         order = self._options.schedule(len(self._cuts) - 1, micro_batches)
-        return max(0, order.kept(self.stage) - 1) * self.runner.stage.input.payload_bytes(samples)
+        return max(0, order.max_in_flight(self.stage) - 1) * self.executor.stage.input.payload_bytes(samples)
 
-    def meter(self) -> SavedMeter:
-        return SavedMeter((*self.module.parameters(), *self.module.buffers()))
+    def activation_meter(self) -> SavedTensorMeter:
+        return SavedTensorMeter((*self.module.parameters(), *self.module.buffers()))
 
-    def limit_bytes(self, samples: int) -> int:
+    def max_payload_bytes(self, samples: int) -> int:
         """The largest payload that a neighbour may hand over: twice its largest, for framing and rounding."""
-        assert self.runner is not None
-        specs = [s for s in (self.runner.stage.input, self.runner.stage.output) if s is not None]
-        tied = [t.parameter.numel() * t.parameter.element_size() for t in self.runner.stage.tied]
+        assert self.executor is not None
+        specs = [s for s in (self.executor.stage.input, self.executor.stage.output) if s is not None]
+        tied = [t.parameter.numel() * t.parameter.element_size() for t in self.executor.stage.tied]
         return (1 << 16) + 2 * max([*(s.payload_bytes(samples) for s in specs), *tied, 0])

@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class MemoryUsage:
     """Bytes; see the module's text."""
 
     parameters: int
@@ -49,13 +49,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """What an optimizer holds beside the parameters."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-class SavedMeter:
+class SavedTensorMeter:
     """Counts what autograd saves while `counting`: now, and at most.
 
     Args:
@@ -63,8 +63,8 @@ class SavedMeter:
     """
 
     def __init__(self, without: Iterable[Tensor]) -> None:
-        self._without = {t.untyped_storage().data_ptr() for t in without}
-        self._held: Counter[int] = Counter()
+        self._excluded = {t.untyped_storage().data_ptr() for t in without}
+        self._saved_counts: Counter[int] = Counter()
         self.now_bytes = self.peak_bytes = 0
 
     @contextmanager
@@ -72,40 +72,40 @@ class SavedMeter:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
-    def also(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         """Something else is held now, beside what is saved."""
         self.peak_bytes = max(self.peak_bytes, self.now_bytes + nbytes)
 
     def _pack(self, tensor: Tensor) -> Any:
         key, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        if key in self._without:
-            return _Saved(tensor, None, 0, 0)
-        if not self._held[key]:
+        if key in self._excluded:
+            return _SavedTensor(tensor, None, 0, 0)
+        if not self._saved_counts[key]:
             self.now_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-        self._held[key] += 1
-        return _Saved(tensor, self, key, nbytes)
+        self._saved_counts[key] += 1
+        return _SavedTensor(tensor, self, key, nbytes)
 
-    def released(self, key: int, nbytes: int) -> None:
-        self._held[key] -= 1
-        if not self._held[key]:
+    def release(self, key: int, nbytes: int) -> None:
+        self._saved_counts[key] -= 1
+        if not self._saved_counts[key]:
             self.now_bytes -= nbytes
 
 
-class _Saved:
+class _SavedTensor:
     """Lives as long as autograd keeps the tensor."""
 
     __slots__ = ("_key", "_meter", "_nbytes", "tensor")
 
-    def __init__(self, tensor: Tensor, meter: SavedMeter | None, key: int, nbytes: int) -> None:
+    def __init__(self, tensor: Tensor, meter: SavedTensorMeter | None, key: int, nbytes: int) -> None:
         # A tensor that the graph itself owns would keep its graph, and so this, alive for ever.
         self.tensor = tensor.detach() if tensor.is_leaf is False else tensor
         self._meter, self._key, self._nbytes = meter, key, nbytes
 
     def __del__(self) -> None:
         if self._meter is not None:
-            self._meter.released(self._key, self._nbytes)
+            self._meter.release(self._key, self._nbytes)
 
 
-def _unpack(saved: _Saved) -> Tensor:
+def _unpack(saved: _SavedTensor) -> Tensor:
     return saved.tensor

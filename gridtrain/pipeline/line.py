@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gridtrain.errors import LineBroken
-from gridtrain.protocol.handoff import between
+from gridtrain.protocol.handoff import stage_channel
 from gridtrain.protocol.messages import Channel
-from gridtrain.protocol.seats import Seats
-from gridtrain.runtime.handoffs import HandOffWorkspace, TakeOverWorkspace
-from gridtrain.runtime.opened import OpenedRound, Part
+from gridtrain.protocol.seats import RankLayout
+from gridtrain.runtime.handoffs import ActivationReceiveBuffer, ActivationSendBuffer
+from gridtrain.runtime.opened import PipelineRound, RoundPart
 
-Expected = Iterable[tuple[int, Channel]]
+ExpectedPayloads = Iterable[tuple[int, Channel]]
 """(stage that sends, channel)."""
 
 
-class GroupLine:
+class RoundStageLink:
     """See `gridtrain.pipeline.runner.Line`.  Of one attempt at one step.
 
     Args:
@@ -33,57 +33,57 @@ class GroupLine:
         limit_bytes: of one payload; a larger one is no honest neighbour's.
     """
 
-    def __init__(self, seats: Seats, rank: int, limit_bytes: int) -> None:
+    def __init__(self, seats: RankLayout, rank: int, limit_bytes: int) -> None:
         self._seats, self._rank, self._limit_bytes = seats, rank, limit_bytes
         self._stage, self._replica = seats.stage_of(rank), seats.replica_of(rank)
-        self._taking: dict[Channel, TakeOverWorkspace] = {}
-        self._round: OpenedRound | None = None
+        self._received: dict[Channel, ActivationReceiveBuffer] = {}
+        self._round: PipelineRound | None = None
 
-    def parts(self, expected: Expected) -> dict[Channel, Part]:
+    def round_parts(self, expected: ExpectedPayloads) -> dict[Channel, RoundPart]:
         """To open the round with: payloads that will come, whenever they are asked for."""
-        return dict(self._take(stage, channel) for stage, channel in expected)
+        return dict(self._take_payload(stage, channel) for stage, channel in expected)
 
-    def opened(self, round_: OpenedRound) -> None:
+    def set_round(self, round_: PipelineRound) -> None:
         self._round = round_
 
     def send(self, stage: int, channel: Channel, buffers: Sequence[memoryview]) -> None:
-        self._check()
-        workspace = HandOffWorkspace(buffers)
-        collective = workspace.to(self._rank, self._seats.rank(stage, self._replica))
-        self._open.add({between(self._stage, stage, channel): Part(collective, workspace)})
+        self._check_not_broken()
+        workspace = ActivationSendBuffer(buffers)
+        collective = workspace.make_send(self._rank, self._seats.rank_of(stage, self._replica))
+        self._open_round.add({stage_channel(self._stage, stage, channel): RoundPart(collective, workspace)})
 
     def receive(self, stage: int, channel: Channel) -> Sequence[memoryview]:
-        where = between(stage, self._stage, channel)
-        if where not in self._taking:
-            self._check()
-            self._open.add(dict([self._take(stage, channel)]))
-        if not self._open.wait(where):
-            raise self._broken()
-        return self._taking.pop(where).take()
+        where = stage_channel(stage, self._stage, channel)
+        if where not in self._received:
+            self._check_not_broken()
+            self._open_round.add(dict([self._take_payload(stage, channel)]))
+        if not self._open_round.wait(where):
+            raise self._broken_error()
+        return self._received.pop(where).take_buffers()
 
     def abort(self, reason: str) -> None:
-        self._open.fail(reason)
+        self._open_round.fail(reason)
 
-    def give_up(self, broken: LineBroken) -> None:
+    def fail_attempt(self, broken: LineBroken) -> None:
         """This attempt ends here: nobody waits for this stage, and whose payload was unfit answers for it."""
         if broken.peer is not None:
-            self._open.blame(self._seats.rank(broken.peer, self._replica), broken.reason)
+            self._open_round.report_peer(self._seats.rank_of(broken.peer, self._replica), broken.reason)
         self.abort(broken.reason)
 
     @property
-    def _open(self) -> OpenedRound:
+    def _open_round(self) -> PipelineRound:
         assert self._round is not None, "the line was used before its round was opened"
         return self._round
 
-    def _take(self, stage: int, channel: Channel) -> tuple[Channel, Part]:
-        where, workspace = between(stage, self._stage, channel), TakeOverWorkspace(self._limit_bytes)
-        self._taking[where] = workspace
-        sender = self._seats.rank(stage, self._replica)
-        return where, Part(workspace.by(self._rank, sender, self._seats.world_size), workspace)
+    def _take_payload(self, stage: int, channel: Channel) -> tuple[Channel, RoundPart]:
+        where, workspace = stage_channel(stage, self._stage, channel), ActivationReceiveBuffer(self._limit_bytes)
+        self._received[where] = workspace
+        sender = self._seats.rank_of(stage, self._replica)
+        return where, RoundPart(workspace.make_receive(self._rank, sender, self._seats.world_size), workspace)
 
-    def _check(self) -> None:
-        if self._open.lost:
-            raise self._broken()
+    def _check_not_broken(self) -> None:
+        if self._open_round.is_lost:
+            raise self._broken_error()
 
-    def _broken(self) -> LineBroken:
-        return LineBroken(self._open.why or "the round is lost: a member is gone, or could not go on")
+    def _broken_error(self) -> LineBroken:
+        return LineBroken(self._open_round.failure_reason or "the round is lost: a member is gone, or could not go on")

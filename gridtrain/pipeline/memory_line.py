@@ -17,20 +17,20 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from gridtrain.errors import LineBroken, LocalProtocolError
-from gridtrain.pipeline.runner import Buffers
+from gridtrain.pipeline.runner import PayloadBuffers
 from gridtrain.protocol.messages import Channel
 
 T = TypeVar("T")
 
 
-class _Wires:
+class _SharedChannel:
     """What all lines of one pipeline share."""
 
     def __init__(self, stages: int, latency_s: float, bandwidth_Bps: float | None) -> None:
         self.stages, self.latency_s, self.bandwidth_Bps = stages, latency_s, bandwidth_Bps
         self.lock = threading.Lock()
         self.arrived = [threading.Condition(self.lock) for _ in range(stages)]  # each wakes one stage alone
-        self.arriving: dict[tuple[int, int, Channel], tuple[float, Buffers]] = {}
+        self.arriving: dict[tuple[int, int, Channel], tuple[float, PayloadBuffers]] = {}
         self.free_s: dict[tuple[int, int], float] = {}
         self.broken: tuple[str, int | None] | None = None
 
@@ -43,16 +43,16 @@ class _Wires:
         return left_s + self.latency_s
 
 
-class MemoryLine:
+class MemoryStageLink:
     """One stage's end; make all of a pipeline with `memory_lines`."""
 
-    def __init__(self, wires: _Wires, stage: int) -> None:
+    def __init__(self, wires: _SharedChannel, stage: int) -> None:
         self._wires, self.stage = wires, stage
 
-    def send(self, stage: int, channel: Channel, buffers: Buffers) -> None:
+    def send(self, stage: int, channel: Channel, buffers: PayloadBuffers) -> None:
         wires = self._wires
         with wires.lock:
-            self._refuse_broken()
+            self._check_not_broken()
             key = (self.stage, stage, channel)
             if key in wires.arriving or not 0 <= stage < wires.stages or stage == self.stage:
                 raise LocalProtocolError(f"stage {self.stage} cannot send {channel} to stage {stage} (again)")
@@ -60,11 +60,11 @@ class MemoryLine:
             wires.arriving[key] = (wires.arrival_s(self.stage, stage, payload_bytes), list(buffers))
             wires.arrived[stage].notify_all()
 
-    def receive(self, stage: int, channel: Channel) -> Buffers:
+    def receive(self, stage: int, channel: Channel) -> PayloadBuffers:
         wires, key = self._wires, (stage, self.stage, channel)
         with wires.lock:
             while True:
-                self._refuse_broken()
+                self._check_not_broken()
                 found = wires.arriving.get(key)
                 if found is None:
                     wires.arrived[self.stage].wait()
@@ -82,20 +82,20 @@ class MemoryLine:
             for arrived in self._wires.arrived:
                 arrived.notify_all()
 
-    def _refuse_broken(self) -> None:
+    def _check_not_broken(self) -> None:
         if self._wires.broken is not None:
             raise LineBroken(*self._wires.broken)
 
 
-def memory_lines(
+def memory_stage_links(
     stages: int, *, latency_s: float = 0.0, bandwidth_Bps: float | None = None
-) -> tuple[MemoryLine, ...]:
+) -> tuple[MemoryStageLink, ...]:
     """The lines of one attempt, one for each stage."""
-    wires = _Wires(stages, latency_s, bandwidth_Bps)
-    return tuple(MemoryLine(wires, stage) for stage in range(stages))
+    wires = _SharedChannel(stages, latency_s, bandwidth_Bps)
+    return tuple(MemoryStageLink(wires, stage) for stage in range(stages))
 
 
-def in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
+def run_in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
     """Run each in a thread of its own and wait for all; raises what failed.
 
     Where one stage's fault breaks the others' lines, the fault comes out, not the broken lines.

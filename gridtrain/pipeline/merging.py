@@ -25,7 +25,7 @@ from gridtrain.optim import state_sync
 from gridtrain.optim.checkpoint import Checkpoint
 from gridtrain.optim.flat import FlatGradient, canonical_parameters
 
-ORDER, FROZEN = "order", "frozen"
+PARAMETER_ORDER_KEY, FROZEN_KEY = "order", "frozen"
 """Of a checkpoint's document: names of the parameters as the optimizer numbers them, and of those which are
 not trained."""
 
@@ -33,7 +33,7 @@ _REMEDY = "start the run again with as many workers as it has stages"
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _CheckpointSource:
     """One checkpoint, its optimizer's state and settings by parameter."""
 
     parameters: Mapping[str, Tensor]
@@ -44,13 +44,13 @@ class _Source:
     residual: Mapping[str, Tensor]
 
 
-def order_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def parameter_order(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """What `ORDER` stands for."""
     names = {id(parameter): name for name, parameter in canonical_parameters(module)}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def load(
+def load_merged(
     founds: Sequence[Checkpoint],
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -65,7 +65,7 @@ def load(
     Raises:
         RemoteProtocolError: something is missing, or the checkpoints differ in what must be the same.
     """
-    sources = [_source(found) for found in founds]
+    sources = [_read_source(found) for found in founds]
     names = [name for name, _ in canonical_parameters(module)]
     others = {name: group for group in tied for name in group}
 
@@ -82,8 +82,8 @@ def load(
     for source in reversed(sources):
         buffers |= source.buffers
     own = dict(state_sync.buffers_of(module))
-    order = order_of(module, optimizer)
-    state_sync.load(
+    order = parameter_order(module, optimizer)
+    state_sync.load_state(
         {
             "parameters": {name: of("parameters", name) for name in names},
             "buffers": {name: buffers[name] for name in own if name in buffers},
@@ -101,7 +101,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, order: Sequence[str], of:
     found = {index: of("states", name) for index, name in enumerate(order)}
     for group in state["param_groups"]:
         known = [of("groups", order[index]) for index in group["params"]]
-        if any(fields is None or not _alike(fields, known[0]) for fields in known):
+        if any(fields is None or not _is_equal(fields, known[0]) for fields in known):
             raise RemoteProtocolError(
                 "the optimizer is set otherwise for some of the parameters of a group", remedy=_REMEDY
             )
@@ -114,10 +114,10 @@ def _groups(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name != "state"}
 
 
-def _source(found: Checkpoint) -> _Source:
-    values = state_sync.read(found.document, found.tensors)
+def _read_source(found: Checkpoint) -> _CheckpointSource:
+    values = state_sync.read_state(found.document, found.tensors)
     try:
-        order = [str(name) for name in found.document[ORDER]]
+        order = [str(name) for name in found.document[PARAMETER_ORDER_KEY]]
         optimizer = values["optimizer"]
         groups = {
             order[index]: {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -126,47 +126,47 @@ def _source(found: Checkpoint) -> _Source:
         }
         states = {order[index]: one for index, one in optimizer["state"].items()}
         parameters, buffers = dict(values["parameters"]), dict(values["buffers"])
-        return _Source(parameters, buffers, states, groups, dict(values["trackers"]), found.residual)
+        return _CheckpointSource(parameters, buffers, states, groups, dict(values["trackers"]), found.residual)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise RemoteProtocolError(
             f"the checkpoint {found.path} does not say which state is whose: {error!r}", remedy=_REMEDY
         ) from error
 
 
-def _same_trackers(sources: Sequence[_Source]) -> Mapping[str, Any]:
+def _same_trackers(sources: Sequence[_CheckpointSource]) -> Mapping[str, Any]:
     first = sources[0].trackers
-    if any(not _alike(source.trackers, first) for source in sources):
+    if any(not _is_equal(source.trackers, first) for source in sources):
         raise RemoteProtocolError(
             f"what {', '.join(sorted(first))} tracks differs from stage to stage", remedy=_REMEDY
         )
     return first
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_alike(a[name], b[name]) for name in a)
+        return a.keys() == b.keys() and all(_is_equal(a[name], b[name]) for name in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
+        return len(a) == len(b) and all(map(_is_equal, a, b))
     return bool(a == b)
 
 
-def residual(founds: Sequence[Checkpoint], module: nn.Module, flat: FlatGradient) -> dict[str, Tensor]:
+def merged_residual(founds: Sequence[Checkpoint], module: nn.Module, flat: FlatGradient) -> dict[str, Tensor]:
     """What this worker had not sent of these parameters, as flat vectors (n,); {}: nothing is known."""
     kinds = {kind for found in founds for kind in found.residual}
     trained = {name: p.numel() for name, p in canonical_parameters(module) if p.requires_grad}
     whole = {kind: torch.zeros(flat.n) for kind in kinds}
     done: set[str] = set()
     for found in founds:
-        shapes = state_sync.read(found.document, found.tensors)["parameters"]
+        shapes = state_sync.read_state(found.document, found.tensors)["parameters"]
         sizes = {name: int(value.numel()) for name, value in shapes.items()}
-        frozen = set(found.document.get(FROZEN, ()))
-        places = _places({name: size for name, size in sizes.items() if name not in frozen})
+        frozen = set(found.document.get(FROZEN_KEY, ()))
+        places = _parameter_slices({name: size for name, size in sizes.items() if name not in frozen})
         ends = max((stop for _, stop in places.values()), default=0)
         if any(int(vector.numel()) != ends for vector in found.residual.values()):
             continue  # of another exchange
-        for name, (start, stop) in _places(trained).items():
+        for name, (start, stop) in _parameter_slices(trained).items():
             if name in places and name not in done and found.residual:
                 done.add(name)
                 for kind, vector in found.residual.items():
@@ -174,7 +174,7 @@ def residual(founds: Sequence[Checkpoint], module: nn.Module, flat: FlatGradient
     return whole
 
 
-def _places(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def _parameter_slices(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """Of each parameter in a flat vector."""
     places, at = {}, 0
     for name, size in sizes.items():

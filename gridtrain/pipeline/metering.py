@@ -14,30 +14,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TensorMemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what this thread makes while it is entered: `most` at one time, `now()` what still lives."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
+        self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in _with_memory((args, kwargs))}  # type: ignore[no-untyped-call]
-        for tensor in _with_memory(result):
+        given = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in _tensors_with_memory((args, kwargs))}  # type: ignore[no-untyped-call]
+        for tensor in _tensors_with_memory(result):
             storage = tensor.untyped_storage()
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             if reference.cdata not in given:  # else a view, or written in place: made before
                 self.live.setdefault(reference.cdata, (reference, storage.nbytes()))
-        self.most = max(self.most, self.now())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return result
 
-    def now(self) -> int:
+    def live_bytes(self) -> int:
         self.live = {key: one for key, one in self.live.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
         return sum(nbytes for _, nbytes in self.live.values())
 
 
-def _with_memory(tree: Any) -> list[Tensor]:
+def _tensors_with_memory(tree: Any) -> list[Tensor]:
     leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if leaf.device.type != "meta"]

@@ -20,13 +20,21 @@ import torch
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import picture
 from gridtrain.pipeline.blocks import blocks_of
-from gridtrain.pipeline.building import Blueprint, Model, TiedName, tied_of
+from gridtrain.pipeline.building import Blueprint, Model, TiedParameterName, find_tied_parameters
 from gridtrain.pipeline.profiling import Profile
 from gridtrain.pipeline.profiling import profile as profiled
-from gridtrain.pipeline.trees import Spec
-from gridtrain.protocol.lines import Network, even
-from gridtrain.protocol.pipelining import Outlook, propose
-from gridtrain.protocol.stage_costs import SLACK, STATES, Card, Cut, Layer, Order, Running
+from gridtrain.pipeline.trees import TensorTreeSpec
+from gridtrain.protocol.lines import NetworkModel, uniform_network
+from gridtrain.protocol.pipelining import StepEstimate, propose_micro_batches
+from gridtrain.protocol.stage_costs import (
+    OPTIMIZER_STATE_COPIES,
+    TIME_TOLERANCE,
+    Card,
+    ExecutionSettings,
+    Layer,
+    PartitionCost,
+    ScheduleKind,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +49,14 @@ class Partition:
         reason: why it is cut so, and why in so many micro-batches.
     """
 
-    outlook: Outlook
+    outlook: StepEstimate
     layers: tuple[Layer, ...]
-    boundaries: tuple[Spec, ...]
-    tied: tuple[TiedName, ...]
+    boundaries: tuple[TensorTreeSpec, ...]
+    tied: tuple[TiedParameterName, ...]
     reason: str
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> PartitionCost:
         return self.outlook.cut
 
     @property
@@ -58,7 +66,7 @@ class Partition:
 
     @property
     def micro_batches(self) -> int:
-        return self.outlook.running.micro_batches
+        return self.outlook.settings.micro_batches
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
@@ -67,11 +75,11 @@ class Partition:
         return {name: stages for name, stages in found.items() if len(stages) > 1}
 
     def __str__(self) -> str:
-        return f"{picture.text(self.layers, self.outlook)}\n{self.reason}"
+        return f"{picture.chart_text(self.layers, self.outlook)}\n{self.reason}"
 
     def svg(self) -> str:
         """Layers, times and bytes of each stage as a picture."""
-        return picture.svg(self.layers, self.outlook)
+        return picture.chart_svg(self.layers, self.outlook)
 
 
 def partition(
@@ -87,7 +95,7 @@ def partition(
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | float = "adam",
     extra_copies: float = 0.0,
     memory_bytes: float = math.inf,
-    network: Network | tuple[float, float] | None = None,
+    network: NetworkModel | tuple[float, float] | None = None,
     split_at: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> Partition:
@@ -117,29 +125,29 @@ def partition(
     """
     if not isinstance(model, Blueprint):
         model = list(blocks_of(model, split_at=split_at, example=example).values())
-    measured = _measured(model, example, profile, device)
+    measured = _profile_or_layers(model, example, profile, device)
     cards = [Card(memory_bytes=memory_bytes)] * stages if isinstance(stages, int) else list(stages)
-    lines = even(len(cards), *network) if isinstance(network, tuple) else network
-    running = Running(
-        order=_order(schedule),
+    lines = uniform_network(len(cards), *network) if isinstance(network, tuple) else network
+    running = ExecutionSettings(
+        order=_parse_schedule(schedule),
         rematerialise=rematerialise,
-        copies=1.0 + states_of(optimizer) + extra_copies,
+        copies=1.0 + optimizer_state_copies(optimizer) + extra_copies,
         input_bytes=measured.input_bytes,
     )
-    numbers = _numbers(micro_batches)
+    numbers = _micro_batch_candidates(micro_batches)
     batch = batch_size or measured.samples * (numbers[0] if numbers else 1)
-    proposal = propose(measured.layers, cards, lines, running, batch, numbers=numbers, slack=SLACK)
+    proposal = propose_micro_batches(measured.layers, cards, lines, running, batch, numbers=numbers, slack=TIME_TOLERANCE)
     between = proposal.chosen.cut.cuts[1:-1]
     return Partition(
         proposal.chosen,
         measured.layers,
         tuple(measured.boundaries[at - 1] for at in between) if measured.boundaries else (),
-        tied_of(model.blocks if isinstance(model, Blueprint) else model),  # type: ignore[arg-type]
-        picture.reason(measured.layers, proposal, asked=bool(numbers)),
+        find_tied_parameters(model.blocks if isinstance(model, Blueprint) else model),  # type: ignore[arg-type]
+        picture.partition_reason(measured.layers, proposal, asked=bool(numbers)),
     )
 
 
-def _measured(
+def _profile_or_layers(
     model: Model | Blueprint, example: Any, given: Profile | Sequence[Layer] | None, device: Any
 ) -> Profile:
     if given is None:
@@ -159,16 +167,16 @@ def _measured(
     return found
 
 
-def _order(schedule: str) -> Order:
+def _parse_schedule(schedule: str) -> ScheduleKind:
     try:
-        return Order(schedule.lower())
+        return ScheduleKind(schedule.lower())
     except ValueError:
         raise ConfigError(
-            f'schedule="{schedule}"', remedy=f"take one of {', '.join(repr(str(each)) for each in Order)}"
+            f'schedule="{schedule}"', remedy=f"take one of {', '.join(repr(str(each)) for each in ScheduleKind)}"
         ) from None
 
 
-def _numbers(micro_batches: int | str) -> tuple[int, ...]:
+def _micro_batch_candidates(micro_batches: int | str) -> tuple[int, ...]:
     if micro_batches == "auto":
         return ()
     if not isinstance(micro_batches, int) or micro_batches < 1:
@@ -176,7 +184,7 @@ def _numbers(micro_batches: int | str) -> tuple[int, ...]:
     return (micro_batches,)
 
 
-def states_of(optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | float) -> float:
+def optimizer_state_copies(optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | float) -> float:
     """How often the optimizer's state holds the parameters."""
     if isinstance(optimizer, int | float):
         return float(optimizer)
@@ -185,15 +193,15 @@ def states_of(optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimiz
         if isinstance(optimizer, str)
         else (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__.lower()
     )
-    if isinstance(optimizer, torch.optim.Optimizer) and _momentum(optimizer.param_groups):
+    if isinstance(optimizer, torch.optim.Optimizer) and _has_momentum(optimizer.param_groups):
         name += "-momentum"
-    if name not in STATES:
+    if name not in OPTIMIZER_STATE_COPIES:
         raise ConfigError(
             f"how much state {name} keeps is not known",
-            remedy=f"give optimizer= one of {', '.join(STATES)}, or how often its state holds the parameters",
+            remedy=f"give optimizer= one of {', '.join(OPTIMIZER_STATE_COPIES)}, or how often its state holds the parameters",
         )
-    return STATES[name]
+    return OPTIMIZER_STATE_COPIES[name]
 
 
-def _momentum(groups: Iterable[dict[str, Any]]) -> bool:
+def _has_momentum(groups: Iterable[dict[str, Any]]) -> bool:
     return any(group.get("momentum", 0) for group in groups) and any("nesterov" in group for group in groups)

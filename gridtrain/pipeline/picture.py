@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from gridtrain.protocol.choosing import said_s
-from gridtrain.protocol.fitting import said_bytes, said_layers
-from gridtrain.protocol.pipelining import Outlook, Proposal
-from gridtrain.protocol.stage_costs import Layer, Stage
+from gridtrain.protocol.choosing import format_seconds
+from gridtrain.protocol.fitting import format_bytes, format_layers
+from gridtrain.protocol.pipelining import MicroBatchProposal, StepEstimate
+from gridtrain.protocol.stage_costs import Layer, StageCost
 
 BAR = 24
 MOST_NAMES = 44
@@ -31,27 +31,27 @@ BYTES = (
 FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"
 TOP, ROW = 116.0, 54.0
 LEFT, WIDTH = 220.0, 360.0  # of the times
-HELD_LEFT, HELD_WIDTH = 640.0, 480.0  # of the bytes
+MEMORY_LEFT, MEMORY_WIDTH = 640.0, 480.0  # of the bytes
 
 
-def text(layers: Sequence[Layer], outlook: Outlook) -> str:
+def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:
     """A line for each stage: its layers, the seconds of a micro-batch, the bytes it holds at most."""
     stages = outlook.cut.stages
-    longest_s = max(max(stage.compute_s, stage.line_s) for stage in stages) or 1.0
-    largest = max(stage.bytes.total for stage in stages)
+    longest_s = max(max(stage.compute_s, stage.transfer_s) for stage in stages) or 1.0
+    largest = max(stage.memory.total for stage in stages)
     rows = []
     for index, stage in enumerate(stages):
         limit = stage.card.memory_bytes
         bounded = limit < math.inf
-        held = said_bytes(stage.bytes.total) + (f" of {said_bytes(limit)}" if bounded else "")
+        held = format_bytes(stage.memory.total) + (f" of {format_bytes(limit)}" if bounded else "")
         cells = (
             f"stage {index}",
-            _short(said_layers(layers, stage.start, stage.stop)),
-            said_s(stage.compute_s),
+            _shortened(format_layers(layers, stage.start, stage.stop)),
+            format_seconds(stage.compute_s),
             _bar(stage.compute_s / longest_s),
-            f"line {said_s(stage.line_s)}" if len(stages) > 1 else "",
+            f"line {format_seconds(stage.transfer_s)}" if len(stages) > 1 else "",
             held,
-            _bar(stage.bytes.total / (limit if bounded else largest or 1)),
+            _bar(stage.memory.total / (limit if bounded else largest or 1)),
         )
         rows.append(cells)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -60,7 +60,7 @@ def text(layers: Sequence[Layer], outlook: Outlook) -> str:
     )
 
 
-def _short(said: str) -> str:
+def _shortened(said: str) -> str:
     return said if len(said) <= MOST_NAMES else said[: MOST_NAMES - 3] + "..."
 
 
@@ -70,21 +70,21 @@ def _bar(share: float) -> str:
     return "#" * filled + "." * (BAR - filled)
 
 
-def reason(layers: Sequence[Layer], proposal: Proposal, *, asked: bool) -> str:
+def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, asked: bool) -> str:
     """Which stage sets the pace and which is fullest, and why in so many micro-batches."""
     stages = proposal.chosen.cut.stages
-    pace, stage = max(enumerate(stages), key=lambda each: max(each[1].compute_s, each[1].line_s))
-    what = "computing" if stage.compute_s >= stage.line_s else "its line"
+    pace, stage = max(enumerate(stages), key=lambda each: max(each[1].compute_s, each[1].transfer_s))
+    what = "computing" if stage.compute_s >= stage.transfer_s else "its line"
     work_s = sum(each.compute_s * each.card.speed for each in stages)
     even_s = work_s / sum(each.card.speed for each in stages)
     before = ", ".join(layers[each.start].name for each in stages[1:])
-    fullest, held = max(enumerate(stages), key=lambda each: each[1].bytes.total)
+    fullest, held = max(enumerate(stages), key=lambda each: each[1].memory.total)
     limit = held.card.memory_bytes
     return (
         f"{f'Cut before {before}' if before else 'One stage'}: stage {pace} sets the pace by {what}, "
-        f"{said_s(max(stage.compute_s, stage.line_s))} a micro-batch; {said_s(even_s)} would be an exactly "
-        f"even share of the computing; stage {fullest} holds most, {said_bytes(held.bytes.total)}"
-        f"{f' of {said_bytes(limit)}' if limit < math.inf else ''}. "
+        f"{format_seconds(max(stage.compute_s, stage.transfer_s))} a micro-batch; {format_seconds(even_s)} would be an exactly "
+        f"even share of the computing; stage {fullest} holds most, {format_bytes(held.memory.total)}"
+        f"{f' of {format_bytes(limit)}' if limit < math.inf else ''}. "
         f"{'As asked' if asked else 'Proposed'}: {proposal.reason}."
     )
 
@@ -92,14 +92,14 @@ def reason(layers: Sequence[Layer], proposal: Proposal, *, asked: bool) -> str:
 # -- SVG -------------------------------------------------------------------------------------------
 
 
-def svg(layers: Sequence[Layer], outlook: Outlook) -> str:
+def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
     """Two panels with a bar for each stage: the seconds of a micro-batch, and the bytes held at most."""
     stages = outlook.cut.stages
-    width, height = HELD_LEFT + HELD_WIDTH + 60, TOP + ROW * len(stages) + 20
-    running = outlook.running
+    width, height = MEMORY_LEFT + MEMORY_WIDTH + 60, TOP + ROW * len(stages) + 20
+    running = outlook.settings
     subtitle = (
         f"{running.micro_batches} micro-batches of {running.samples}, {running.order}; a step takes "
-        f"{said_s(outlook.step_s)}, {outlook.bubble:.0%} of it bubble; predicted"
+        f"{format_seconds(outlook.step_s)}, {outlook.bubble:.0%} of it bubble; predicted"
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
@@ -109,18 +109,18 @@ def svg(layers: Sequence[Layer], outlook: Outlook) -> str:
         _text(20, 28, f"{len(layers)} layers in {len(stages)} stages", size=17, weight="bold"),
         _text(20, 49, subtitle, colour=FAINT),
         *_legend(LEFT, TIMES),
-        *_legend(HELD_LEFT, BYTES),
+        *_legend(MEMORY_LEFT, BYTES),
     ]
-    longest_s = max(max(stage.compute_s, stage.line_s) for stage in stages) or 1.0
+    longest_s = max(max(stage.compute_s, stage.transfer_s) for stage in stages) or 1.0
     limits = [stage.card.memory_bytes for stage in stages if stage.card.memory_bytes < math.inf]
-    largest = max(*limits, *(stage.bytes.total for stage in stages), 1)
+    largest = max(*limits, *(stage.memory.total for stage in stages), 1)
     for index, stage in enumerate(stages):
         top = TOP + ROW * index
-        names = _short(said_layers(layers, stage.start, stage.stop).partition(", ")[2])
+        names = _shortened(format_layers(layers, stage.start, stage.stop).partition(", ")[2])
         parts.append(_text(20, top + 14, f"stage {index}: {stage.stop - stage.start} layers", weight="bold"))
         parts.append(_text(20, top + 30, names[:28], colour=FAINT))
-        parts += _times(stage, top, longest_s)
-        parts += _held(stage, top, float(largest))
+        parts += _time_bars(stage, top, longest_s)
+        parts += _memory_bars(stage, top, float(largest))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -133,31 +133,31 @@ def _legend(left: float, entries: Sequence[tuple[str, str]]) -> list[str]:
     return parts
 
 
-def _times(stage: Stage, top: float, longest_s: float) -> list[str]:
+def _time_bars(stage: StageCost, top: float, longest_s: float) -> list[str]:
     """Computing above, its line below: they overlap."""
     scale = WIDTH / longest_s
-    forward, backward, line = (s * scale for s in (stage.forward_s, stage.backward_s, stage.line_s))
+    forward, backward, line = (s * scale for s in (stage.forward_s, stage.backward_s, stage.transfer_s))
     return [
         _box(LEFT, top, forward, 20, TIMES[0][1]),
         _box(LEFT + forward, top, backward, 20, TIMES[1][1]),
         _box(LEFT, top + 22, line, 8, TIMES[2][1]),
-        _text(LEFT + forward + backward + 8, top + 15, said_s(stage.compute_s)),
+        _text(LEFT + forward + backward + 8, top + 15, format_seconds(stage.compute_s)),
     ]
 
 
-def _held(stage: Stage, top: float, largest: float) -> list[str]:
-    left, held, scale = HELD_LEFT, stage.bytes, HELD_WIDTH / largest
+def _memory_bars(stage: StageCost, top: float, largest: float) -> list[str]:
+    left, held, scale = MEMORY_LEFT, stage.memory, MEMORY_WIDTH / largest
     parts = []
     for nbytes, (_, colour) in zip(
         (held.parameters, held.copies, held.activations, held.transit), BYTES, strict=True
     ):
         parts.append(_box(left, top, nbytes * scale, 20, colour))
         left += nbytes * scale
-    said = said_bytes(held.total)
+    said = format_bytes(held.total)
     if stage.card.memory_bytes < math.inf:
-        parts.append(_box(HELD_LEFT + stage.card.memory_bytes * scale - 1, top - 4, 2, 28, INK))
-        said += f" of {said_bytes(stage.card.memory_bytes)}"
-    parts.append(_text(HELD_LEFT, top + 36, said))
+        parts.append(_box(MEMORY_LEFT + stage.card.memory_bytes * scale - 1, top - 4, 2, 28, INK))
+        said += f" of {format_bytes(stage.card.memory_bytes)}"
+    parts.append(_text(MEMORY_LEFT, top + 36, said))
     return parts
 
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blocks import blocks_of
 from gridtrain.pipeline.building import Blueprint, Model
-from gridtrain.pipeline.metering import Meter
-from gridtrain.pipeline.narrow import Wire
-from gridtrain.pipeline.trees import Spec, rebuilt
+from gridtrain.pipeline.metering import TensorMemoryMeter
+from gridtrain.pipeline.narrow import WirePrecision
+from gridtrain.pipeline.trees import TensorTreeSpec, map_tree
 from gridtrain.protocol.stage_costs import Layer
 
 Clock = Callable[[], float]
@@ -48,7 +48,7 @@ class Profile:
     """
 
     layers: tuple[Layer, ...]
-    boundaries: tuple[Spec, ...]
+    boundaries: tuple[TensorTreeSpec, ...]
     input_bytes: int
     samples: int
     device: str
@@ -72,7 +72,7 @@ def profile(
     *,
     device: torch.device | str | None = None,
     repeats: int = 5,
-    wire: Wire = Wire.EXACT,
+    wire: WirePrecision = WirePrecision.EXACT,
     clock: Clock = time.perf_counter,
 ) -> Profile:
     """Runs each block alone, forward and backward, on the example and on twice as many samples.
@@ -89,28 +89,28 @@ def profile(
     """
     at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     samples = _samples(example)
-    doubled = rebuilt(example, lambda x: torch.cat([x, x]) if isinstance(x, Tensor) else x)
-    flows = [rebuilt(each, lambda x: x.to(at) if isinstance(x, Tensor) else x) for each in (example, doubled)]
+    doubled = map_tree(example, lambda x: torch.cat([x, x]) if isinstance(x, Tensor) else x)
+    flows = [map_tree(each, lambda x: x.to(at) if isinstance(x, Tensor) else x) for each in (example, doubled)]
     input_bytes = math.ceil(_nbytes(flows[0]) / samples)
     layers: list[Layer] = []
-    boundaries: list[Spec] = []
+    boundaries: list[TensorTreeSpec] = []
     kept_after: list[bool] = []
-    for name, block in _each(model, at):
-        runs = [_run(block, flow, at, clock, repeats) for flow in flows]
-        spec = Spec.between(runs[0].result, samples, runs[1].result, 2 * samples, wire=wire)
+    for name, block in _materialised_blocks(model, at):
+        runs = [_time_block(block, flow, at, clock, repeats) for flow in flows]
+        spec = TensorTreeSpec.between(runs[0].result, samples, runs[1].result, 2 * samples, wire=wire)
         if layers and runs[0].keeps_input and not kept_after[-1]:
             before_bytes = layers[-1].kept_bytes + math.ceil(_nbytes(flows[0]) / samples)
             layers[-1] = replace(layers[-1], kept_bytes=before_bytes)
         layers.append(_layer(name, block, runs, samples, spec))
         boundaries.append(spec)
         kept_after.append(runs[0].keeps_output)
-        flows = [rebuilt(run.result, _cut_off) for run in runs]
+        flows = [map_tree(run.result, _detached) for run in runs]
     return Profile(tuple(layers), tuple(boundaries), input_bytes, samples, str(at))
 
 
 def _samples(example: Any) -> int:
     rows: set[int] = set()
-    rebuilt(example, lambda x: rows.add(x.shape[0] if x.dim() else 0) if isinstance(x, Tensor) else None)
+    map_tree(example, lambda x: rows.add(x.shape[0] if x.dim() else 0) if isinstance(x, Tensor) else None)
     if len(rows) != 1 or 0 in rows:
         raise ConfigError(
             f"the example's tensors have {sorted(rows) or 'no'} rows",
@@ -119,7 +119,7 @@ def _samples(example: Any) -> int:
     return rows.pop()
 
 
-def _each(model: Model | Blueprint, device: torch.device) -> Iterator[tuple[str, nn.Module]]:
+def _materialised_blocks(model: Model | Blueprint, device: torch.device) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(model, Blueprint):
         for index, name in enumerate(model.names):
             yield name, model.build(index, index + 1, device)[0]
@@ -128,25 +128,25 @@ def _each(model: Model | Blueprint, device: torch.device) -> Iterator[tuple[str,
             yield name, copy.deepcopy(block).to(device)  # running statistics and gradients stay as they were
 
 
-def _cut_off(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _nbytes(tree: Any) -> int:
     found: list[int] = []
-    rebuilt(tree, lambda x: found.append(x.nbytes) if isinstance(x, Tensor) else None)
+    map_tree(tree, lambda x: found.append(x.nbytes) if isinstance(x, Tensor) else None)
     return sum(found)
 
 
 def _leaves(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    rebuilt(tree, lambda x: found.append(x) if isinstance(x, Tensor) else None)
+    map_tree(tree, lambda x: found.append(x) if isinstance(x, Tensor) else None)
     return found
 
 
-def _layer(name: str, block: nn.Module, runs: list[_Run], samples: int, spec: Spec) -> Layer:
+def _layer(name: str, block: nn.Module, runs: list[_BlockRun], samples: int, spec: TensorTreeSpec) -> Layer:
     (forward_s, before_s), (backward_s, after_s) = (
-        _line(samples, *(getattr(run, what) for run in runs)) for what in ("forward_s", "backward_s")
+        _fit_line(samples, *(getattr(run, what) for run in runs)) for what in ("forward_s", "backward_s")
     )
     parameters = list(block.parameters())
     fixed_bytes = min(max(0, 2 * runs[0].work_bytes - runs[1].work_bytes), runs[0].work_bytes)
@@ -165,14 +165,14 @@ def _layer(name: str, block: nn.Module, runs: list[_Run], samples: int, spec: Sp
     )
 
 
-def _line(samples: int, once_s: float, twice_s: float) -> tuple[float, float]:
+def _fit_line(samples: int, once_s: float, twice_s: float) -> tuple[float, float]:
     """(per sample, overhead), neither below 0, which agree with the measurement at `samples`."""
     overhead_s = min(max(0.0, 2 * once_s - twice_s), once_s)
     return (once_s - overhead_s) / samples, overhead_s
 
 
 @dataclass(slots=True)
-class _Run:
+class _BlockRun:
     """One block on one input: what came out, the best times, what autograd kept between them."""
 
     result: Any
@@ -184,14 +184,14 @@ class _Run:
     keeps_output: bool
 
 
-def _run(block: nn.Module, inputs: Any, at: torch.device, clock: Clock, repeats: int) -> _Run:
+def _time_block(block: nn.Module, inputs: Any, at: torch.device, clock: Clock, repeats: int) -> _BlockRun:
     def now_s() -> float:
         if at.type == "cuda":
             torch.cuda.synchronize(at)
         return clock()
 
-    fresh = _fresh_for(block, inputs)
-    run = _kept(block, fresh())
+    fresh = _fresh_inputs(block, inputs)
+    run = _measure_saved(block, fresh())
     for _ in range(max(1, repeats)):
         given = fresh()
         begun_s = now_s()
@@ -205,9 +205,9 @@ def _run(block: nn.Module, inputs: Any, at: torch.device, clock: Clock, repeats:
         run.backward_s = min(run.backward_s, now_s() - again_s)
         run.forward_s = min(run.forward_s, turned_s - begun_s)
     given = fresh()
-    with Meter() as meter:  # gradients of parameters are there already, as from the second micro-batch on
+    with TensorMemoryMeter() as meter:  # gradients of parameters are there already, as from the second micro-batch on
         _backward(block(given))
-    run.work_bytes = max(0, meter.most - run.kept_bytes) + _nbytes(given)
+    run.work_bytes = max(0, meter.peak_bytes - run.kept_bytes) + _nbytes(given)
     block.zero_grad(set_to_none=True)
     return run
 
@@ -218,14 +218,14 @@ def _backward(result: Any) -> None:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _fresh_for(block: nn.Module, inputs: Any) -> Callable[[], Any]:
+def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
     """Inputs for one run each; copies where the block overwrites what it gets, which leaves cannot bear."""
 
     def leaves() -> Any:
-        return rebuilt(inputs, _cut_off)
+        return map_tree(inputs, _detached)
 
     def copies() -> Any:
-        return rebuilt(leaves(), lambda x: x.clone() if isinstance(x, Tensor) else x)
+        return map_tree(leaves(), lambda x: x.clone() if isinstance(x, Tensor) else x)
 
     try:
         given = leaves()
@@ -238,22 +238,22 @@ def _fresh_for(block: nn.Module, inputs: Any) -> Callable[[], Any]:
         return copies
 
 
-def _kept(block: nn.Module, given: Any) -> _Run:
+def _measure_saved(block: nn.Module, given: Any) -> _BlockRun:
     """One forward, with a look at what autograd keeps while it is kept."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        saved[_place(tensor)] = tensor.untyped_storage().nbytes()
+        saved[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         result = block(given)
-    own = {_place(tensor) for tensor in (*block.parameters(), *block.buffers())}
-    entered, left = ({_place(leaf) for leaf in _leaves(tree)} for tree in (given, result))
+    own = {_storage_key(tensor) for tensor in (*block.parameters(), *block.buffers())}
+    entered, left = ({_storage_key(leaf) for leaf in _leaves(tree)} for tree in (given, result))
     kept_bytes = sum(nbytes for place, nbytes in saved.items() if place not in own | entered)
     keeps = [bool(places & set(saved)) for places in (entered, left - entered)]
-    return _Run(result, math.inf, math.inf, kept_bytes, 0, *keeps)
+    return _BlockRun(result, math.inf, math.inf, kept_bytes, 0, *keeps)
 
 
-def _place(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

@@ -18,22 +18,22 @@ from contextlib import contextmanager
 
 import torch
 
-_ONE_AT_A_TIME = threading.RLock()
+_GENERATORS_LOCK = threading.RLock()
 
 
-def _mixed(*numbers: int) -> int:
+def _hash_seed(*numbers: int) -> int:
     packed = struct.pack(f"<{len(numbers)}q", *numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-def seed_of_step(seed: int, step: int, replica: int = 0) -> int:
+def derive_step_seed(seed: int, step: int, replica: int = 0) -> int:
     """Of one step of one replica, for `Runner.run`; 0 <= seed < 2**63.  A repeated attempt has the same."""
-    return _mixed(seed, step, replica)
+    return _hash_seed(seed, step, replica)
 
 
-def seed_of_layer(step_seed: int, micro_batch: int, layer: int) -> int:
+def derive_layer_seed(step_seed: int, micro_batch: int, layer: int) -> int:
     """What the generators are seeded with before this layer; `layer` counts from the model's first."""
-    return _mixed(step_seed, micro_batch, layer)
+    return _hash_seed(step_seed, micro_batch, layer)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -47,7 +47,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 @contextmanager
 def borrowed_generators(device: torch.device) -> Iterator[None]:
     """Nobody else draws meanwhile who also asks here, and the generators' states are put back."""
-    with _ONE_AT_A_TIME:
+    with _GENERATORS_LOCK:
         host = torch.get_rng_state()
         there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         try:

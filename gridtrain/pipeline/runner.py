@@ -20,23 +20,23 @@ from typing import Any, Protocol
 import torch
 
 from gridtrain.errors import ConfigError, LineBroken, RemoteProtocolError
-from gridtrain.pipeline.checks import Verdict, blamed, judged
+from gridtrain.pipeline.checks import FaultOrigin, find_fault_origin, sender_fault
 from gridtrain.pipeline.stage import Stage
-from gridtrain.pipeline.trees import Spec, split
+from gridtrain.pipeline.trees import TensorTreeSpec, split_batch
 from gridtrain.protocol import schedule as plan
 from gridtrain.protocol.messages import Channel
 
 log = logging.getLogger("gridtrain")
 
-Buffers = Sequence[memoryview]
-Planner = Callable[[int, int], plan.Schedule]
+PayloadBuffers = Sequence[memoryview]
+ScheduleFactory = Callable[[int, int], plan.Schedule]
 
 
-WAITED_S = 0.0005
+MIN_WAIT_S = 0.0005
 """Whoever gets a payload in less time has not waited for it."""
 
 
-class Line(Protocol):
+class StageLink(Protocol):
     """What connects one stage with the other stages of its pipeline, for one attempt at one step.
 
     A stage is named by its number (`protocol.seats`: the pipeline of one replica).  A payload is what one
@@ -44,7 +44,7 @@ class Line(Protocol):
     `protocol.schedule.Payload`.  A payload of another attempt must never come out of `receive`.
     """
 
-    def send(self, stage: int, channel: Channel, buffers: Buffers) -> None:
+    def send(self, stage: int, channel: Channel, buffers: PayloadBuffers) -> None:
         """Hand over a payload; returns without waiting for the receiver or the network.
 
         The buffers are contiguous, of format "B", and stay as they are until the line is dropped; the line
@@ -56,7 +56,7 @@ class Line(Protocol):
         """
         ...
 
-    def receive(self, stage: int, channel: Channel) -> Buffers:
+    def receive(self, stage: int, channel: Channel) -> PayloadBuffers:
         """The payload that `stage` sent to this stage on `channel`; waits until it is there.
 
         The buffers' memory lives as long as the caller holds them, and the caller does not write to it.
@@ -78,7 +78,7 @@ class Line(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepResult:
     """Of one step of one stage.
 
     Attributes:
@@ -97,10 +97,10 @@ class Outcome:
     sent_bytes: int
     forward_s: float
     backward_s: float
-    turn_s: float = 0.0
+    round_trip_s: float = 0.0
 
 
-class Runner:
+class StageExecutor:
     """Runs the steps of one stage.
 
     Args:
@@ -114,7 +114,7 @@ class Runner:
     """
 
     def __init__(
-        self, stage: Stage, number: int, stages: int, *, schedule: Planner = plan.one_forward_one_backward
+        self, stage: Stage, number: int, stages: int, *, schedule: ScheduleFactory = plan.one_forward_one_backward
     ) -> None:
         if (number == stages - 1) is not (stage.output is None) or (number == 0) is not (stage.input is None):
             raise ConfigError(
@@ -129,24 +129,24 @@ class Runner:
             )
         self.stage, self.number, self.stages = stage, number, stages
         self._schedule = schedule
-        self._planned: dict[int, plan.Schedule] = {}
+        self._cached_schedules: dict[int, plan.Schedule] = {}
 
-    def planned(self, micro_batches: int) -> plan.Schedule:
+    def schedule_for(self, micro_batches: int) -> plan.Schedule:
         """The schedule; it is the same in nearly all steps."""
-        if micro_batches not in self._planned:
-            self._planned = {micro_batches: self._schedule(self.stages, micro_batches)}
-        return self._planned[micro_batches]
+        if micro_batches not in self._cached_schedules:
+            self._cached_schedules = {micro_batches: self._schedule(self.stages, micro_batches)}
+        return self._cached_schedules[micro_batches]
 
     def run(
         self,
-        line: Line,
+        line: StageLink,
         *,
         seed: int,
         sizes: Sequence[int],
         inputs: Any = None,
         targets: Any = None,
         loss_scale: float = 1.0,
-    ) -> Outcome:
+    ) -> StepResult:
         """Forward and backward of one mini-batch; afterwards the gradients are in `parameter.grad`.
 
         Args:
@@ -172,7 +172,7 @@ class Runner:
                 loss_scale=loss_scale,
             )
             with torch.enable_grad():
-                return _Step(self, line, sizes, inputs).run()
+                return _StepExecution(self, line, sizes, inputs).run()
         except LineBroken as broken:
             self.stage.abort()
             line.abort(broken.reason)
@@ -183,31 +183,31 @@ class Runner:
             raise
 
 
-class _Step:
+class _StepExecution:
     """The state of one `run`: what the clock showed and what was sent."""
 
-    def __init__(self, runner: Runner, line: Line, sizes: Sequence[int], inputs: Any = None) -> None:
+    def __init__(self, runner: StageExecutor, line: StageLink, sizes: Sequence[int], inputs: Any = None) -> None:
         self._inputs = inputs  # to look at where something goes wrong
         self._stage, self._number, self._line = runner.stage, runner.number, line
         self._sizes = tuple(sizes)
-        schedule = runner.planned(len(self._sizes))
+        schedule = runner.schedule_for(len(self._sizes))
         self._actions = schedule.actions[runner.number]
         self._last = runner.number == runner.stages - 1
-        self._spent_s = {plan.Kind.FORWARD: 0.0, plan.Kind.BACKWARD: 0.0}
+        self._spent_s = {plan.ActionKind.FORWARD: 0.0, plan.ActionKind.BACKWARD: 0.0}
         self._waited_s, self._sent_bytes = 0.0, 0
         self._left_s = self._turn_s = 0.0
 
-    def run(self) -> Outcome:
+    def run(self) -> StepResult:
         for position, action in enumerate(self._actions):
-            if action.kind is plan.Kind.FORWARD:
-                self._forward(action.micro_batch, self._at_once(position))
+            if action.kind is plan.ActionKind.FORWARD:
+                self._forward(action.micro_batch, self._backward_follows(position))
             else:
                 self._backward(action.micro_batch)
         self._sum_tied_gradients()
         self._stage.finish()
         count = max(1, len(self._sizes))
-        forward_s, backward_s = self._spent_s[plan.Kind.FORWARD], self._spent_s[plan.Kind.BACKWARD]
-        return Outcome(
+        forward_s, backward_s = self._spent_s[plan.ActionKind.FORWARD], self._spent_s[plan.ActionKind.BACKWARD]
+        return StepResult(
             self._stage.loss,
             forward_s + backward_s,
             self._waited_s,
@@ -217,53 +217,53 @@ class _Step:
             self._turn_s,
         )
 
-    def _at_once(self, position: int) -> bool:
+    def _backward_follows(self, position: int) -> bool:
         """Whether the backward follows with nothing between: then nothing is to be computed anew."""
         following = self._actions[position + 1 : position + 2]
-        return following == (plan.Action(plan.Kind.BACKWARD, self._actions[position].micro_batch),)
+        return following == (plan.Action(plan.ActionKind.BACKWARD, self._actions[position].micro_batch),)
 
     def _forward(self, m: int, backward_follows: bool) -> None:
         samples, received = self._sizes[m], None
         if self._stage.input is not None:
-            received = self._receive(self._number - 1, plan.activations(m), self._stage.input, samples)
+            received = self._receive(self._number - 1, plan.activations_channel(m), self._stage.input, samples)
         begun_s = time.perf_counter()
         try:
             sent = self._stage.forward(m, received, backward_follows=backward_follows)
         except Exception as error:  # a user's code may raise anything
-            sent = self._without(m, received, error)
-        self._spent_s[plan.Kind.FORWARD] += time.perf_counter() - begun_s
+            sent = self._substitute_output(m, received, error)
+        self._spent_s[plan.ActionKind.FORWARD] += time.perf_counter() - begun_s
         if self._stage.output is not None:
             if m == 0:
                 self._left_s = time.perf_counter()
-            self._send(self._number + 1, plan.activations(m), self._stage.output.encode(sent, samples))
+            self._send(self._number + 1, plan.activations_channel(m), self._stage.output.encode(sent, samples))
 
     def _backward(self, m: int) -> None:
         samples, received = self._sizes[m], None
         if self._stage.output is not None:
             agreed, asked_s = self._stage.output.gradients, time.perf_counter()
-            received = self._receive(self._number + 1, plan.gradients(m), agreed, samples)
-            if m == 0 and (now_s := time.perf_counter()) - asked_s > WAITED_S:
+            received = self._receive(self._number + 1, plan.gradients_channel(m), agreed, samples)
+            if m == 0 and (now_s := time.perf_counter()) - asked_s > MIN_WAIT_S:
                 self._turn_s = now_s - self._left_s
         begun_s = time.perf_counter()
         sent = self._stage.backward(m, received)
-        self._spent_s[plan.Kind.BACKWARD] += time.perf_counter() - begun_s
+        self._spent_s[plan.ActionKind.BACKWARD] += time.perf_counter() - begun_s
         if self._stage.input is not None:
-            self._send(self._number - 1, plan.gradients(m), self._stage.input.gradients.encode(sent, samples))
+            self._send(self._number - 1, plan.gradients_channel(m), self._stage.input.gradients.encode(sent, samples))
 
-    def _without(self, m: int, received: Any, error: Exception) -> Any:
+    def _substitute_output(self, m: int, received: Any, error: Exception) -> Any:
         """What goes on instead of an output that could not be computed; raises what the step ends with."""
         source, agreed, samples = self._number - 1, self._stage.input, self._sizes[m]
-        own = split(self._inputs, self._sizes)[m]
-        verdict, found = judged(
-            error, agreed, received, samples, own, lambda other: self._stage.fails(m, other)
+        own = split_batch(self._inputs, self._sizes)[m]
+        verdict, found = find_fault_origin(
+            error, agreed, received, samples, own, lambda other: self._stage.forward_fails(m, other)
         )
-        if verdict is Verdict.OWN:
+        if verdict is FaultOrigin.OWN:
             raise error
         text = "stage %d cannot compute with what stage %d sent, %s: %s"
         log.warning(text, self._number, source, found, f"{type(error).__name__}: {error}", exc_info=error)
-        if verdict is Verdict.SENDER:
-            raise blamed(source, found, error) from error
-        return self._stage.overflowed(m, received)
+        if verdict is FaultOrigin.SENDER:
+            raise sender_fault(source, found, error) from error
+        return self._stage.substitute_forward(m, received)
 
     def _sum_tied_gradients(self) -> None:
         """Each holder tells all others its part; all add them up in the order of the stages."""
@@ -273,28 +273,28 @@ class _Step:
         for tied, gradient in own.items():
             for other in tied.stages:
                 if other != self._number:
-                    self._send(other, plan.tied_gradients(tied.index), tied.spec.encode(gradient, 1))
+                    self._send(other, plan.tied_gradients_channel(tied.index), tied.spec.encode(gradient, 1))
         for tied, gradient in own.items():
             parts = {
                 other: gradient
                 if other == self._number
-                else self._receive(other, plan.tied_gradients(tied.index), tied.spec, 1)
+                else self._receive(other, plan.tied_gradients_channel(tied.index), tied.spec, 1)
                 for other in tied.stages
             }
             self._stage.sum_tied(tied, parts)
 
-    def _send(self, to: int, channel: Channel, buffers: Buffers) -> None:
+    def _send(self, to: int, channel: Channel, buffers: PayloadBuffers) -> None:
         self._sent_bytes += sum(buffer.nbytes for buffer in buffers)
         self._line.send(to, channel, buffers)
 
-    def _receive(self, source: int, channel: Channel, agreed: Spec, samples: int) -> Any:
+    def _receive(self, source: int, channel: Channel, agreed: TensorTreeSpec, samples: int) -> Any:
         begun_s = time.perf_counter()
         buffers = self._line.receive(source, channel)
         self._waited_s += time.perf_counter() - begun_s
-        return _decoded(buffers, source, agreed, samples, self._stage.device)
+        return _decode_payload(buffers, source, agreed, samples, self._stage.device)
 
 
-def _decoded(buffers: Buffers, source: int, agreed: Spec, samples: int, device: torch.device) -> Any:
+def _decode_payload(buffers: PayloadBuffers, source: int, agreed: TensorTreeSpec, samples: int, device: torch.device) -> Any:
     try:
         return agreed.decode(buffers, samples, device)
     except RemoteProtocolError as error:
@@ -305,7 +305,7 @@ def _decoded(buffers: Buffers, source: int, agreed: Spec, samples: int, device: 
         ) from error
 
 
-def share_tied_parameters(stage: Stage, number: int, line: Line) -> None:
+def share_tied_parameters(stage: Stage, number: int, line: StageLink) -> None:
     """After an update: the lowest stage's copy of every tied parameter replaces the others', bit for bit.
 
     Needed where the update of a parameter depends on more than its own gradient, so that two stages' copies
@@ -320,12 +320,12 @@ def share_tied_parameters(stage: Stage, number: int, line: Line) -> None:
             for other in tied.stages[1:]:
                 # a copy: the next update may come while the line still holds it
                 value = tied.spec.encode(tied.parameter.detach().clone(), 1)
-                line.send(other, plan.tied_parameters(tied.index), value)
+                line.send(other, plan.tied_parameters_channel(tied.index), value)
     for tied in stage.tied:
         if number != tied.stages[0]:
             owner = tied.stages[0]
-            buffers = line.receive(owner, plan.tied_parameters(tied.index))
-            value = _decoded(buffers, owner, tied.spec, 1, stage.device)
+            buffers = line.receive(owner, plan.tied_parameters_channel(tied.index))
+            value = _decode_payload(buffers, owner, tied.spec, 1, stage.device)
             if not bool(torch.isfinite(value).all()):  # it counts at once: no vote is about it
                 raise LineBroken(f"stage {owner} sent a tied parameter that is not finite", owner)
             stage.replace_tied(tied, value)

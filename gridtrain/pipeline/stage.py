@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.pipeline import randomness
-from gridtrain.pipeline.statistics import MiniBatchStatistics, MovingBuffers
-from gridtrain.pipeline.trees import Leaf, Spec, rebuilt, split
+from gridtrain.pipeline.statistics import MiniBatchStatistics, MutatedBuffers
+from gridtrain.pipeline.trees import Leaf, TensorTreeSpec, map_tree, split_batch
 
-Loss = Callable[[Any, Any], Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Tied:
+class TiedParameter:
     """One parameter that several stages hold a copy of.
 
     Attributes:
@@ -45,18 +45,18 @@ class Tied:
     parameter: nn.Parameter
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> TensorTreeSpec:
         """Of the parameter and of its gradient: exactly, whatever is chosen for activations."""
-        return Spec(Leaf(self.parameter.dtype, tuple(self.parameter.shape)))
+        return TensorTreeSpec(Leaf(self.parameter.dtype, tuple(self.parameter.shape)))
 
 
 @dataclass(slots=True)
-class _Kept:
+class _MicroBatchState:
     """Of a micro-batch between its forward and its backward; `result` None: to be computed anew."""
 
     received: Any
     result: Any
-    overflowed: bool = False
+    has_overflowed: bool = False
 
 
 class Stage:
@@ -81,11 +81,11 @@ class Stage:
         self,
         layers: Sequence[nn.Module],
         *,
-        input: Spec | None = None,
-        output: Spec | None = None,
-        loss: Loss | None = None,
+        input: TensorTreeSpec | None = None,
+        output: TensorTreeSpec | None = None,
+        loss: LossFunction | None = None,
         first_layer: int = 0,
-        tied: Sequence[Tied] = (),
+        tied: Sequence[TiedParameter] = (),
         rematerialise: bool = True,
         deterministic: bool = False,
         device: torch.device | None = None,
@@ -103,18 +103,18 @@ class Stage:
         self.parameters = list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
         self.device = device or (self.parameters[0].device if self.parameters else torch.device("cpu"))
         self._statistics = MiniBatchStatistics(self.layers)
-        self._buffers = MovingBuffers(self.layers)
-        self._before: list[Tensor | None] | None = None
-        self._forget()
+        self._buffers = MutatedBuffers(self.layers)
+        self._gradients_before: list[Tensor | None] | None = None
+        self._clear_mini_batch()
 
-    def _forget(self) -> None:
-        self._kept: dict[int, _Kept] = {}
+    def _clear_mini_batch(self) -> None:
+        self._kept: dict[int, _MicroBatchState] = {}
         self._losses: list[Tensor] = []
         self._inputs: list[Any] = []
         self._targets: list[Any] = []
 
     @property
-    def kept(self) -> int:
+    def in_flight(self) -> int:
         """How many micro-batches are between their forward and their backward."""
         return len(self._kept)
 
@@ -142,16 +142,16 @@ class Stage:
         self.abort()
         self._sizes, self._scale = tuple(sizes), loss_scale
         self._weights = [size / sum(sizes) for size in sizes]
-        self._seeds = [] if self._deterministic else [self._seeds_of(seed, m) for m in range(len(sizes))]
-        self._inputs = [self._here(part) for part in split(inputs, sizes)] if self.input is None else []
-        self._targets = [self._here(part) for part in split(targets, sizes)] if self.output is None else []
+        self._seeds = [] if self._deterministic else [self._layer_seeds(seed, m) for m in range(len(sizes))]
+        self._inputs = [self._to_device(part) for part in split_batch(inputs, sizes)] if self.input is None else []
+        self._targets = [self._to_device(part) for part in split_batch(targets, sizes)] if self.output is None else []
         self.loss = None
-        self._before = [parameter.grad for parameter in self.parameters]
+        self._gradients_before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _here(self, tree: Any) -> Any:
-        return rebuilt(tree, lambda value: value.to(self.device) if isinstance(value, Tensor) else value)
+    def _to_device(self, tree: Any) -> Any:
+        return map_tree(tree, lambda value: value.to(self.device) if isinstance(value, Tensor) else value)
 
     def forward(self, m: int, received: Any = None, *, backward_follows: bool = False) -> Any:
         """Micro-batch m; returns what goes to the next stage, None on the last one.
@@ -167,21 +167,21 @@ class Stage:
         if m in self._kept:
             raise LocalProtocolError(f"micro-batch {m} has had its forward already")
         received = self._inputs[m] if self.input is None else self._leaves(received, m)
-        anew, versions = self._rematerialise and not backward_follows, _versions(received)
+        anew, versions = self._rematerialise and not backward_follows, _tensor_versions(received)
         with torch.no_grad() if anew else nullcontext():
             result = self._compute(m, received, first_time=True)
-        if _versions(received) != versions:
+        if _tensor_versions(received) != versions:
             raise ConfigError(
                 "a layer at the start of this stage overwrote its input, which is needed once more",
                 remedy="inplace=False for this layer",
             )
-        self._kept[m] = _Kept(received, None if anew else result)
+        self._kept[m] = _MicroBatchState(received, None if anew else result)
         if self.output is None:
             self._losses.append(result.detach())
             return None
-        return self.output.replaced(result, lambda leaf, value: _plain(value))
+        return self.output.map_leaves(result, lambda leaf, value: _without_subclass(value))
 
-    def fails(self, m: int, received: Any) -> bool:
+    def forward_fails(self, m: int, received: Any) -> bool:
         """Whether the forward of micro-batch m raises something with these values; changes nothing."""
         try:
             with torch.no_grad():
@@ -190,12 +190,12 @@ class Stage:
             return True
         return False
 
-    def overflowed(self, m: int, received: Any) -> Any:
+    def substitute_forward(self, m: int, received: Any) -> Any:
         """In the place of a forward that cannot be computed, as `received` is not finite: nor is anything
         that follows from it, here and in other stages, and the step is skipped."""
-        self._kept[m] = _Kept(self._leaves(received, m), None, overflowed=True)
+        self._kept[m] = _MicroBatchState(self._leaves(received, m), None, has_overflowed=True)
         if self.output is not None:
-            return self.output.overflowed(self._sizes[m], self.device)
+            return self.output.nan_tree(self._sizes[m], self.device)
         self._losses.append(torch.full((), torch.nan, device=self.device))
         return None
 
@@ -204,27 +204,27 @@ class Stage:
         assert self.input is not None
 
         def leaf_of(leaf: Leaf, value: Any) -> Any:
-            return value.detach().requires_grad_() if leaf.gradient else value
+            return value.detach().requires_grad_() if leaf.has_gradient else value
 
         self.input.values(received, self._sizes[m])
-        return self.input.replaced(received, leaf_of)
+        return self.input.map_leaves(received, leaf_of)
 
     def _compute(self, m: int, x: Any, *, first_time: bool) -> Any:
         """The layers; on the last stage the loss, already weighted by the micro-batch's samples."""
         if self.input is not None:  # copies of leaves: a first layer may overwrite them (ReLU(inplace=True))
-            x = self.input.replaced(x, lambda leaf, value: value.clone() if leaf.gradient else value)
-        again = nullcontext() if first_time else self._buffers.as_before(m)
-        with self._drawing(), self._statistics.forward(first_time=first_time), again:
+            x = self.input.map_leaves(x, lambda leaf, value: value.clone() if leaf.has_gradient else value)
+        again = nullcontext() if first_time else self._buffers.restore_during(m)
+        with self._generator_scope(), self._statistics.forward(first_time=first_time), again:
             for i, layer in enumerate(self.layers):
                 self._seed_layer(m, i)
-                with self._buffers.watched(i, m) if first_time else nullcontext():
+                with self._buffers.observe(i, m) if first_time else nullcontext():
                     x = layer(x)
             if self._loss is None:
                 assert self.output is not None
                 self.output.values(x, self._sizes[m])
                 return x
             self._seed_layer(m, len(self.layers))
-            loss = self._loss_of(x, rebuilt(self._targets[m], _copied))  # a loss may overwrite its targets
+            loss = self._loss_of(x, map_tree(self._targets[m], _copy_tensors))  # a loss may overwrite its targets
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise ConfigError(
                 f"the loss is {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}",
@@ -253,14 +253,14 @@ class Stage:
                 remedy="loss = pipe.step(inputs, targets), on all workers",
             ) from error
 
-    def _drawing(self) -> AbstractContextManager[None]:
+    def _generator_scope(self) -> AbstractContextManager[None]:
         """Around layers that may draw: one stage of a process at a time."""
         return nullcontext() if self._deterministic else randomness.borrowed_generators(self.device)
 
-    def _seeds_of(self, seed: int, m: int) -> list[int]:
+    def _layer_seeds(self, seed: int, m: int) -> list[int]:
         """Of each layer for micro-batch m, and of the loss."""
         count = len(self.layers) + (self._loss is not None)
-        return [randomness.seed_of_layer(seed, m, self._first_layer + i) for i in range(count)]
+        return [randomness.derive_layer_seed(seed, m, self._first_layer + i) for i in range(count)]
 
     def _seed_layer(self, m: int, i: int) -> None:
         if not self._deterministic:
@@ -279,12 +279,12 @@ class Stage:
         if m not in self._kept:
             raise LocalProtocolError(f"the backward of micro-batch {m} comes before its forward")
         kept = self._kept.pop(m)
-        if kept.overflowed:
+        if kept.has_overflowed:
             assert self.input is not None
             for parameter in self.parameters:
                 if parameter.requires_grad:
                     parameter.grad = torch.full_like(parameter, torch.nan)
-            nothing: tuple[Tensor, ...] = self.input.gradients.overflowed(self._sizes[m], self.device)
+            nothing: tuple[Tensor, ...] = self.input.gradients.nan_tree(self._sizes[m], self.device)
             return nothing
         result = self._compute(m, kept.received, first_time=False) if kept.result is None else kept.result
         if self.output is None:
@@ -299,13 +299,13 @@ class Stage:
         leaves = self.input.tensors(kept.received, self._sizes[m])
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
 
-    def tied_gradient(self, tied: Tied) -> Tensor:
+    def tied_gradient(self, tied: TiedParameter) -> Tensor:
         """This stage's own part, in its own memory; zeros where there is none."""
         gradient = tied.parameter.grad
         return torch.zeros_like(tied.parameter) if gradient is None else gradient
 
     @torch.no_grad()
-    def sum_tied(self, tied: Tied, parts: Mapping[int, Tensor]) -> None:
+    def sum_tied(self, tied: TiedParameter, parts: Mapping[int, Tensor]) -> None:
         """`parameter.grad` becomes the sum of all stages' parts, in the order of the stages everywhere."""
         total = parts[tied.stages[0]]
         for stage in tied.stages[1:]:
@@ -313,23 +313,23 @@ class Stage:
         tied.parameter.grad = total
 
     @torch.no_grad()
-    def replace_tied(self, tied: Tied, value: Tensor) -> None:
+    def replace_tied(self, tied: TiedParameter, value: Tensor) -> None:
         """Take over another stage's copy."""
         tied.parameter.copy_(value)
 
     def finish(self) -> None:
         """All micro-batches are done: gradients that were there before are added, `loss` is the mean."""
-        if self._kept or self._before is None:
+        if self._kept or self._gradients_before is None:
             raise LocalProtocolError(
                 f"a mini-batch ends with {len(self._kept)} micro-batches without backward"
             )
-        for parameter, before in zip(self.parameters, self._before, strict=True):
+        for parameter, before in zip(self.parameters, self._gradients_before, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         if self._losses:
             self.loss = float(torch.stack(self._losses).double().sum())
-        self._before = None
-        self._forget()
+        self._gradients_before = None
+        self._clear_mini_batch()
 
     def commit(self) -> None:
         """The step went through: batch norms' running statistics move by one mini-batch."""
@@ -339,25 +339,25 @@ class Stage:
     def abort(self) -> None:
         """Drop a mini-batch that is not committed: buffers are as they were before `begin`, and if it is not
         finished either, so are gradients."""
-        if self._before is not None:
-            for parameter, before in zip(self.parameters, self._before, strict=True):
+        if self._gradients_before is not None:
+            for parameter, before in zip(self.parameters, self._gradients_before, strict=True):
                 parameter.grad = before
-        self._before = None
-        self._statistics.drop()
-        self._buffers.drop()
-        self._forget()
+        self._gradients_before = None
+        self._statistics.discard()
+        self._buffers.discard()
+        self._clear_mini_batch()
 
 
-def _copied(value: Any) -> Any:
+def _copy_tensors(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _plain(value: Any) -> Any:
+def _without_subclass(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _versions(tree: Any) -> list[int]:
+def _tensor_versions(tree: Any) -> list[int]:
     """How often each tensor in a nest has been written to."""
     found: list[int] = []
-    rebuilt(tree, lambda value: found.append(value._version) if isinstance(value, Tensor) else None)
+    map_tree(tree, lambda value: found.append(value._version) if isinstance(value, Tensor) else None)
     return found

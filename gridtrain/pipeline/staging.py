@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.building import Blueprint
 from gridtrain.pipeline.randomness import borrowed_generators
-from gridtrain.pipeline.stage import Tied
-from gridtrain.protocol.bottleneck import bottleneck
+from gridtrain.pipeline.stage import TiedParameter
+from gridtrain.protocol.bottleneck import bottleneck_cuts
 
 
 class StageModule(nn.Module):
@@ -45,7 +45,7 @@ class StageModule(nn.Module):
         return x
 
 
-class Staging:
+class ModelStages:
     """A model and its stages, equal on all workers.
 
     Args:
@@ -63,8 +63,8 @@ class Staging:
     def __init__(
         self, blueprint: Blueprint, stages: int, *, cuts: Sequence[int] | None, device: torch.device
     ) -> None:
-        self.blueprint, self.stages, self.device, self.chosen = blueprint, stages, device, cuts is not None
-        self.cuts = tuple(cuts) if cuts is not None else _even(blueprint, stages)
+        self.blueprint, self.stages, self.device, self.has_explicit_cuts = blueprint, stages, device, cuts is not None
+        self.cuts = tuple(cuts) if cuts is not None else _even_cuts(blueprint, stages)
         self.whole = StageModule(blueprint.blocks, blueprint.names)
         ends = self.cuts[:1] + self.cuts[-1:]
         ascending = all(a < b for a, b in pairwise(self.cuts))
@@ -81,11 +81,11 @@ class Staging:
                     remedy="cut elsewhere, or into fewer stages",
                 )
 
-    def at(self, cuts: Sequence[int]) -> Staging:
+    def with_cuts(self, cuts: Sequence[int]) -> ModelStages:
         """The same model, cut otherwise.  Raises `ConfigError` as the constructor does."""
         if tuple(cuts) == self.cuts:
             return self
-        return Staging(self.blueprint, len(cuts) - 1, cuts=cuts, device=self.device)
+        return ModelStages(self.blueprint, len(cuts) - 1, cuts=cuts, device=self.device)
 
     @property
     def tied_names(self) -> list[frozenset[str]]:
@@ -93,7 +93,7 @@ class Staging:
         names = self.blueprint.names
         return [frozenset(f"{names[b]}.{name}" for b, name in tied.places) for tied in self.blueprint.tied]
 
-    def bounds(self, stage: int) -> tuple[int, int]:
+    def block_range(self, stage: int) -> tuple[int, int]:
         """Its first block, and the one after its last."""
         return self.cuts[stage], self.cuts[stage + 1]
 
@@ -101,36 +101,36 @@ class Staging:
         """For comparison and for people."""
         return f"{self.stages} stages cut at {list(self.cuts)}"
 
-    def names(self, stage: int) -> list[str]:
+    def tensor_names(self, stage: int) -> list[str]:
         """Of all tensors in the state_dict of a stage."""
-        start, stop = self.bounds(stage)
+        start, stop = self.block_range(stage)
         module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
         return [name for name, value in module.state_dict().items() if isinstance(value, Tensor)]
 
-    def elements(self, start: int, stop: int) -> int:
+    def gradient_elements(self, start: int, stop: int) -> int:
         """Of the flat gradient of these blocks."""
         module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
         return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
-    def build(self, stage: int) -> tuple[StageModule, list[Tied]]:
+    def build(self, stage: int) -> tuple[StageModule, list[TiedParameter]]:
         """A stage with its initial values, and the parameters that other stages hold as well."""
-        start, stop = self.bounds(stage)
+        start, stop = self.block_range(stage)
         with borrowed_generators(self.device):
             blocks = self.blueprint.build(start, stop, self.device)
         module = StageModule(blocks, self.blueprint.names[start:stop])
         return module, self.blueprint.tied_in(stage, self.cuts, blocks)
 
-    def tied_with(self, stage: int) -> frozenset[int]:
+    def stages_tied_to(self, stage: int) -> frozenset[int]:
         """Stages that hold a parameter which this one holds as well."""
         holders = (tied.stages(self.cuts) for tied in self.blueprint.tied)
         return frozenset(other for stages in holders if stage in stages for other in stages) - {stage}
 
     def _blocks(self, stage: int) -> Sequence[nn.Module]:
-        start, stop = self.bounds(stage)
+        start, stop = self.block_range(stage)
         return self.blueprint.blocks[start:stop]
 
 
-def _even(blueprint: Blueprint, stages: int) -> tuple[int, ...]:
+def _even_cuts(blueprint: Blueprint, stages: int) -> tuple[int, ...]:
     nbytes = blueprint.parameter_bytes
     trains = [any(p.requires_grad for p in block.parameters()) for block in blueprint.blocks]
 
@@ -140,7 +140,7 @@ def _even(blueprint: Blueprint, stages: int) -> tuple[int, ...]:
     def least(stage: int, start: int, stop: int) -> float:
         return float(sum(nbytes[start:stop]))
 
-    cuts, _ = bottleneck(len(blueprint), stages, cost, least)
+    cuts, _ = bottleneck_cuts(len(blueprint), stages, cost, least)
     if cuts is None:
         raise ConfigError(
             f"{len(blueprint)} blocks, of which {sum(trains)} are trained, for {stages} stages",

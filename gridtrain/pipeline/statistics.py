@@ -32,14 +32,14 @@ from gridtrain.errors import ConfigError
 
 
 @dataclass
-class _Sums:
+class _Moments:
     """Of one layer: how many values, their mean and squared deviations, each (C,)."""
 
     count: int
     mean_C: Tensor
     deviations_C: Tensor
 
-    def add(self, other: _Sums) -> None:
+    def add(self, other: _Moments) -> None:
         total = self.count + other.count
         apart_C = other.mean_C - self.mean_C
         self.mean_C = self.mean_C + apart_C * (other.count / total)
@@ -60,7 +60,7 @@ class MiniBatchStatistics:
                 remedy="use BatchNorm1d, 2d or 3d; replicas average their running statistics every few steps",
             )
         self._norms = [m for m in found if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        self._sums: dict[_BatchNorm, _Sums] = {}
+        self._sums: dict[_BatchNorm, _Moments] = {}
 
     def _before(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         assert isinstance(norm, _BatchNorm)
@@ -68,7 +68,7 @@ class MiniBatchStatistics:
             (inputs[0] if inputs else named["input"]).detach().float().transpose(0, 1).flatten(1)
         )  # (C, count)
         mean_C = values.mean(dim=1)
-        found = _Sums(values.shape[1], mean_C, (values - mean_C[:, None]).square().sum(dim=1))
+        found = _Moments(values.shape[1], mean_C, (values - mean_C[:, None]).square().sum(dim=1))
         if norm in self._sums:
             self._sums[norm].add(found)
         else:
@@ -76,10 +76,10 @@ class MiniBatchStatistics:
 
     def forward(self, *, first_time: bool) -> AbstractContextManager[None]:
         """Around a micro-batch's forward; only the first time it is looked at, not when computed anew."""
-        return self._watched(first_time) if self._norms else nullcontext()
+        return self._observed(first_time) if self._norms else nullcontext()
 
     @contextmanager
-    def _watched(self, first_time: bool) -> Iterator[None]:
+    def _observed(self, first_time: bool) -> Iterator[None]:
         training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
         hooks = [
             norm.register_forward_pre_hook(self._before, with_kwargs=True) for norm in training if first_time
@@ -94,7 +94,7 @@ class MiniBatchStatistics:
             for norm in training:
                 norm.track_running_stats = True
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         self._sums.clear()
 
     @torch.no_grad()
@@ -114,11 +114,11 @@ class MiniBatchStatistics:
         self._sums.clear()
 
 
-_Place = tuple[nn.Module, str]
+_BufferLocation = tuple[nn.Module, str]
 """A buffer, by the module that owns it: a forward may put another tensor there."""
 
 
-class MovingBuffers:
+class MutatedBuffers:
     """Of some layers, but for what `MiniBatchStatistics` looks after.
 
     Which buffers move is found out: the first time that a layer runs all of its buffers are copied, later
@@ -126,27 +126,27 @@ class MovingBuffers:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        known: set[_Place] = set()
-        self._places: list[list[_Place]] = []
+        known: set[_BufferLocation] = set()
+        self._locations: list[list[_BufferLocation]] = []
         for layer in layers:
             owners = [m for m in layer.modules() if not isinstance(m, _BatchNorm)]
             places = dict.fromkeys((module, name) for module in owners for name in module._buffers)
-            self._places.append([place for place in places if place not in known])
+            self._locations.append([place for place in places if place not in known])
             known |= set(places)
-        self._ran = [False] * len(layers)
-        self._moving: set[_Place] = set()
-        self._at_begin: dict[_Place, tuple[Tensor | None, Tensor | None]] = {}  # the tensor, its value
-        self._before: dict[int, dict[_Place, Tensor | None]] = {}  # by micro-batch
+        self._observed_layers = [False] * len(layers)
+        self._mutated: set[_BufferLocation] = set()
+        self._at_begin: dict[_BufferLocation, tuple[Tensor | None, Tensor | None]] = {}  # the tensor, its value
+        self._before: dict[int, dict[_BufferLocation, Tensor | None]] = {}  # by micro-batch
 
-    def watched(self, layer: int, m: int) -> AbstractContextManager[None]:
+    def observe(self, layer: int, m: int) -> AbstractContextManager[None]:
         """Around the first forward of a layer with a micro-batch."""
-        return self._watched(layer, m) if self._places[layer] else nullcontext()
+        return self._observed(layer, m) if self._locations[layer] else nullcontext()
 
     @contextmanager
-    def _watched(self, layer: int, m: int) -> Iterator[None]:
-        found = {place: _buffer(place) for place in self._places[layer]}
+    def _observed(self, layer: int, m: int) -> Iterator[None]:
+        found = {place: _buffer(place) for place in self._locations[layer]}
         versions = {place: None if tensor is None else tensor._version for place, tensor in found.items()}
-        wanted = self._moving & found.keys() if self._ran[layer] else found.keys()
+        wanted = self._mutated & found.keys() if self._observed_layers[layer] else found.keys()
         values = {place: _value(found[place]) for place in wanted}
         try:
             yield
@@ -154,22 +154,22 @@ class MovingBuffers:
             for place, tensor in found.items():
                 same = _buffer(place) is tensor and (tensor is None or tensor._version == versions[place])
                 # through `.data` a tensor is written to without a new version
-                same &= self._ran[layer] or tensor is None or torch.equal(tensor, values[place])  # type: ignore[arg-type]
+                same &= self._observed_layers[layer] or tensor is None or torch.equal(tensor, values[place])  # type: ignore[arg-type]
                 if not same:
-                    self._moving.add(place)
-                if place in self._moving and place in values:
+                    self._mutated.add(place)
+                if place in self._mutated and place in values:
                     self._at_begin.setdefault(place, (tensor, values[place]))
                     self._before.setdefault(m, {})[place] = values[place]
-            self._ran[layer] = True
+            self._observed_layers[layer] = True
 
-    def as_before(self, m: int) -> AbstractContextManager[None]:
+    def restore_during(self, m: int) -> AbstractContextManager[None]:
         """Around a forward that is computed anew; nothing moves by it."""
-        return self._as_before(m) if self._moving else nullcontext()
+        return self._restored(m) if self._mutated else nullcontext()
 
     @contextmanager
-    def _as_before(self, m: int) -> Iterator[None]:
+    def _restored(self, m: int) -> Iterator[None]:
         before = self._before.get(m, {})
-        now = {place: _buffer(place) for place in self._moving}
+        now = {place: _buffer(place) for place in self._mutated}
         for place, tensor in now.items():
             place[0]._buffers[place[1]] = _value(before.get(place, tensor))
         try:
@@ -179,7 +179,7 @@ class MovingBuffers:
                 module._buffers[name] = tensor
 
     @torch.no_grad()
-    def drop(self) -> None:
+    def discard(self) -> None:
         """As at the beginning of the mini-batch."""
         for (module, name), (tensor, value) in self._at_begin.items():
             if tensor is not None and value is not None:
@@ -193,7 +193,7 @@ class MovingBuffers:
         self._before.clear()
 
 
-def _buffer(place: _Place) -> Tensor | None:
+def _buffer(place: _BufferLocation) -> Tensor | None:
     module, name = place
     return module._buffers.get(name)
 

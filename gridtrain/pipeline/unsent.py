@@ -16,68 +16,68 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gridtrain.optim.in_flight import InFlight, absorb
-from gridtrain.pipeline.held import HeldStage
+from gridtrain.optim.in_flight import PendingAttempt, add_residual
+from gridtrain.pipeline.held import StageState
 from gridtrain.protocol.messages import Span
 from gridtrain.runtime.api import GroupSession
 from gridtrain.runtime.plan import RoundOutcome
 from gridtrain.sparsify.feedback import ErrorFeedback
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
 log = logging.getLogger("gridtrain")
 
 
-class Unsent:
+class StageResiduals:
     """The part of `Pipeline` that knows of residuals."""
 
     _session: GroupSession
 
     def __init__(self) -> None:
-        self._held: HeldStage | None = None
-        self._in_flight = InFlight()
+        self._state: StageState | None = None
+        self._in_flight = PendingAttempt()
         self._lost_mass = 0.0
-        self._set_aside = False  # it is on the disk, for whoever holds these blocks in another cut
+        self._is_set_aside = False  # it is on the disk, for whoever holds these blocks in another cut
 
     @property
     def held_stage(self) -> int | None:
         """The stage in this worker's memory, whoever sits where by now; None: there is none."""
-        return self._held.stage if self._held is not None else None
+        return self._state.stage if self._state is not None else None
 
     @property
     def held_blocks(self) -> Span | None:
         """As `held_stage`, by its blocks."""
-        return self._held.blocks if self._held is not None else None
+        return self._state.blocks if self._state is not None else None
 
     @property
     def residual_size(self) -> int:
         """Elements of this stage's residual; 0: the exchange keeps nothing back, or no stage is held."""
-        return self._held.flat.n if self._held is not None and self._feedback is not None else 0
+        return self._state.flat.n if self._state is not None and self._feedback is not None else 0
 
-    def surrender(self, settle: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:
+    def take_residual(self, settle: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:
         """As `GridOptimizer.surrender`, of the stage that this worker holds."""
-        held = self._held
-        return self._in_flight.surrender(held.exchanger, settle) if held is not None else None
+        held = self._state
+        return self._in_flight.take_residual(held.exchanger, settle) if held is not None else None
 
-    def absorb(self, entries: Sparse, world_size: int) -> bool:
+    def add_residual(self, entries: SparseVector, world_size: int) -> bool:
         """As `GridOptimizer.absorb`: what a replica of this stage had not sent."""
-        return absorb(self._feedback, entries, world_size)
+        return add_residual(self._feedback, entries, world_size)
 
-    def forget_residual(self) -> None:
+    def clear_residual(self) -> None:
         """What was not sent belongs to another life of this worker."""
-        self._in_flight.forgotten()
+        self._in_flight.clear()
         if self._feedback is not None:
-            self._feedback.forget()
+            self._feedback.clear()
 
     @property
     def _feedback(self) -> ErrorFeedback | None:
-        return self._held.exchanger.feedback if self._held is not None else None
+        return self._state.exchanger.feedback if self._state is not None else None
 
-    def _lose(self) -> None:
+    def _discard_residual(self) -> None:
         """This worker gets another state: nobody can send any more what it has not sent of this one."""
         feedback = self._feedback
-        aside, self._set_aside = self._set_aside, False
+        aside, self._is_set_aside = self._is_set_aside, False
         mass = float(feedback.residual_N.abs().sum(dtype=torch.float64)) if feedback is not None else 0.0
-        if mass and not aside and self._held is not None:
+        if mass and not aside and self._state is not None:
             self._lost_mass += mass
-            self._session.note({"lost_mass": self._lost_mass})
-            log.warning("residual of stage %d, mass %.3g: lost with the seat", self._held.stage, mass)
+            self._session.report_figures({"lost_mass": self._lost_mass})
+            log.warning("residual of stage %d, mass %.3g: lost with the seat", self._state.stage, mass)

@@ -20,28 +20,28 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.roll import Worker
 
 
-class Alike:
+class InitialState:
     """See the module's text."""
 
     def __init__(self) -> None:
         self._digest = b""  # of the state with which the run begins; empty: not known
 
-    def first(self, eldest: Worker, workers: Iterable[Worker]) -> frozenset[m.PeerId]:
+    def begin_with(self, eldest: Worker, workers: Iterable[Worker]) -> frozenset[m.PeerId]:
         """The run begins with the eldest's: who of the workers holds that."""
-        self._digest = _told(eldest)
+        self._digest = _reported_digest(eldest)
         return self.holders(workers) | {eldest.peer}
 
     def holders(self, workers: Iterable[Worker]) -> frozenset[m.PeerId]:
         """Who of the workers has built what the run begins with; only before its first step is committed."""
-        return frozenset(worker.peer for worker in workers if self._digest and _told(worker) == self._digest)
+        return frozenset(worker.peer for worker in workers if self._digest and _reported_digest(worker) == self._digest)
 
-    def forget(self, workers: Iterable[Worker]) -> None:
+    def clear(self, workers: Iterable[Worker]) -> None:
         """A run was given up: who was in it has a model of that by now, whatever it told before."""
         self._digest = b""
         for worker in workers:
             if worker.setup is not None:
-                worker.setup = replace(worker.setup, begins=b"")
+                worker.setup = replace(worker.setup, initial_state_digest=b"")
 
 
-def _told(worker: Worker) -> bytes:
-    return worker.setup.begins if worker.setup is not None and worker.setup.held is None else b""
+def _reported_digest(worker: Worker) -> bytes:
+    return worker.setup.initial_state_digest if worker.setup is not None and worker.setup.checkpoint is None else b""

@@ -15,14 +15,14 @@ from dataclasses import replace
 
 from gridtrain.errors import JoinRefused
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Seat
-from gridtrain.protocol.member_io import Effect, Enter, Note, Post, Stop
+from gridtrain.protocol.attempts import RankAssignment
+from gridtrain.protocol.member_io import LogEvent, MemberEffect, Send, Stop, TrainerJoined
 
-_SAYS_ITS_TERM = (m.Welcome, m.Freeze, m.Roster, m.View, m.Start)
+_CARRIES_TERM = (m.Welcome, m.Freeze, m.MemberListPage, m.MembershipView, m.StartGeneration)
 """Of an old coordinator these are seen to be old by themselves; all else counts by its last Welcome."""
 
 
-class Allegiance:
+class CoordinatorLink:
     """See the module's text.
 
     Args:
@@ -39,82 +39,82 @@ class Allegiance:
     def __init__(self, coordinator: m.PeerId, join: m.Join) -> None:
         self.coordinator = coordinator
         self.term = 0
-        self.welcomed = False
+        self.is_welcomed = False
         self.run_state = ("", "")
-        self.reach: str | None = None
+        self.reachable_address: str | None = None
         self._join = join
-        self._fenced = False  # whoever answers for the coordinator does so in a term that is over
+        self._is_fenced = False  # whoever answers for the coordinator does so in a term that is over
 
     @property
     def name(self) -> str:
         return self._join.name
 
-    def called(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         """As the run calls this worker, should it join anew."""
         self._join = replace(self._join, name=name)
 
     # -- what it says ----------------------------------------------------------------------------
 
-    def is_over(self, message: m.Message) -> bool:
+    def is_outdated(self, message: m.Message) -> bool:
         """Whatever it says, it is not the coordinator any more."""
-        return self._fenced and not isinstance(message, _SAYS_ITS_TERM)
+        return self._is_fenced and not isinstance(message, _CARRIES_TERM)
 
-    def connected(self, generation: int) -> list[Effect]:
-        self._fenced = False  # until it says its term
-        return [self._joins(generation)]
+    def coordinator_connected(self, generation: int) -> list[MemberEffect]:
+        self._is_fenced = False  # until it says its term
+        return [self._join_message(generation)]
 
-    def lost(self, reason: str) -> list[Effect]:
-        self.welcomed = False
-        return [Note("coordinator_away", {"reason": reason})]
+    def coordinator_disconnected(self, reason: str) -> list[MemberEffect]:
+        self.is_welcomed = False
+        return [LogEvent("coordinator_away", {"reason": reason})]
 
-    def welcome(self, term: int) -> bool:
+    def accept_welcome(self, term: int) -> bool:
         """False: its term is over."""
-        self._fenced = term < self.term
-        if self._fenced:
+        self._is_fenced = term < self.term
+        if self._is_fenced:
             return False
-        self.term, self.welcomed = term, True
+        self.term, self.is_welcomed = term, True
         return True
 
-    def rejoin(self, reason: str, generation: int) -> list[Effect]:
-        if not self.welcomed:
+    def rejoin(self, reason: str, generation: int) -> list[MemberEffect]:
+        if not self.is_welcomed:
             return []  # the Join is on its way
-        self.welcomed = False
-        return [Note("rejoin", {"reason": reason}), self._joins(generation)]
+        self.is_welcomed = False
+        return [LogEvent("rejoin", {"reason": reason}), self._join_message(generation)]
 
-    def told(self, message: m.Refused | m.Reach | m.RunState) -> list[Effect]:
+    def receive(self, message: m.Refused | m.Reachability | m.RunStateUpdate) -> list[MemberEffect]:
         """What concerns no generation."""
         match message:
             case m.Refused(code, reason, remedy):
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
-            case m.Reach(address):
-                self.reach = address
-                return [Note("reach", {"address": address})]
-            case m.RunState(state, reason):
+            case m.Reachability(address):
+                self.reachable_address = address
+                return [LogEvent("reach", {"address": address})]
+            case m.RunStateUpdate(state, reason):
                 self.run_state = (state, reason)
-                return [Note("run_state", {"state": state, "reason": reason})]
+                return [LogEvent("run_state", {"state": state, "reason": reason})]
 
     # -- what it is told -------------------------------------------------------------------------
 
-    def tell(self, message: m.Message) -> list[Effect]:
+    def send(self, message: m.Message) -> list[MemberEffect]:
         """If it listens; else it is told with the next Welcome."""
-        return [Post(self.coordinator, message)] if self.welcomed else []
+        return [Send(self.coordinator, message)] if self.is_welcomed else []
 
-    def _joins(self, generation: int) -> Post:
-        return Post(self.coordinator, replace(self._join, again=self.term > 0, generation=generation))
+    def _join_message(self, generation: int) -> Send:
+        return Send(self.coordinator, replace(self._join, is_rejoin=self.term > 0, generation=generation))
 
-    def introduction(self, entered: Enter | None, kept: tuple[m.Held, ...], touched: bool) -> list[Effect]:
+    def introduce(self, entered: TrainerJoined | None, kept: tuple[m.CheckpointInfo, ...], touched: bool) -> list[MemberEffect]:
         """What the trainer brought, with what has changed since."""
         if entered is None:
             return []
-        setup = replace(entered.setup, kept=kept, begins=b"" if touched else entered.setup.begins)
-        told = (entered.about, setup) if entered.about is not None else (setup,)
-        return [Post(self.coordinator, message) for message in told]
+        setup = replace(entered.setup, stage_checkpoints=kept, initial_state_digest=b"" if touched else entered.setup.initial_state_digest)
+        told = (entered.worker_info, setup) if entered.worker_info is not None else (setup,)
+        return [Send(self.coordinator, message) for message in told]
 
-    def seated(self, seat: Seat | None) -> list[Effect]:
+    def report_generation(self, seat: RankAssignment | None) -> list[MemberEffect]:
         """Where this worker is, for a coordinator whose journal may be older than that (rule 11)."""
         if not self.term:
             return []
         if seat is None:  # the term alone may be news
-            return [Post(self.coordinator, m.Seated(self.term, 0, (), ()))]
-        members = tuple((member.peer, member.share) for member in seat.roster)
-        return [Post(self.coordinator, m.Seated(self.term, seat.generation, members, seat.cuts))]
+            return [Send(self.coordinator, m.CurrentGeneration(self.term, 0, (), ()))]
+        members = tuple((member.peer, member.share) for member in seat.members)
+        return [Send(self.coordinator, m.CurrentGeneration(self.term, seat.generation, members, seat.stage_bounds))]

@@ -16,15 +16,15 @@ All origins do so at once, so each rank sends and receives P - 1 payloads, one f
 from __future__ import annotations
 
 from gridtrain.protocol.collective import (
-    Arrived,
+    CollectiveComplete,
     CollectiveEffect,
-    Complete,
+    PayloadReceived,
+    Provenance,
     SendTo,
-    Source,
-    StoreOf,
-    check_due,
+    StoreFromRank,
+    check_expected,
 )
-from gridtrain.protocol.messages import Phase, Place
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
@@ -54,29 +54,29 @@ class AllGather:
         sends = self._pass_on(self._rank, self._skip)
         return sends if self._missing else sends + self._completed()
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
-        origin = event.place.segment
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
+        origin = event.slot.segment
         says = f"all-gather, rank {self._rank} of {self._world_size}"
-        check_due(says, event, self._missing.get(origin), "nothing more of this origin")
+        check_expected(says, event, self._missing.get(origin), "nothing more of this origin")
         del self._missing[origin]
         self._any_skip |= event.skip
-        source = Source(event.from_rank, 1, self._world_size, roundings=1)
-        effects = [StoreOf(origin, event.payload, source), *self._pass_on(origin, event.skip)]
+        source = Provenance(event.from_rank, 1, self._world_size, roundings=1)
+        effects = [StoreFromRank(origin, event.payload, source), *self._pass_on(origin, event.skip)]
         return effects if self._missing else effects + self._completed()
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset(sender for sender, _ in self._missing.values())
 
-    def _arrival(self, origin: int) -> tuple[int, Place]:
+    def _arrival(self, origin: int) -> tuple[int, PayloadSlot]:
         hop = self._distance(origin).bit_length() - 1
-        return (self._rank + (1 << hop)) % self._world_size, Place(Phase.SPREAD, hop, origin)
+        return (self._rank + (1 << hop)) % self._world_size, PayloadSlot(CollectivePhase.ALL_GATHER, hop, origin)
 
     def _pass_on(self, origin: int, skip: bool) -> list[CollectiveEffect]:
         """To those at distance f + 2**hop below the origin, as far as the ring of ranks goes."""
         distance = self._distance(origin)
         hops = range(distance.bit_length(), (self._world_size - 1).bit_length())
         return [
-            SendTo((self._rank - (1 << hop)) % self._world_size, Place(Phase.SPREAD, hop, origin), skip)
+            SendTo((self._rank - (1 << hop)) % self._world_size, PayloadSlot(CollectivePhase.ALL_GATHER, hop, origin), skip)
             for hop in hops
             if distance + (1 << hop) < self._world_size
         ]
@@ -86,4 +86,4 @@ class AllGather:
 
     def _completed(self) -> list[CollectiveEffect]:
         self.complete = True
-        return [Complete(self._any_skip)]
+        return [CollectiveComplete(self._any_skip)]

@@ -17,52 +17,52 @@ from itertools import pairwise, permutations
 from statistics import median
 
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.lines import even
+from gridtrain.protocol.lines import uniform_network
 from gridtrain.protocol.messages import PeerId, Setup
 from gridtrain.protocol.recutting import (
-    MOST_BLOCKS_ORDERED,
-    MOST_ORDERED,
-    Known,
-    Recut,
-    cut_for,
+    MAX_ORDERED_LAYERS,
+    MAX_ORDERED_WORKERS,
+    PartitionCache,
+    Repartition,
+    execution_settings_of,
     layers_of,
-    running_of,
-    spans_of,
+    partition_for,
+    stage_spans,
 )
-from gridtrain.protocol.stage_costs import SLACK, Card, Costs
+from gridtrain.protocol.stage_costs import TIME_TOLERANCE, Card, StageCostModel
 
-STEP = math.sqrt(2.0)
+SPEED_STEP = math.sqrt(2.0)
 """Between two speeds that count as different."""
 
-MOST_TIMES_USUAL = 2.0**10
+MAX_MEDIAN_RATIO = 2.0**10
 """A card counts as so many times as fast, or as slow, as the median at most: it is that worker's own word."""
 
-Cost = Callable[[PeerId, PeerId], float]
+PairCost = Callable[[PeerId, PeerId], float]
 
 
-def speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
+def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
     """Relative to the median, in whole steps; who has not been measured (0) counts as the median."""
     known = [value for value in measured.values() if 0 < value < math.inf]
     usual = median(known) if known else 1.0
 
     def steps(value: float) -> int:
-        times = min(max(value / usual, 1 / MOST_TIMES_USUAL), MOST_TIMES_USUAL)
-        return round(math.log(times, STEP))
+        times = min(max(value / usual, 1 / MAX_MEDIAN_RATIO), MAX_MEDIAN_RATIO)
+        return round(math.log(times, SPEED_STEP))
 
-    return {peer: STEP ** steps(value) if 0 < value < math.inf else 1.0 for peer, value in measured.items()}
+    return {peer: SPEED_STEP ** steps(value) if 0 < value < math.inf else 1.0 for peer, value in measured.items()}
 
 
 def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
     """What each stage of this cut needs."""
     assert setup.model is not None
     stages = len(cuts) - 1
-    costs = Costs(
-        layers_of(setup.model), [Card()] * stages, even(stages, 0.0, math.inf), running_of(setup.model)
+    costs = StageCostModel(
+        layers_of(setup.model), [Card()] * stages, uniform_network(stages, 0.0, math.inf), execution_settings_of(setup.model)
     )
-    return [costs.bytes(n, *ends).total for n, ends in enumerate(pairwise(cuts))]
+    return [costs.memory(n, *ends).total for n, ends in enumerate(pairwise(cuts))]
 
 
-def is_even(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) -> bool:
+def is_uniform(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) -> bool:
     """All are equally fast, and each can hold any stage of this cut."""
     if setup.model is None or not setup.model.blocks:
         return True
@@ -70,9 +70,9 @@ def is_even(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) -> 
     return len({card.speed for card in cards.values()}) == 1 and max(stage_bytes(setup, cuts)) <= least
 
 
-def assign(
-    setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], cost_s: Cost | None = None
-) -> Recut:
+def assign_devices(
+    setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], cost_s: PairCost | None = None
+) -> Repartition:
     """Rows and cut of a run that begins on uneven cards.
 
     Args:
@@ -82,10 +82,10 @@ def assign(
     Raises:
         ConfigError: no cut fits into the memory.
     """
-    known: Known = {}
+    known: PartitionCache = {}
 
-    def tried(replicas: int) -> Recut:
-        return _in_rows(setup, peers, cards, replicas, cost_s, known)
+    def tried(replicas: int) -> Repartition:
+        return _assign_replicas(setup, peers, cards, replicas, cost_s, known)
 
     fewest, too_many = 1, len(peers) // setup.stages
     try:
@@ -101,14 +101,14 @@ def assign(
     return found
 
 
-def _in_rows(
+def _assign_replicas(
     setup: Setup,
     peers: Sequence[PeerId],
     cards: Mapping[PeerId, Card],
     replicas: int,
-    cost_s: Cost | None,
-    known: Known,
-) -> Recut:
+    cost_s: PairCost | None,
+    known: PartitionCache,
+) -> Repartition:
     model = setup.model
     assert model is not None and model.blocks
     able = sorted(peers, key=lambda peer: (-cards[peer].memory_bytes, -cards[peer].speed, peers.index(peer)))
@@ -116,8 +116,8 @@ def _in_rows(
     rows = [able[at : at + replicas] for at in range(0, len(able), replicas)]
     found: list[tuple[float, float, tuple[int, ...], list[list[PeerId]]]] = []
     refused: ConfigError | None = None
-    for line in _orders(rows, cards, len(model.blocks)):
-        cut = cut_for(model, [_weakest([cards[peer] for peer in row]) for row in line], known)
+    for line in _stage_orders(rows, cards, len(model.blocks)):
+        cut = partition_for(model, [_weakest([cards[peer] for peer in row]) for row in line], known)
         if isinstance(cut, ConfigError):
             refused = refused or cut
             continue
@@ -127,19 +127,19 @@ def _in_rows(
         assert refused is not None
         raise refused
     fastest_s = min(period_s for period_s, *_ in found)
-    good = [each for each in found if each[0] <= fastest_s * (1 + SLACK)]
+    good = [each for each in found if each[0] <= fastest_s * (1 + TIME_TOLERANCE)]
     _, _, cuts, rows = min(good, key=lambda each: each[1])
     seats = {peer: stage for stage, row in enumerate(rows) for peer in row}
     members = tuple(peer for peer in peers if peer in seats)
-    shown = ", ".join(f"{span.stop - span.start}" for span in spans_of(cuts))
-    return Recut(cuts, members, seats, f"stages of {shown} blocks by the cards' speed and memory")
+    shown = ", ".join(f"{span.stop - span.start}" for span in stage_spans(cuts))
+    return Repartition(cuts, members, seats, f"stages of {shown} blocks by the cards' speed and memory")
 
 
-def _orders(
+def _stage_orders(
     rows: list[list[PeerId]], cards: Mapping[PeerId, Card], blocks: int
 ) -> Iterable[Sequence[list[PeerId]]]:
     """All where there are few; else with the largest memory first, where 1F1B keeps most, and last."""
-    if len(rows) <= MOST_ORDERED and blocks <= MOST_BLOCKS_ORDERED:
+    if len(rows) <= MAX_ORDERED_WORKERS and blocks <= MAX_ORDERED_LAYERS:
         return permutations(rows)
     by_memory = sorted(rows, key=lambda row: -min(cards[peer].memory_bytes for peer in row))
     return [rows, by_memory, rows[::-1], by_memory[::-1]]
@@ -149,7 +149,7 @@ def _weakest(cards: Sequence[Card]) -> Card:
     return Card(min(card.speed for card in cards), min(card.memory_bytes for card in cards))
 
 
-def without_misfits(
+def able_workers(
     setup: Setup, cuts: Sequence[int], peers: Sequence[PeerId], cards: Mapping[PeerId, Card]
 ) -> list[PeerId]:
     """Who can hold at least one stage of this cut."""
@@ -159,7 +159,7 @@ def without_misfits(
     return [peer for peer in peers if cards[peer].memory_bytes >= least]
 
 
-def refuse_overfull(
+def check_memory_fit(
     setup: Setup,
     cuts: Sequence[int],
     order: Sequence[PeerId],

@@ -20,24 +20,24 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-Cost = Callable[[int, int, int], float]
+StageCostFunction = Callable[[int, int, int], float]
 """Of (stage, start, stop): layers `start` to `stop` - 1 as that stage."""
 
-Found = tuple[tuple[int, ...] | None, float]
+FoundCuts = tuple[tuple[int, ...] | None, float]
 """(stages + 1,) where stages begin, and the number of layers; and the costliest stage's cost."""
 
-Edges = Sequence[Sequence[float]]
+EdgeCosts = Sequence[Sequence[float]]
 """[stage][stop]: what the stage, or the next one, costs at least for being cut there."""
 
-GROWTH = 1.25
+BOUND_GROWTH = 1.25
 """From one bound to the next: the last search is little wider than it has to be, and the others are cheap."""
 
-HALVINGS = 12
+BOUND_HALVINGS = 12
 
 
-def bottleneck(
-    count: int, stages: int, cost: Cost, least: Cost, within: float = math.inf, edges: Edges = ()
-) -> Found:
+def bottleneck_cuts(
+    count: int, stages: int, cost: StageCostFunction, least: StageCostFunction, within: float = math.inf, edges: EdgeCosts = ()
+) -> FoundCuts:
     """Cuts of `count` layers whose largest `cost(stage, start, stop)` is least, and that cost.
 
     Among equals the one whose later stages begin latest.
@@ -54,7 +54,7 @@ def bottleneck(
     """
     before, begins_at = {0: -math.inf}, range(1)
     froms: list[dict[int, int]] = []
-    for stage, stops in enumerate(_windows(count, stages, least, within)):
+    for stage, stops in enumerate(_stop_ranges(count, stages, least, within)):
         now: dict[int, float] = {}
         begins: dict[int, int] = {}
         for stop in stops:
@@ -80,28 +80,28 @@ def bottleneck(
     return tuple(reversed(cuts)), before[count]
 
 
-def narrowed(count: int, stages: int, cost: Cost, least: Cost, known: float, edges: Edges = ()) -> Found:
+def bottleneck_cuts_within(count: int, stages: int, cost: StageCostFunction, least: StageCostFunction, known: float, edges: EdgeCosts = ()) -> FoundCuts:
     """As `bottleneck`, of costs of at least 0, where some cut is known that costs no more than `known`."""
-    within = _no_less_than(count, stages, least, known)
+    within = _infeasible_bound(count, stages, least, known)
     for stage in range(stages - 1):
         within = max(within, min(edges[stage][stage + 1 : count - (stages - stage - 1) + 1], default=0.0))
-    while 0.0 < (within := within * GROWTH) < known:
-        found = bottleneck(count, stages, cost, least, within, edges)
+    while 0.0 < (within := within * BOUND_GROWTH) < known:
+        found = bottleneck_cuts(count, stages, cost, least, within, edges)
         if found[0] is not None:
             return found
-    return bottleneck(count, stages, cost, least, known, edges)
+    return bottleneck_cuts(count, stages, cost, least, known, edges)
 
 
-def _no_less_than(count: int, stages: int, least: Cost, known: float) -> float:
+def _infeasible_bound(count: int, stages: int, least: StageCostFunction, known: float) -> float:
     """About the largest bound within which there is no cut, by `least` alone."""
     low, high = 0.0, known
-    for _ in range(HALVINGS if math.isfinite(known) else 0):
+    for _ in range(BOUND_HALVINGS if math.isfinite(known) else 0):
         middle = (low + high) / 2
-        low, high = (low, middle) if _windows(count, stages, least, middle) else (middle, high)
+        low, high = (low, middle) if _stop_ranges(count, stages, least, middle) else (middle, high)
     return low
 
 
-def _windows(count: int, stages: int, least: Cost, within: float) -> list[range]:
+def _stop_ranges(count: int, stages: int, least: StageCostFunction, within: float) -> list[range]:
     """Where each stage may stop, by how far the stages up to it reach and those after it reach back.
 
     Somewhat too wide, as they may be empty here.  Empty: there is no cut within the bound.

@@ -25,15 +25,15 @@ from collections import deque
 
 from gridtrain.protocol.messages import PeerId
 
-MOST_BREAKS, WINDOW_S = 4, 30.0
-SMALL_GROUP, SMALL_GROUP_VOICES, VOICES = 3, 2, 3
+FAILURES_BEFORE_AVOIDING, WINDOW_S = 4, 30.0
+SMALL_GROUP, SMALL_GROUP_MIN_REPORTS, MIN_REPORTS = 3, 2, 3
 REMEMBERED_S = 600.0
 
 Pair = tuple[PeerId, PeerId]
 """The smaller key first."""
 
 
-class Breaks:
+class LinkFailures:
     """What was reported lately.  Bounded: `MOST_BREAKS` times for each end of a pair."""
 
     def __init__(self) -> None:
@@ -41,43 +41,43 @@ class Breaks:
         self._broken_s: dict[Pair, float] = {}  # when it broke once too often, the last time
         self._avoided: set[Pair] = set()  # a ring was planned round these
 
-    def note(self, reporter: PeerId, peer: PeerId, now_s: float) -> None:
-        times_s = self._times_s.setdefault((reporter, peer), deque(maxlen=MOST_BREAKS))
+    def record(self, reporter: PeerId, peer: PeerId, now_s: float) -> None:
+        times_s = self._times_s.setdefault((reporter, peer), deque(maxlen=FAILURES_BEFORE_AVOIDING))
         times_s.append(now_s)
-        if len(times_s) == MOST_BREAKS and times_s[0] >= now_s - WINDOW_S:
+        if len(times_s) == FAILURES_BEFORE_AVOIDING and times_s[0] >= now_s - WINDOW_S:
             self._broken_s[_pair(reporter, peer)] = now_s
 
-    def common_end(self, now_s: float, members: int, centre: PeerId | None = None) -> PeerId | None:
+    def common_endpoint(self, now_s: float, members: int, centre: PeerId | None = None) -> PeerId | None:
         """The member to which too many connections broke; None: nobody, or nobody can tell who.
 
         `centre`: of a star, to which every bad line leads: it takes more than half of them.
         """
         small = members <= SMALL_GROUP
-        others = self._others(now_s, WINDOW_S if small else REMEMBERED_S)
-        enough = SMALL_GROUP_VOICES if small else VOICES
+        others = self._failed_peers(now_s, WINDOW_S if small else REMEMBERED_S)
+        enough = SMALL_GROUP_MIN_REPORTS if small else MIN_REPORTS
         needed = {centre: max(enough, (members - 1) // 2 + 1)}
         ends = [member for member, theirs in others.items() if len(theirs) >= needed.get(member, enough)]
         return max(ends, key=lambda member: (len(others[member]), member), default=None)
 
-    def worth_avoiding(self, now_s: float, members: int) -> PeerId | None:
+    def next_to_avoid(self, now_s: float, members: int) -> PeerId | None:
         """The member whose broken pairs no ring was planned round yet; `avoid` is to follow."""
         if members <= SMALL_GROUP:
             return None
-        for member, theirs in sorted(self._others(now_s, WINDOW_S).items()):
+        for member, theirs in sorted(self._failed_peers(now_s, WINDOW_S).items()):
             pairs = {_pair(member, other) for other in theirs}
-            if len(pairs) >= SMALL_GROUP_VOICES and not pairs <= self._avoided:
+            if len(pairs) >= SMALL_GROUP_MIN_REPORTS and not pairs <= self._avoided:
                 return member
         return None
 
-    def avoid(self, now_s: float) -> frozenset[Pair]:
+    def begin_avoiding(self, now_s: float) -> frozenset[Pair]:
         """Pairs that are not to be neighbours in the ring, where there is another one."""
-        self._others(now_s, REMEMBERED_S)
+        self._failed_peers(now_s, REMEMBERED_S)
         self._avoided = set(self._broken_s)
         return frozenset(self._avoided)
 
-    def avoided(self, now_s: float) -> frozenset[Pair]:
+    def avoided_pairs(self, now_s: float) -> frozenset[Pair]:
         """Pairs that the ring was planned round, as far as they are still remembered."""
-        self._others(now_s, REMEMBERED_S)
+        self._failed_peers(now_s, REMEMBERED_S)
         return frozenset(self._avoided)
 
     def forget(self, peer: PeerId) -> None:
@@ -86,7 +86,7 @@ class Breaks:
         self._broken_s = {pair: at_s for pair, at_s in self._broken_s.items() if peer not in pair}
         self._avoided &= self._broken_s.keys()
 
-    def _others(self, now_s: float, within_s: float) -> dict[PeerId, set[PeerId]]:
+    def _failed_peers(self, now_s: float, within_s: float) -> dict[PeerId, set[PeerId]]:
         """Members with the other ends of their broken pairs; what is too old is forgotten."""
         for pair in [pair for pair, at_s in self._broken_s.items() if at_s < now_s - REMEMBERED_S]:
             del self._broken_s[pair]

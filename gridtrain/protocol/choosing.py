@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.costs import Cost, cost
-from gridtrain.protocol.lines import Network
-from gridtrain.protocol.loads import Cpu, Kind, Load
+from gridtrain.protocol.costs import ExchangeCost, exchange_cost
+from gridtrain.protocol.lines import NetworkModel
+from gridtrain.protocol.loads import CpuCosts, ExchangeKind, Workload
 from gridtrain.protocol.ordering import best_order
 
-LITTLE = 0.10
+DENSE_PREFERENCE_MARGIN = 0.10
 """Dense is preferred where its step takes no more than this share longer than the fastest one."""
 
-LOSSLESS = (Kind.DENSE, Kind.DIRECT, Kind.STAR)
+LOSSLESS_KINDS = (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class ExchangeEstimate:
     """One exchange on one network.
 
     Attributes:
@@ -34,9 +34,9 @@ class Outlook:
         local_steps: optimizer steps between two exchanges.
     """
 
-    load: Load
+    load: Workload
     world_size: int
-    cost: Cost
+    cost: ExchangeCost
     compute_s: float
     local_steps: int = 1
 
@@ -56,86 +56,86 @@ class Outlook:
         return self.world_size * self.efficiency
 
 
-def outlook(
-    load: Load,
-    network: Network,
-    cpu: Cpu,
+def estimate_exchange(
+    load: Workload,
+    network: NetworkModel,
+    cpu: CpuCosts,
     compute_s: float,
     *,
     local_steps: int = 1,
     order: Sequence[int] | None = None,
     most_moves: int = 20_000,
-) -> Outlook:
+) -> ExchangeEstimate:
     """A step with this exchange; members in the given order of ranks, by default as they are."""
     if not compute_s > 0 or local_steps < 1:
         raise ConfigError(
             f"{compute_s} s of computing and {local_steps} local steps", remedy="both must be above 0"
         )
-    ordered = network if order is None else network.ordered(order)
-    found = cost(load, ordered, cpu, most_moves=most_moves)
-    return Outlook(load, network.size, found, compute_s, local_steps)
+    ordered = network if order is None else network.reordered(order)
+    found = exchange_cost(load, ordered, cpu, most_moves=most_moves)
+    return ExchangeEstimate(load, network.size, found, compute_s, local_steps)
 
 
-def planned(
-    load: Load,
-    network: Network,
-    cpu: Cpu,
+def estimate_best_order(
+    load: Workload,
+    network: NetworkModel,
+    cpu: CpuCosts,
     compute_s: float,
     *,
     local_steps: int = 1,
     most_moves: int = 20_000,
-) -> Outlook:
+) -> ExchangeEstimate:
     """The same with the best order that is found."""
     order = best_order(load, network, cpu, range(network.size)).order
-    return outlook(load, network, cpu, compute_s, local_steps=local_steps, order=order, most_moves=most_moves)
+    return estimate_exchange(load, network, cpu, compute_s, local_steps=local_steps, order=order, most_moves=most_moves)
 
 
-def recommend(outlooks: Sequence[Outlook]) -> tuple[Outlook, str]:
+def recommend_exchange(outlooks: Sequence[ExchangeEstimate]) -> tuple[ExchangeEstimate, str]:
     """The one to take out of exchanges on the same network, and the reason in one sentence."""
     if not outlooks:
         raise ConfigError("there is no exchange to choose from", remedy="allow at least one")
-    fastest = fastest_of(outlooks)
-    lossless = [each for each in outlooks if each.load.kind in LOSSLESS]
+    fastest = fastest_estimate(outlooks)
+    lossless = [each for each in outlooks if each.load.kind in LOSSLESS_KINDS]
     dense = min(lossless, key=lambda each: each.step_s, default=None)
     size = fastest.world_size
-    if dense is not None and dense.cost.exchange_s / dense.local_steps <= LITTLE * dense.compute_s:
+    if dense is not None and dense.cost.exchange_s / dense.local_steps <= DENSE_PREFERENCE_MARGIN * dense.compute_s:
         return dense, (
-            f"Take {said(dense)} with {size} workers: its exchange takes {said_s(dense.cost.exchange_s)} "
-            f"beside {said_s(dense.compute_s * dense.local_steps)} of computing, so there is little to gain "
+            f"Take {format_exchange(dense)} with {size} workers: its exchange takes {format_seconds(dense.cost.exchange_s)} "
+            f"beside {format_seconds(dense.compute_s * dense.local_steps)} of computing, so there is little to gain "
             "from leaving gradients out."
         )
-    if dense is not None and dense is not fastest and dense.step_s <= (1 + LITTLE) * fastest.step_s:
+    if dense is not None and dense is not fastest and dense.step_s <= (1 + DENSE_PREFERENCE_MARGIN) * fastest.step_s:
         return dense, (
-            f"Take {said(dense)} with {size} workers: a step takes {said_s(dense.step_s)}; {said(fastest)} "
-            f"would take {said_s(fastest.step_s)}, too little gained by leaving gradients out."
+            f"Take {format_exchange(dense)} with {size} workers: a step takes {format_seconds(dense.step_s)}; {format_exchange(fastest)} "
+            f"would take {format_seconds(fastest.step_s)}, too little gained by leaving gradients out."
         )
     text = (
-        f"Take {said(fastest)} with {size} workers: a step takes {said_s(fastest.step_s)}, "
+        f"Take {format_exchange(fastest)} with {size} workers: a step takes {format_seconds(fastest.step_s)}, "
         f"{fastest.efficiency:.0%} of it computing"
     )
     others = sorted((each for each in outlooks if each is not fastest), key=lambda each: each.step_s)
     if others:
         second = others[0]
-        text += f"; next is {said(second)} with {said_s(second.step_s)}"
+        text += f"; next is {format_exchange(second)} with {format_seconds(second.step_s)}"
     if dense is not None and dense is not fastest and (not others or dense is not others[0]):
-        text += f", and {dense.load.kind} would take {said_s(dense.step_s)}"
+        text += f", and {dense.load.kind} would take {format_seconds(dense.step_s)}"
     return fastest, text + "."
 
 
-def fastest_of(outlooks: Sequence[Outlook]) -> Outlook:
+def fastest_estimate(outlooks: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
     """With the shortest step; of equal ones the first."""
     return min(outlooks, key=lambda each: each.step_s)
 
 
-def said(each: Outlook) -> str:
+def format_exchange(each: ExchangeEstimate) -> str:
     """An exchange in words."""
     kind = str(each.load.kind)
-    if each.load.kind.sparse:
+    if each.load.kind.is_sparse:
         kind += f" at density {each.load.density:g}"
     return f"{kind} every {each.local_steps} steps" if each.local_steps > 1 else kind
 
 
-def said_s(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """A time for people."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"

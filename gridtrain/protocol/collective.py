@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.messages import Place
+from gridtrain.protocol.messages import PayloadSlot
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class PayloadReceived:
     """The one event: a payload of this round and channel came from `from_rank`."""
 
     from_rank: int
-    place: Place
+    slot: PayloadSlot
     skip: bool
     payload: Any
 
@@ -37,7 +37,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Provenance:
     """Who sent a payload, and what it is if everybody before was honest, the sender last.
 
     Attributes:
@@ -48,7 +48,7 @@ class Source:
     """
 
     rank: int
-    members: int
+    contributors: int
     world_size: int
     roundings: int
 
@@ -58,7 +58,7 @@ class SendTo:
     """Send what the workspace now holds for `place`."""
 
     to_rank: int
-    place: Place
+    slot: PayloadSlot
     skip: bool
 
 
@@ -69,7 +69,7 @@ class AddSlice:
     segment: int
     slice: int
     payload: Any
-    source: Source
+    provenance: Provenance
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,46 +79,46 @@ class StoreSlice:
     segment: int
     slice: int
     payload: Any
-    source: Source
+    provenance: Provenance
 
 
 @dataclass(frozen=True, slots=True)
-class StoreOf:
+class StoreFromRank:
     """All-gather: keep the payload of `rank`; the sum is taken in rank order at the end."""
 
     rank: int
     payload: Any
-    source: Source
+    provenance: Provenance
 
 
 @dataclass(frozen=True, slots=True)
-class MergeIn:
+class MergePayload:
     """Butterfly: mine = truncate(mine + payload); what is dropped or rounded at index i is kept
     here iff i % owner_modulus == owner_residue (1, 0: all of it is kept here)."""
 
     payload: Any
     owner_modulus: int
     owner_residue: int
-    source: Source
+    provenance: Provenance
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
+class ReplacePayload:
     """Butterfly, unfold: mine = payload, bit for bit."""
 
     payload: Any
-    source: Source
+    provenance: Provenance
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class CollectiveComplete:
     """The workspace now holds the whole update."""
 
     skip: bool
 
 
-WorkspaceEffect = AddSlice | StoreSlice | StoreOf | MergeIn | Adopt
-CollectiveEffect = SendTo | WorkspaceEffect | Complete
+BufferEffect = AddSlice | StoreSlice | StoreFromRank | MergePayload | ReplacePayload
+CollectiveEffect = SendTo | BufferEffect | CollectiveComplete
 
 
 class Collective(Protocol):
@@ -132,14 +132,14 @@ class Collective(Protocol):
 
     def start(self, now_s: float) -> list[CollectiveEffect]: ...
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]: ...
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]: ...
 
     def waiting_for(self) -> frozenset[int]:
         """Ranks from which something is still missing for the next move."""
         ...
 
 
-def check_due(core: str, event: Arrived, due: tuple[int, Place] | None, otherwise: str = "nothing") -> None:
+def check_expected(core: str, event: PayloadReceived, due: tuple[int, PayloadSlot] | None, otherwise: str = "nothing") -> None:
     """Whether this payload is the one that is due: of this place, and from the rank whose turn it is.
 
     Args:
@@ -150,13 +150,13 @@ def check_due(core: str, event: Arrived, due: tuple[int, Place] | None, otherwis
     Raises:
         RemoteProtocolError: it is not: an impossible place, the same one twice, or another's turn.
     """
-    if not _is_due(event, due):
+    if not _is_expected(event, due):
         expected = otherwise if due is None else f"{due[1]} from rank {due[0]}"
         raise RemoteProtocolError(
-            f"{core}: rank {event.from_rank} sent {event.place}; due was {expected}",
+            f"{core}: rank {event.from_rank} sent {event.slot}; due was {expected}",
             remedy="drop that peer; a repeated or impossible place means a faulty or hostile one",
         )
 
 
-def _is_due(event: Arrived, due: tuple[int, Place] | None) -> bool:
-    return (event.from_rank, event.place) == due
+def _is_expected(event: PayloadReceived, due: tuple[int, PayloadSlot] | None) -> bool:
+    return (event.from_rank, event.slot) == due

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from gridtrain.protocol import messages as m
 from gridtrain.protocol import topology
-from gridtrain.protocol.breaks import MOST_BREAKS, WINDOW_S
-from gridtrain.protocol.drift import Drifted, Drifts
-from gridtrain.protocol.making import Making
-from gridtrain.protocol.membership_io import Effect, Note, Strike
-from gridtrain.protocol.partings import Partings
-from gridtrain.protocol.plans import Plans
+from gridtrain.protocol.breaks import FAILURES_BEFORE_AVOIDING, WINDOW_S
+from gridtrain.protocol.drift import DivergedMembers, DivergenceDetector
+from gridtrain.protocol.making import ViewChange
+from gridtrain.protocol.membership_io import Effect, LogEvent, RecordViolation
+from gridtrain.protocol.partings import Departures
+from gridtrain.protocol.plans import GenerationPlanner
 from gridtrain.protocol.roll import Worker
-from gridtrain.protocol.run import Run
-from gridtrain.protocol.stalls import Stalls
-from gridtrain.protocol.whereabouts import Whereabouts
+from gridtrain.protocol.run import RunState
+from gridtrain.protocol.stalls import StalledStep
+from gridtrain.protocol.whereabouts import AddressBook
 
 
 class Complaints:
@@ -35,90 +35,90 @@ class Complaints:
 
     def __init__(
         self,
-        run: Run,
-        making: Making,
-        plans: Plans,
-        partings: Partings,
-        whereabouts: Whereabouts,
-        drifts: Drifts,
-        drifted: Drifted,
+        run: RunState,
+        making: ViewChange,
+        plans: GenerationPlanner,
+        partings: Departures,
+        whereabouts: AddressBook,
+        drifts: DivergenceDetector,
+        drifted: DivergedMembers,
     ) -> None:
-        self._run, self._making, self._plans, self._partings = run, making, plans, partings
-        self._whereabouts, self._drifts, self._drifted = whereabouts, drifts, drifted
-        self._stalls = Stalls(run.limits.patience_floor_s)
-        self.drift_count = 0
+        self._run, self._view_change, self._planner, self._departures = run, making, plans, partings
+        self._addresses, self._divergence, self._diverged = whereabouts, drifts, drifted
+        self._stalled_step = StalledStep(run.limits.patience_floor_s)
+        self.divergence_count = 0
 
-    def no_route(self, worker: Worker, message: m.NoRoute) -> list[Effect]:
+    def handle_no_route(self, worker: Worker, message: m.PeersUnreachable) -> list[Effect]:
         """Members that cannot connect: the next generation takes another way between them."""
-        run, making = self._run, self._making
-        now = run.is_now(message.term, message.generation)
-        if not now or making.freezing or worker.peer not in run.members:
+        run, making = self._run, self._view_change
+        now = run.is_current(message.term, message.generation)
+        if not now or making.is_freezing or worker.peer not in run.members:
             return []
         others = sorted(run.members & set(message.peers) - {worker.peer})
         if not others:
             return []
-        tried = self._whereabouts.give_up(worker.peer, others)
-        names = ", ".join(run.named(peer) for peer in others)
+        tried = self._addresses.block_routes(worker.peer, others)
+        names = ", ".join(run.display_name(peer) for peer in others)
         reason = f"{worker.name} cannot reach {names} as planned"
-        if making.forming:
-            making.unrouted = making.unrouted or reason
+        if making.is_forming:
+            making.unrouted_reason = making.unrouted_reason or reason
         else:
-            making.want(reason)
-        return [Note("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})]
+            making.request(reason)
+        return [LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})]
 
-    def broken(self, worker: Worker, message: m.Broken, now_s: float) -> list[Effect]:
+    def handle_broken_link(self, worker: Worker, message: m.ConnectionLost, now_s: float) -> list[Effect]:
         """A connection broke; the member that all such connections have in common goes."""
-        run, breaks, size = self._run, self._plans.breaks, len(self._run.members)
-        now = run.is_now(message.term, message.generation)
+        run, breaks, size = self._run, self._planner.link_failures, len(self._run.members)
+        now = run.is_current(message.term, message.generation)
         if not now or not {worker.peer, message.peer} <= run.members or worker.peer == message.peer:
             return []
-        breaks.note(worker.peer, message.peer, now_s)
+        breaks.record(worker.peer, message.peer, now_s)
         if message.peer in run.workers:
-            run.workers[message.peer].missed_s = now_s
-        centre = run.order[0] if topology.is_star(self._plans.exchanging.setup) else None
-        flapping = breaks.common_end(now_s, size, centre)
+            run.workers[message.peer].link_broken_s = now_s
+        centre = run.member_order[0] if topology.is_star(self._planner.exchange_choice.effective_setup) else None
+        flapping = breaks.common_endpoint(now_s, size, centre)
         if flapping is not None:
-            text = f"its connections broke {MOST_BREAKS} times within {WINDOW_S:.0f} s"
-            return self._partings.dismiss(flapping, text)
-        if not self._making.change and (common := breaks.worth_avoiding(now_s, size)) is not None:
-            name = run.named(common)
-            self._making.want(f"connections of {name} broke again and again: the next ring goes round them")
+            text = f"its connections broke {FAILURES_BEFORE_AVOIDING} times within {WINDOW_S:.0f} s"
+            return self._departures.remove(flapping, text)
+        if not self._view_change.reason and (common := breaks.next_to_avoid(now_s, size)) is not None:
+            name = run.display_name(common)
+            self._view_change.request(f"connections of {name} broke again and again: the next ring goes round them")
         return []
 
-    def stalled(self, worker: Worker, stalled: m.Stalled, now_s: float) -> list[Effect]:
+    def handle_stall(self, worker: Worker, stalled: m.RoundStalled, now_s: float) -> list[Effect]:
         """A round hangs: the rest start anew, without those at fault."""
-        run, making = self._run, self._making
-        now = run.is_now(stalled.round.term, stalled.round.generation)
-        if not now or not making.resting or worker.peer not in run.members or run.view is None:
+        run, making = self._run, self._view_change
+        now = run.is_current(stalled.round.term, stalled.round.generation)
+        if not now or not making.is_idle or worker.peer not in run.members or run.view is None:
             return []
         # Where the generation began, not where the sender says that it is: its word is not needed here.
         step, reason = run.view.applied + 1, stalled.reason
-        times = self._stalls.told(step, run.members, stalled)
+        times = self._stalled_step.record(step, run.members, stalled)
         fields = {"name": worker.name, "step": step, "times": times, "reason": reason}
-        effects: list[Effect] = [Note("warning", "stalled", fields)]
-        gone = self._stalls.at_fault(stalled, run.members, run.workers, run.seniority, now_s)
+        effects: list[Effect] = [LogEvent("warning", "stalled", fields)]
+        gone = self._stalled_step.find_at_fault(stalled, run.members, run.workers, run.seniority, now_s)
         for peer, why in gone.items():
-            effects += self._partings.dismiss(peer, why)
-        making.want(f"{worker.name} reports a stall: {reason}")
+            effects += self._departures.remove(peer, why)
+        making.request(f"{worker.name} reports a stall: {reason}")
         return effects
 
-    def compare(self, peer: m.PeerId, told: m.Fingerprint) -> list[Effect]:
+    def compare_digest(self, peer: m.PeerId, told: m.ReplicaDigest) -> list[Effect]:
         """States are compared beside the training; who has another one than most gets it anew."""
         run = self._run
-        if not run.is_now(told.term, told.generation) or not self._making.resting:
+        if not run.is_current(told.term, told.generation) or not self._view_change.is_idle:
             return []
         effects: list[Effect] = []
-        for wrong in self._drifts.tell(peer, told.step, told.digest):
+        for wrong in self._divergence.add(peer, told.step, told.digest):
             if (worker := run.workers.get(wrong)) is None:
                 continue
-            self.drift_count += 1
-            self._making.want(f"{worker.name} holds another state than most")
-            fields = {"name": worker.name, "step": told.step, "so_far": self.drift_count}
-            effects.append(Note("warning", "drifted", fields))
-            effects.append(self._drifted.tell(wrong, m.Drifted(run.term, run.generation, told.step)))
+            self.divergence_count += 1
+            self._view_change.request(f"{worker.name} holds another state than most")
+            fields = {"name": worker.name, "step": told.step, "so_far": self.divergence_count}
+            effects.append(LogEvent("warning", "drifted", fields))
+            effects.append(self._diverged.notify(wrong, m.ReplicaDiverged(run.term, run.generation, told.step)))
         return effects
 
-    def accused(self, peer: m.PeerId, message: m.Accuse) -> list[Effect]:
+    def handle_accusation(self, peer: m.PeerId, message: m.ViolationReport) -> list[Effect]:
         """Of a breach of the protocol."""
         both = {peer, message.peer} <= self._run.members and peer != message.peer
-        return [Strike(message.peer, message.reason, accuser=peer)] if both else []
+        return [RecordViolation(message.peer, message.reason, accuser=peer)] if both else []

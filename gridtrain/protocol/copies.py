@@ -19,16 +19,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.recutting import gaps, overlap, spans_of
-from gridtrain.protocol.roll import workers
-from gridtrain.protocol.seating import Hands
+from gridtrain.protocol.recutting import overlap_layers, stage_spans, uncovered_spans
+from gridtrain.protocol.roll import worker_count_text
+from gridtrain.protocol.seating import StateLocations
 from gridtrain.protocol.verdict import Outcome
-from gridtrain.protocol.witnesses import Disks, Nothing, State, Witnesses, state_of, told
+from gridtrain.protocol.witnesses import (
+    CheckpointQuorum,
+    ReportedCheckpoints,
+    ReporterMajority,
+    StateId,
+    count_reports,
+    state_id,
+)
 
 
-def held_by(
-    outcome: Outcome, blocks_of: Mapping[m.PeerId, m.Span], disks: Disks, cuts: Sequence[int]
-) -> Hands:
+def locate_state(
+    outcome: Outcome, blocks_of: Mapping[m.PeerId, m.Span], disks: ReportedCheckpoints, cuts: Sequence[int]
+) -> StateLocations:
     """Who of those with `disks` has what of the state that `outcome` names, and of which stages of `cuts`.
 
     Args:
@@ -36,30 +43,30 @@ def held_by(
         disks: of all who may be members, in the order of joining, what they keep.
     """
     at = (outcome.applied, outcome.history)
-    number = {span: stage for stage, span in enumerate(spans_of(cuts))}
+    number = {span: stage for stage, span in enumerate(stage_spans(cuts))}
     mine = {p: blocks_of[p] for p in disks if p in outcome.holders and p in blocks_of}
     live = {p: number[span] for p, span in mine.items() if span in number}
-    kept = {p: [h.blocks for h in states if (h.applied, h.history) == at] for p, states in disks.items()}
+    kept = {p: [h.layers for h in states if (h.applied, h.history) == at] for p, states in disks.items()}
     exact = {p: {number[span] for span in spans if span in number} for p, spans in kept.items()}
     holds = {p: tuple(dict.fromkeys([*([mine[p]] if p in mine else []), *kept[p]])) for p in disks}
     missing = set(number.values()) - set(live.values()) - {s for own in exact.values() for s in own}
-    return Hands(live, exact, missing if outcome.applied < 0 else (), holds=holds)
+    return StateLocations(live, exact, missing if outcome.applied < 0 else (), held_spans=holds)
 
 
-def lacking(hands: Hands, cuts: Sequence[int]) -> list[int]:
+def missing_stages(hands: StateLocations, cuts: Sequence[int]) -> list[int]:
     """Stages with a block that nobody has."""
-    empty = gaps([span for spans in hands.holds.values() for span in spans], cuts[-1])
-    lost = {n for n, span in enumerate(spans_of(cuts)) if any(overlap(span, gap) for gap in empty)}
-    return sorted(lost - set(hands.begins))
+    empty = uncovered_spans([span for spans in hands.held_spans.values() for span in spans], cuts[-1])
+    lost = {n for n, span in enumerate(stage_spans(cuts)) if any(overlap_layers(span, gap) for gap in empty)}
+    return sorted(lost - set(hands.initial_stages))
 
 
-def latest(
+def latest_whole_state(
     spec: m.LedgerSpec,
-    disks: Disks,
+    disks: ReportedCheckpoints,
     blocks: int,
     before: int | None,
     history: bytes | None = None,
-    witnesses: Witnesses | None = None,
+    witnesses: CheckpointQuorum | None = None,
 ) -> Outcome | None:
     """The latest step of which those with `disks` have a checkpoint of every block; None: there is none.
 
@@ -69,15 +76,15 @@ def latest(
         witnesses: what the run has come by; what neither they nor most of those with `disks` bear out does
             not count.  None: nothing is known of the run yet.
     """
-    borne_out = (witnesses or Nothing()).bear_out(spec, disks)
-    count = told(spec, disks)
-    of: dict[State, list[m.Span]] = {}
+    borne_out = (witnesses or ReporterMajority()).confirmed_states(spec, disks)
+    count = count_reports(spec, disks)
+    of: dict[StateId, list[m.Span]] = {}
     for states in disks.values():
         for held in states:
             other = history is not None and held.applied == before and held.history != history
             if (before is None or held.applied <= before) and not other:
-                of.setdefault(state_of(spec, held), []).append(held.blocks)
-    whole = [at for at, known in of.items() if not gaps(known, blocks) and at in borne_out]
+                of.setdefault(state_id(spec, held), []).append(held.layers)
+    whole = [at for at, known in of.items() if not uncovered_spans(known, blocks) and at in borne_out]
     if not whole:
         return None
     applied, its_history, free = max(whole, key=lambda at: (at[0], count[at], at[1]))
@@ -85,27 +92,27 @@ def latest(
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class RestartPoint:
     """`outcome`: the state with which the next generation begins, None: there is none, and `reason` why.
 
     `hands`: who has that; `latest`: who has that of the last committed step.
     """
 
     outcome: Outcome | None
-    hands: Hands
+    state_locations: StateLocations
     reason: str = ""
-    latest: Hands = field(default_factory=Hands)
+    last_step_locations: StateLocations = field(default_factory=StateLocations)
 
 
-def where(
+def find_restart_point(
     spec: m.LedgerSpec,
     outcome: Outcome | None,
     last: int,
     blocks_of: Mapping[m.PeerId, m.Span],
-    disks: Disks,
+    disks: ReportedCheckpoints,
     cuts: Sequence[int],
-    witnesses: Witnesses | None = None,
-) -> Begin:
+    witnesses: CheckpointQuorum | None = None,
+) -> RestartPoint:
     """Where to go on, with any number of workers and any cut: `cuts` only say what `hands` are of.
 
     Args:
@@ -114,31 +121,31 @@ def where(
         blocks_of, disks: see `held_by`.
         witnesses: see `latest`.
     """
-    hands = held_by(outcome, blocks_of, disks, cuts) if outcome is not None else Hands()
-    lost = lacking(hands, cuts)
+    hands = locate_state(outcome, blocks_of, disks, cuts) if outcome is not None else StateLocations()
+    lost = missing_stages(hands, cuts)
     if outcome is not None and not lost:
-        return Begin(outcome, hands, latest=hands)
+        return RestartPoint(outcome, hands, last_step_locations=hands)
     before, history = (outcome.applied, outcome.history) if outcome is not None else (None, None)
-    back = latest(spec, disks, cuts[-1], before, history, witnesses)
+    back = latest_whole_state(spec, disks, cuts[-1], before, history, witnesses)
     if back is None:
-        reason = nobody_has(len(cuts) - 1, lost, last) + unproven(spec, disks, cuts[-1], last)
-        return Begin(None, hands, reason, latest=hands)
-    return Begin(back, held_by(back, {}, disks, cuts), latest=hands)
+        reason = missing_stages_reason(len(cuts) - 1, lost, last) + unconfirmed_reason(spec, disks, cuts[-1], last)
+        return RestartPoint(None, hands, reason, last_step_locations=hands)
+    return RestartPoint(back, locate_state(back, {}, disks, cuts), last_step_locations=hands)
 
 
-def too_few(stages: int, here: int, hands: Hands) -> str:
+def too_few_reason(stages: int, here: int, hands: StateLocations) -> str:
     """Why the run waits although somebody is here."""
-    seated = set(hands.live.values())
+    seated = set(hands.in_memory.values())
     if not seated:
-        return f"the model has {stages} stages, and {workers(here)} {'is' if here == 1 else 'are'} here"
+        return f"the model has {stages} stages, and {worker_count_text(here)} {'is' if here == 1 else 'are'} here"
     empty = next((stage for stage in range(stages) if stage not in seated), stages - 1)
     return (
-        f"stage {empty} of {stages} has nobody: {workers(here)} {'is' if here == 1 else 'are'} here, "
+        f"stage {empty} of {stages} has nobody: {worker_count_text(here)} {'is' if here == 1 else 'are'} here, "
         f"{stages} are needed; training goes on when {_joins(stages - here)}"
     )
 
 
-def nobody_has(stages: int, lost: Sequence[int], applied: int) -> str:
+def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str:
     """Why the run waits although there are enough."""
     which = f"stage {lost[0]}" if len(lost) == 1 else "stages " + ", ".join(map(str, lost))
     return (
@@ -147,13 +154,13 @@ def nobody_has(stages: int, lost: Sequence[int], applied: int) -> str:
     )
 
 
-def unproven(spec: m.LedgerSpec, disks: Disks, blocks: int, last: int) -> str:
+def unconfirmed_reason(spec: m.LedgerSpec, disks: ReportedCheckpoints, blocks: int, last: int) -> str:
     """What is told of and does not count, for people; empty: nothing."""
-    of: dict[State, list[m.Span]] = {}
+    of: dict[StateId, list[m.Span]] = {}
     for states in disks.values():
         for held in states:
-            of.setdefault(state_of(spec, held), []).append(held.blocks)
-    steps = sorted(at[0] + 1 for at, known in of.items() if not gaps(known, blocks) and at[0] <= last)
+            of.setdefault(state_id(spec, held), []).append(held.layers)
+    steps = sorted(at[0] + 1 for at, known in of.items() if not uncovered_spans(known, blocks) and at[0] <= last)
     if not steps:
         return ""
     return (

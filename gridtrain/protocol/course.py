@@ -19,15 +19,15 @@ from collections.abc import Sequence
 
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Seat
-from gridtrain.protocol.entering import enter, seat_of
-from gridtrain.protocol.following import OF_DONORS, OF_FOLLOWERS
+from gridtrain.protocol.attempts import RankAssignment
+from gridtrain.protocol.entering import enter_generation, make_rank_assignment
+from gridtrain.protocol.following import RECEIVER_MESSAGES, SOURCE_MESSAGES
 from gridtrain.protocol.generation import Generation
-from gridtrain.protocol.lasting import Lasting
-from gridtrain.protocol.member_io import Donating, Effect, Note, Post, Probe
+from gridtrain.protocol.lasting import MemberContext
+from gridtrain.protocol.member_io import LogEvent, MemberEffect, ProbePeers, Send, TakeSnapshot
 
 
-class Course:
+class ViewChanges:
     """See the module's text.
 
     Attributes:
@@ -35,166 +35,166 @@ class Course:
         first_step: of the latest one that named it.
     """
 
-    def __init__(self, lasting: Lasting) -> None:
-        self.here: Generation | None = None
+    def __init__(self, lasting: MemberContext) -> None:
+        self.generation: Generation | None = None
         self.first_step = 0
-        self._lasting = lasting
-        self._allegiance = lasting.allegiance
+        self._context = lasting
+        self._coordinator_link = lasting.coordinator_link
         self._coordinator = lasting.coordinator
-        self._pages: dict[int, m.Roster] = {}  # of the VIEW to come
-        self._early_requests: dict[m.PeerId, m.StateRequest | m.PieceAsk] = {}
+        self._pages: dict[int, m.MemberListPage] = {}  # of the VIEW to come
+        self._early_requests: dict[m.PeerId, m.StateRequest | m.CheckpointRequest] = {}
 
     @property
-    def seat(self) -> Seat | None:
+    def rank_assignment(self) -> RankAssignment | None:
         """This worker's place in the latest generation that named it."""
-        return self.here.seat if self.here is not None else None
+        return self.generation.rank_assignment if self.generation is not None else None
 
     @property
-    def number(self) -> int:
+    def generation_number(self) -> int:
         """Of that generation; 0: it is in none."""
-        return self.here.seat.generation if self.here is not None else 0
+        return self.generation.rank_assignment.generation if self.generation is not None else 0
 
-    def heard(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[Effect]:
+    def receive(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[MemberEffect]:
         """Raises `RemoteProtocolError`."""
-        lasting, here = self._lasting, self.here
+        lasting, here = self._context, self.generation
         if peer == self._coordinator:
-            return self._from_coordinator(message, now_s)
-        if peer in lasting.edges.offenders:
+            return self._receive_from_coordinator(message, now_s)
+        if peer in lasting.peer_links.excluded:
             return []  # read before it was hung up on
-        if isinstance(message, (*OF_FOLLOWERS, *OF_DONORS)):
-            return lasting.following.heard(peer, message)
-        if isinstance(message, m.StateRequest | m.PieceAsk) and message.generation > self.number:
+        if isinstance(message, (*RECEIVER_MESSAGES, *SOURCE_MESSAGES)):
+            return lasting.catch_up.receive(peer, message)
+        if isinstance(message, m.StateRequest | m.CheckpointRequest) and message.generation > self.generation_number:
             self._early_requests[peer] = message  # the VIEW reached the joiner first
             return []
-        if here is None or here.seat.rank_of(peer) is None:
-            return [Note("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
-        return here.heard(peer, message, nbytes, now_s)
+        if here is None or here.rank_assignment.rank_of(peer) is None:
+            return [LogEvent("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
+        return here.receive(peer, message, nbytes, now_s)
 
-    def _from_coordinator(self, message: m.Message, now_s: float) -> list[Effect]:
-        edges = self._lasting.edges
+    def _receive_from_coordinator(self, message: m.Message, now_s: float) -> list[MemberEffect]:
+        edges = self._context.peer_links
         match message:
             case m.Welcome(term):
-                return self._welcome(term)
-            case _ if self._allegiance.is_over(message):
+                return self._welcomed(term)
+            case _ if self._coordinator_link.is_outdated(message):
                 return []
             case m.Rejoin(reason):
-                return self._allegiance.rejoin(reason, self.number)
-            case m.Refused() | m.Reach() | m.RunState():
-                return self._allegiance.told(message)
-            case m.Expect(peers):
-                return edges.expect(peers, self.number)
+                return self._coordinator_link.rejoin(reason, self.generation_number)
+            case m.Refused() | m.Reachability() | m.RunStateUpdate():
+                return self._coordinator_link.receive(message)
+            case m.ExpectProbes(peers):
+                return edges.expect(peers, self.generation_number)
             case m.Admitted(probe):
-                return [*edges.expect(probe, self.number), Probe(probe)]
-            case m.Fetch(term, donors):
-                return self._follow(term, donors, now_s)
-            case m.Donate(term, step, to):
-                return self._donate(term, step, to)
-            case m.Drifted():
-                return self._drifted(message)
+                return [*edges.expect(probe, self.generation_number), ProbePeers(probe)]
+            case m.CatchUpFrom(term, donors):
+                return self._begin_catch_up(term, donors, now_s)
+            case m.ServeCatchUp(term, step, to):
+                return self._serve_catch_up(term, step, to)
+            case m.ReplicaDiverged():
+                return self._replica_diverged(message)
             case m.Freeze():
                 return self._freeze(message)
-            case m.Roster(term, generation):
-                if term >= self._allegiance.term and generation > self.number:
+            case m.MemberListPage(term, generation):
+                if term >= self._coordinator_link.term and generation > self.generation_number:
                     self._pages[message.page] = message
                 return []
-            case m.View():
-                return self._view(message, now_s)
-            case m.Spared():
-                return self._spared(message)
-            case m.Start(term, generation):
-                return self._start(term, generation, now_s)
-            case m.BeatReply():
+            case m.MembershipView():
+                return self._enter_generation(message, now_s)
+            case m.StandbyNotice():
+                return self._enter_standby(message)
+            case m.StartGeneration(term, generation):
+                return self._start_generation(term, generation, now_s)
+            case m.HeartbeatReply():
                 return []
             case _:
                 raise RemoteProtocolError(f"{type(message).__name__} from the coordinator")
 
     # -- outside of any generation, or beside it -------------------------------------------------
 
-    def _welcome(self, term: int) -> list[Effect]:
+    def _welcomed(self, term: int) -> list[MemberEffect]:
         """What it may have missed while the connection was broken."""
-        lasting, here, ours = self._lasting, self.here, self._allegiance.term
-        seated = self._allegiance.seated
-        if not self._allegiance.welcome(term):
-            return [Note("old_coordinator", {"term": term, "ours": ours}), *seated(self.seat)]
+        lasting, here, ours = self._context, self.generation, self._coordinator_link.term
+        seated = self._coordinator_link.report_generation
+        if not self._coordinator_link.accept_welcome(term):
+            return [LogEvent("old_coordinator", {"term": term, "ours": ours}), *seated(self.rank_assignment)]
         if here is None:
-            caught = lasting.following.caught
-            return lasting.introduction() + ([Post(self._coordinator, caught)] if caught is not None else [])
-        here.stalled = False
-        effects = [*seated(here.seat), *lasting.introduction(), *here.ready_again(), *here.no_route_again()]
-        return effects + (lasting.tell_finished() if here.is_running else [])
+            caught = lasting.catch_up.last_report
+            return lasting.introduce() + ([Send(self._coordinator, caught)] if caught is not None else [])
+        here.is_stall_reported = False
+        effects = [*seated(here.rank_assignment), *lasting.introduce(), *here.resend_ready(), *here.resend_unreachable()]
+        return effects + (lasting.report_finished() if here.is_running else [])
 
-    def _follow(self, term: int, donors: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[Effect]:
+    def _begin_catch_up(self, term: int, donors: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[MemberEffect]:
         """Take over the donors' state while they train on.  A member has no use for it."""
-        lasting = self._lasting
-        if term < self._allegiance.term:
+        lasting = self._context
+        if term < self._coordinator_link.term:
             return []
-        if self.here is not None:  # it was a member, and what it holds is replaced when it is one again
-            return [Post(self._coordinator, m.Caught(*lasting.holding.at))]
-        return lasting.following.follow(donors, lasting.edges, now_s)
+        if self.generation is not None:  # it was a member, and what it holds is replaced when it is one again
+            return [Send(self._coordinator, m.CatchUpReport(*lasting.replica_state.position))]
+        return lasting.catch_up.start(donors, lasting.peer_links, now_s)
 
-    def _donate(self, term: int, step: int, to: tuple[m.PeerId, ...]) -> list[Effect]:
-        if term < self._allegiance.term or self.here is None:
+    def _serve_catch_up(self, term: int, step: int, to: tuple[m.PeerId, ...]) -> list[MemberEffect]:
+        if term < self._coordinator_link.term or self.generation is None:
             return []
-        self._lasting.following.followers = frozenset(to) - {self._lasting.me}
-        return [*self._lasting.let_go(self.seat), Donating(step, to)]
+        self._context.catch_up.receivers = frozenset(to) - {self._context.own_id}
+        return [*self._context.disconnect_strangers(self.rank_assignment), TakeSnapshot(step, to)]
 
-    def _drifted(self, drifted: m.Drifted) -> list[Effect]:
+    def _replica_diverged(self, drifted: m.ReplicaDiverged) -> list[MemberEffect]:
         """What this worker holds is no state of this run any more; another generation gives it anew."""
-        seat = self.seat
+        seat = self.rank_assignment
         if seat is None or (drifted.term, drifted.generation) != (seat.term, seat.generation):
             return []
-        self._lasting.holding.synced = False
-        return [Note("drifted", {"step": drifted.step})]
+        self._context.replica_state.is_synced = False
+        return [LogEvent("drifted", {"step": drifted.step})]
 
     # -- from generation to generation -----------------------------------------------------------
 
-    def _freeze(self, freeze: m.Freeze) -> list[Effect]:
-        if freeze.term < self._allegiance.term or freeze.generation < self.number:
+    def _freeze(self, freeze: m.Freeze) -> list[MemberEffect]:
+        if freeze.term < self._coordinator_link.term or freeze.generation < self.generation_number:
             return []
-        lasting, here = self._lasting, self.here
-        lasting.edges.offenders |= set(freeze.without) - {lasting.me}
-        gone = lasting.let_go(self.seat)
+        lasting, here = self._context, self.generation
+        lasting.peer_links.excluded |= set(freeze.removed) - {lasting.own_id}
+        gone = lasting.disconnect_strangers(self.rank_assignment)
         given_up = here.freeze() if here is not None else []
-        report = lasting.holding.report(freeze, here.voted if here is not None else None)
-        note = Note("frozen", {"reason": freeze.reason})
-        return [note, Post(self._coordinator, report), *gone, *given_up]
+        report = lasting.replica_state.make_report(freeze, here.prepared_vote if here is not None else None)
+        note = LogEvent("frozen", {"reason": freeze.reason})
+        return [note, Send(self._coordinator, report), *gone, *given_up]
 
-    def _view(self, view: m.View, now_s: float) -> list[Effect]:
-        if view.term < self._allegiance.term or view.generation <= self.number:
+    def _enter_generation(self, view: m.MembershipView, now_s: float) -> list[MemberEffect]:
+        if view.term < self._coordinator_link.term or view.generation <= self.generation_number:
             return []
         pages = [page for _, page in sorted(self._pages.items()) if page.generation == view.generation]
         self._pages.clear()
-        seat = seat_of(self._lasting.me, view, pages, self._lasting.entered)
-        here, effects = enter(view, seat, self._lasting, self.here, now_s)
+        seat = make_rank_assignment(self._context.own_id, view, pages, self._context.trainer)
+        here, effects = enter_generation(view, seat, self._context, self.generation, now_s)
         if here is None:
             return effects
-        self.here, self.first_step = here, view.applied + 1
+        self.generation, self.first_step = here, view.applied + 1
         early, self._early_requests = self._early_requests, {}
         for peer, request in early.items():
-            effects += self.heard(peer, request, 0, now_s)
-        return effects + here.state.ask() + here.maybe_ready()
+            effects += self.receive(peer, request, 0, now_s)
+        return effects + here.state_transfer.request() + here.check_ready()
 
-    def _start(self, term: int, generation: int, now_s: float) -> list[Effect]:
-        here = self.here
-        if here is None or (term, generation) != (here.seat.term, here.seat.generation):
+    def _start_generation(self, term: int, generation: int, now_s: float) -> list[MemberEffect]:
+        here = self.generation
+        if here is None or (term, generation) != (here.rank_assignment.term, here.rank_assignment.generation):
             return []
-        return here.started(now_s) if term >= self._allegiance.term else []
+        return here.start(now_s) if term >= self._coordinator_link.term else []
 
-    def _spared(self, view: m.Spared) -> list[Effect]:
+    def _enter_standby(self, view: m.StandbyNotice) -> list[MemberEffect]:
         """In no seat of this generation: after the verdict this worker is as one that has just come."""
-        lasting, before = self._lasting, self.here
-        if view.term < self._allegiance.term or (before is not None and view.generation <= self.number):
+        lasting, before = self._context, self.generation
+        if view.term < self._coordinator_link.term or (before is not None and view.generation <= self.generation_number):
             return []
-        self._allegiance.term = view.term
-        effects: list[Effect] = [Note("spare", {"generation": view.generation, "reason": view.reason})]
+        self._coordinator_link.term = view.term
+        effects: list[MemberEffect] = [LogEvent("spare", {"generation": view.generation, "reason": view.reason})]
         if before is not None:
             # Told later, to one that comes with checkpoints of a life before, it may be behind these.
             effects += [*lasting.checkpoints.discard(view.applied), *before.end(view)]
-            lasting.checkpoints.spared()
-            lasting.holding.memory, lasting.holding.ledger = None, view.ledger
-            if lasting.finished:  # nothing comes after it
+            lasting.checkpoints.enter_standby()
+            lasting.replica_state.memory_layers, lasting.replica_state.ledger = None, view.ledger
+            if lasting.is_finished:  # nothing comes after it
                 before.close(view.applied + 1)
-                return effects + lasting.tell_finished()
-            self.here, lasting.holding.synced, lasting.checkpoints.generation = None, False, 0
-            lasting.edges.offenders.clear()
-        return effects + lasting.let_go(self.seat)
+                return effects + lasting.report_finished()
+            self.generation, lasting.replica_state.is_synced, lasting.checkpoints.generation = None, False, 0
+            lasting.peer_links.excluded.clear()
+        return effects + lasting.disconnect_strangers(self.rank_assignment)

@@ -27,20 +27,20 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.bottleneck import bottleneck, narrowed
-from gridtrain.protocol.lines import Network, even
-from gridtrain.protocol.stage_costs import Card, Costs, Cut, Layer, Running
+from gridtrain.protocol.bottleneck import bottleneck_cuts, bottleneck_cuts_within
+from gridtrain.protocol.lines import NetworkModel, uniform_network
+from gridtrain.protocol.stage_costs import Card, ExecutionSettings, Layer, PartitionCost, StageCostModel
 
 
-def cut(
+def best_partition(
     layers: Sequence[Layer],
     cards: Sequence[Card],
-    network: Network | None = None,
-    running: Running | None = None,
+    network: NetworkModel | None = None,
+    running: ExecutionSettings | None = None,
     *,
     slack: float = 0.0,
     may_be: Callable[[int, int], bool] = lambda start, stop: True,
-) -> Cut:
+) -> PartitionCost:
     """The best cut of `layers` into one stage for each of `cards`, in their order; see the module's text.
 
     Args:
@@ -54,13 +54,13 @@ def cut(
     """
     from gridtrain.protocol import fitting
 
-    running = running or Running()
+    running = running or ExecutionSettings()
     if not 1 <= len(cards) <= len(layers):
         raise ConfigError(
             f"{len(layers)} layers cannot be cut into {len(cards)} stages",
             remedy="use at most as many stages as layers, or cut the model into smaller layers",
         )
-    costs = Costs(layers, cards, network or even(len(cards), 0.0, math.inf), running)
+    costs = StageCostModel(layers, cards, network or uniform_network(len(cards), 0.0, math.inf), running)
     limits = [card.memory_bytes for card in cards]
     count, stages = len(layers), len(cards)
 
@@ -69,15 +69,15 @@ def cut(
         return costs.time_s(stage, start, stop) if fits else math.inf
 
     def least_s(stage: int, start: int, stop: int) -> float:
-        fits = costs.least_bytes(stage, start, stop) <= limits[stage]
+        fits = costs.lower_bound_bytes(stage, start, stop) <= limits[stage]
         return costs.compute_s(stage, start, stop) if fits else math.inf
 
-    some = fitting.fitting(costs, may_be)
+    some = fitting.find_fitting_partition(costs, may_be)
     if some is None:
-        raise fitting.refusal(layers, cards, running)
+        raise fitting.shortage_text(layers, cards, running)
     known_s = max(time_s(s, *ends) for s, ends in enumerate(_spans(some)))
     edges = [[costs.edge_s(stage, stop) for stop in range(count + 1)] for stage in range(stages - 1)]
-    fastest, fastest_s = narrowed(count, stages, time_s, least_s, known_s, edges)
+    fastest, fastest_s = bottleneck_cuts_within(count, stages, time_s, least_s, known_s, edges)
     assert fastest is not None  # `some` is one of those looked at
     bound_s = fastest_s * (1 + slack)
     scale = limits if all(math.isfinite(limit) for limit in limits) else [1.0] * len(limits)
@@ -89,15 +89,15 @@ def cut(
 
     def least_fill(stage: int, start: int, stop: int) -> float:
         slow = costs.compute_s(stage, start, stop) > bound_s
-        return math.inf if slow else costs.least_bytes(stage, start, stop) / scale[stage]
+        return math.inf if slow else costs.lower_bound_bytes(stage, start, stop) / scale[stage]
 
     fill_known = max(fill(s, *ends) for s, ends in enumerate(_spans(fastest)))
-    cuts, _ = bottleneck(count, stages, fill, least_fill, fill_known)
+    cuts, _ = bottleneck_cuts(count, stages, fill, least_fill, fill_known)
     assert cuts is not None  # `fastest` is one of those looked at
-    return at(costs, cuts)
+    return partition_at(costs, cuts)
 
 
-def at(costs: Costs, cuts: Sequence[int]) -> Cut:
+def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
     """The cut that somebody has chosen: (S + 1,) where stages begin, and the number of layers."""
     spans = _spans(cuts)
     if len(spans) != len(costs.cards) or cuts[0] != 0 or cuts[-1] != len(costs.layers):
@@ -107,8 +107,8 @@ def at(costs: Costs, cuts: Sequence[int]) -> Cut:
         )
     if any(start >= stop for start, stop in spans):
         raise ConfigError(f"cuts {tuple(cuts)} leave a stage empty", remedy="let them grow")
-    stages = tuple(costs.stage(s, start, stop) for s, (start, stop) in enumerate(spans))
-    return Cut(stages, max(costs.time_s(s, *span) for s, span in enumerate(spans)))
+    stages = tuple(costs.stage_cost(s, start, stop) for s, (start, stop) in enumerate(spans))
+    return PartitionCost(stages, max(costs.time_s(s, *span) for s, span in enumerate(spans)))
 
 
 def _spans(cuts: Sequence[int]) -> list[tuple[int, int]]:

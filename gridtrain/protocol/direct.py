@@ -27,25 +27,25 @@ from __future__ import annotations
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol.collective import (
     AddSlice,
-    Arrived,
+    CollectiveComplete,
     CollectiveEffect,
-    Complete,
+    PayloadReceived,
+    Provenance,
     SendTo,
-    Source,
     StoreSlice,
-    check_due,
+    check_expected,
 )
-from gridtrain.protocol.messages import Phase, Place
-from gridtrain.protocol.ring import LARGEST_SLICE_BYTES
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
+from gridtrain.protocol.ring import MAX_SLICE_BYTES
 
 
-def slices_of(segment_bytes: int) -> int:
+def count_slices(segment_bytes: int) -> int:
     """In how many slices a segment of so many bytes travels; the same on all ranks.
 
     As large as a ring's at most, and no smaller ones: a line is busy with other chunks while one is added, so
     they would only be more work.
     """
-    return max(1, -(-segment_bytes // LARGEST_SLICE_BYTES))
+    return max(1, -(-segment_bytes // MAX_SLICE_BYTES))
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
@@ -53,7 +53,7 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
     return frozenset(range(world_size)) - {rank}
 
 
-class Direct:
+class DirectAllReduce:
     """One all-reduce as rank `rank` of `world_size` sees it; `slices` >= 1 to a segment.
 
     `skip`: this rank's gradient is not finite.  `most_bytes`: the longest slice of this rank's segment; None:
@@ -88,30 +88,30 @@ class Direct:
             (sender, place)
             for sender in self._others
             for i in range(slices)
-            for place in (_part(rank, i), _sum(sender, i))
+            for place in (_contribution_slot(rank, i), _sum_slot(sender, i))
         }
         self._turns = [0] * slices  # of my segment: how many of the others' parts are in its sum
-        self._early: dict[tuple[int, int], Arrived] = {}  # (slice, sender) -> what waits for its turn
+        self._early: dict[tuple[int, int], PayloadReceived] = {}  # (slice, sender) -> what waits for its turn
 
     def start(self, now_s: float) -> list[CollectiveEffect]:
         if not self._missing:
             return self._completed()
         return [
-            SendTo(owner, _part(owner, i), self._skip) for i in range(self._slices) for owner in self._others
+            SendTo(owner, _contribution_slot(owner, i), self._skip) for i in range(self._slices) for owner in self._others
         ]
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
-        key = (event.from_rank, event.place)
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
+        key = (event.from_rank, event.slot)
         says = f"direct, rank {self._rank} of {self._world_size}"
-        check_due(says, event, key if key in self._missing else None, "nothing (more) of this place")
-        if event.place.phase is Phase.REDUCE:
+        check_expected(says, event, key if key in self._missing else None, "nothing (more) of this place")
+        if event.slot.phase is CollectivePhase.REDUCE:
             self._check_length(event, says)
         self._missing.remove(key)
         self._skip |= event.skip
         effects: list[CollectiveEffect]
-        if event.place.phase is Phase.REDUCE:
-            self._early[event.place.slice, event.from_rank] = event
-            effects = self._add(event.place.slice)
+        if event.slot.phase is CollectivePhase.REDUCE:
+            self._early[event.slot.slice, event.from_rank] = event
+            effects = self._add(event.slot.slice)
         else:
             effects = [self._store(event)]
         return effects if self._missing else effects + self._completed()
@@ -119,11 +119,11 @@ class Direct:
     def waiting_for(self) -> frozenset[int]:
         return frozenset(sender for sender, _ in self._missing)
 
-    def _check_length(self, event: Arrived, says: str) -> None:
+    def _check_length(self, event: PayloadReceived, says: str) -> None:
         """Before it is held: the workspace looks at it when its turn has come, and it may be 64 MiB long."""
         if self._most_bytes is not None and len(event.payload) > self._most_bytes:
             raise RemoteProtocolError(
-                f"{says}: rank {event.from_rank} sent {len(event.payload)} bytes for {event.place}; a slice "
+                f"{says}: rank {event.from_rank} sent {len(event.payload)} bytes for {event.slot}; a slice "
                 f"of this segment has at most {self._most_bytes}",
                 remedy="drop the peer; all members of a run train the same model",
             )
@@ -135,25 +135,25 @@ class Direct:
             event = self._early.pop((index, self._others[self._turns[index]]), None)
             if event is None:
                 return effects
-            source = Source(event.from_rank, 1, self._world_size, roundings=1)
+            source = Provenance(event.from_rank, 1, self._world_size, roundings=1)
             effects.append(AddSlice(self._rank, index, event.payload, source))
             self._turns[index] += 1
-        return effects + [SendTo(rank, _sum(self._rank, index), self._skip) for rank in self._others]
+        return effects + [SendTo(rank, _sum_slot(self._rank, index), self._skip) for rank in self._others]
 
-    def _store(self, event: Arrived) -> StoreSlice:
-        source = Source(event.from_rank, self._world_size, self._world_size, roundings=self._world_size)
-        return StoreSlice(event.place.segment, event.place.slice, event.payload, source)
+    def _store(self, event: PayloadReceived) -> StoreSlice:
+        source = Provenance(event.from_rank, self._world_size, self._world_size, roundings=self._world_size)
+        return StoreSlice(event.slot.segment, event.slot.slice, event.payload, source)
 
     def _completed(self) -> list[CollectiveEffect]:
         self.complete = True
-        return [Complete(self._skip)]
+        return [CollectiveComplete(self._skip)]
 
 
-def _part(owner: int, index: int) -> Place:
+def _contribution_slot(owner: int, index: int) -> PayloadSlot:
     """What everybody else sends to the segment's owner."""
-    return Place(Phase.REDUCE, 0, owner, index)
+    return PayloadSlot(CollectivePhase.REDUCE, 0, owner, index)
 
 
-def _sum(owner: int, index: int) -> Place:
+def _sum_slot(owner: int, index: int) -> PayloadSlot:
     """What the owner sends to everybody else."""
-    return Place(Phase.GATHER, 0, owner, index)
+    return PayloadSlot(CollectivePhase.GATHER, 0, owner, index)

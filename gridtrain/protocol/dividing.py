@@ -22,23 +22,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtrain.protocol import pipelining
-from gridtrain.protocol.lines import even
-from gridtrain.protocol.schedule import divide
-from gridtrain.protocol.seats import Seats
-from gridtrain.protocol.stage_costs import Card, Layer, Order, Running
+from gridtrain.protocol.lines import uniform_network
+from gridtrain.protocol.schedule import divide_samples
+from gridtrain.protocol.seats import RankLayout
+from gridtrain.protocol.stage_costs import Card, ExecutionSettings, Layer, ScheduleKind
 
-PER_STAGE = 4
-TRIALS = (PER_STAGE, PER_STAGE, 2 * PER_STAGE, 2 * PER_STAGE)
-COUNTED = (1, 3)
+TRIAL_MICRO_BATCHES_PER_STAGE = 4
+TRIALS = (TRIAL_MICRO_BATCHES_PER_STAGE, TRIAL_MICRO_BATCHES_PER_STAGE, 2 * TRIAL_MICRO_BATCHES_PER_STAGE, 2 * TRIAL_MICRO_BATCHES_PER_STAGE)
+MEASURED_TRIALS = (1, 3)
 """The other trials only warm up: kernels are compiled and memory is found for a size that is new."""
 
 
-MOST = 1e9
+MAX_FIGURE = 1e9
 """Seconds, or samples: more is no honest member's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class StepTimings:
     """What a member has measured in one step.
 
     Attributes:
@@ -51,61 +51,61 @@ class Figures:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    turn_s: float = 0.0
+    round_trip_s: float = 0.0
     samples: float = 0.0
-    most: float = math.inf
+    max_micro_batch_samples: float = math.inf
 
-    def fit(self) -> bool:
+    def is_plausible(self) -> bool:
         """Whether an honest member can have said so."""
-        values = (self.forward_s, self.backward_s, self.turn_s, self.samples)
-        return all(0 <= value <= MOST for value in values) and self.samples % 1 == 0 and self.most >= 0
+        values = (self.forward_s, self.backward_s, self.round_trip_s, self.samples)
+        return all(0 <= value <= MAX_FIGURE for value in values) and self.samples % 1 == 0 and self.max_micro_batch_samples >= 0
 
 
-Told = tuple[Figures, ...]
+TrialTimings = tuple[StepTimings, ...]
 """Of all members, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class MicroBatchChoice:
     """The number for the rest of the run, and why."""
 
     micro_batches: int
     reason: str
 
 
-def trial(number: int, stages: int) -> int:
+def trial_micro_batches(number: int, stages: int) -> int:
     """Micro-batches of the so-manieth trial, from 0."""
     return TRIALS[number] * stages
 
 
-def is_complete(told: Sequence[Told]) -> bool:
+def is_complete(told: Sequence[TrialTimings]) -> bool:
     return len(told) == len(TRIALS)
 
 
-def choose(
-    told: Sequence[Told], seats: Seats, order: Order, ahead: float, stages: int | None = None
-) -> Chosen:
+def choose_micro_batches(
+    told: Sequence[TrialTimings], seats: RankLayout, order: ScheduleKind, ahead: float, stages: int | None = None
+) -> MicroBatchChoice:
     """From all trials.
 
     Args:
         seats: of the generation that made the last one.
         stages: for which the trials were; None: as `seats` has.  A model that was cut anew has fewer now.
     """
-    once, twice = (told[number] for number in COUNTED)
-    numbers_tried = [trial(number, stages or seats.stages) for number in COUNTED]
+    once, twice = (told[number] for number in MEASURED_TRIALS)
+    numbers_tried = [trial_micro_batches(number, stages or seats.stages) for number in MEASURED_TRIALS]
     first = numbers_tried[0]
     batch = round(max(figures.samples for figures in once))
-    sizes = [divide(batch, number)[0] for number in numbers_tried]
+    sizes = [divide_samples(batch, number)[0] for number in numbers_tried]
     if sizes[0] == sizes[1] or len(once) != len(twice) or len(once) != seats.world_size:
-        return Chosen(first, f"{first} micro-batches, {PER_STAGE} for each stage: there was one size to try")
-    layers = [_layer(stage, seats, (once, twice), sizes) for stage in range(seats.stages)]
+        return MicroBatchChoice(first, f"{first} micro-batches, {TRIAL_MICRO_BATCHES_PER_STAGE} for each stage: there was one size to try")
+    layers = [_stage_layer(stage, seats, (once, twice), sizes) for stage in range(seats.stages)]
     hops_s = [_hop_s(told_, seats) for told_ in (once, twice)]
-    per_sample_s, alpha_s = _line(sizes, hops_s)
-    network = even(seats.stages, alpha_s, 1 / per_sample_s if per_sample_s > 0 else math.inf)
-    most = min(figures.most for figures in (*once, *twice))
-    numbers = [n for n in pipelining.numbers_for(batch) if math.ceil(batch / n) <= max(most, sizes[0])]
-    running = Running(order=order, rematerialise=False, ahead=ahead)
-    proposal = pipelining.propose(
+    per_sample_s, alpha_s = _fit_line(sizes, hops_s)
+    network = uniform_network(seats.stages, alpha_s, 1 / per_sample_s if per_sample_s > 0 else math.inf)
+    most = min(figures.max_micro_batch_samples for figures in (*once, *twice))
+    numbers = [n for n in pipelining.micro_batch_candidates(batch) if math.ceil(batch / n) <= max(most, sizes[0])]
+    running = ExecutionSettings(order=order, rematerialise=False, ahead=ahead)
+    proposal = pipelining.propose_micro_batches(
         layers,
         [Card()] * seats.stages,
         network,
@@ -115,13 +115,13 @@ def choose(
         numbers=numbers,
         ahead=ahead,
     )
-    return Chosen(proposal.micro_batches, proposal.reason)
+    return MicroBatchChoice(proposal.micro_batches, proposal.reason)
 
 
-def _layer(stage: int, seats: Seats, told: tuple[Told, Told], sizes: Sequence[int]) -> Layer:
+def _stage_layer(stage: int, seats: RankLayout, told: tuple[TrialTimings, TrialTimings], sizes: Sequence[int]) -> Layer:
     """A stage as one layer; its slowest replica counts, as all replicas wait for it."""
     forwards, backwards = (
-        _line(sizes, [max(getattr(each[rank], what) for rank in seats.group(stage)) for each in told])
+        _fit_line(sizes, [max(getattr(each[rank], what) for rank in seats.stage_ranks(stage)) for each in told])
         for what in ("forward_s", "backward_s")
     )
     return Layer(
@@ -134,20 +134,20 @@ def _layer(stage: int, seats: Seats, told: tuple[Told, Told], sizes: Sequence[in
     )
 
 
-def _line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
+def _fit_line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
     """(per sample, overhead), neither below 0, that agree with the time of the larger size."""
     (large, small), (large_s, small_s) = sizes, times_s
     per_sample_s = min(max(0.0, (large_s - small_s) / (large - small)), large_s / large)
     return per_sample_s, large_s - large * per_sample_s
 
 
-def _hop_s(told: Told, seats: Seats) -> float:
+def _hop_s(told: TrialTimings, seats: RankLayout) -> float:
     """Of one payload from a stage to the next, on average: what the first micro-batch's way there and back
     took beside the work of the stages behind the first."""
     found = []
     for replica in range(seats.replicas):
-        first, *behind = (told[rank] for rank in seats.pipeline(replica))
-        if first.turn_s > 0:
+        first, *behind = (told[rank] for rank in seats.pipeline_ranks(replica))
+        if first.round_trip_s > 0:
             work_s = sum(figures.forward_s + figures.backward_s for figures in behind)
-            found.append(max(0.0, first.turn_s - work_s) / (2 * (seats.stages - 1)))
+            found.append(max(0.0, first.round_trip_s - work_s) / (2 * (seats.stages - 1)))
     return max(found, default=0.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Container
-from hashlib import blake2b
 
 from gridtrain.protocol import messages as m
 
@@ -17,13 +16,13 @@ MAX_USES = 10_000
 MAX_EXPIRES_S = 366 * 86_400.0
 MAX_MEMBERS = 10_000
 MAX_BANNED = 10_000
-MAX_KICKED = 10_000  # the longest known are forgotten: any open invitation lets them in again
+MAX_REMOVED = 10_000  # the longest known are forgotten: any open invitation lets them in again
 
-ENROLS, ENROLS_IN_S = 64, 600.0
+MAX_ENROLS_PER_RANGE, ENROL_WINDOW_S = 64, 600.0
 """So many new members may come from one range of addresses within that time."""
 
 MAX_ENROLS = 4096  # from all ranges within that time
-JOINS, JOINS_IN_S = 20, 60.0
+MAX_JOINS_PER_WORKER, JOIN_WINDOW_S = 20, 60.0
 """A key may join so often within that time: a worker that crashes at its start does no harm."""
 
 MAX_JOINERS = 20_000
@@ -32,11 +31,6 @@ MAX_WALL_S = 1e12
 
 
 # -- defences ----------------------------------------------------------------------------------------
-
-
-def stored_form(key: m.PeerId) -> str:
-    """What is kept of an invitation's public key."""
-    return blake2b(key, digest_size=32, person=b"gridtrain door").hexdigest()
 
 
 def has_expired(until_s: float, wall_s: float) -> bool:
@@ -51,21 +45,21 @@ def is_banned(key: m.PeerId, banned: Container[m.PeerId]) -> bool:
     return key in banned
 
 
-def is_too_old(invitation_serial: int, kicked_at_serial: int) -> bool:
+def predates_removal(invitation_serial: int, kicked_at_serial: int) -> bool:
     """A kicked key needs an invitation that was made after the kick."""
     return invitation_serial <= kicked_at_serial
 
 
-def may_order(key: m.PeerId, operator: m.PeerId | None) -> bool:
+def is_operator(key: m.PeerId, operator: m.PeerId | None) -> bool:
     return operator is not None and key == operator
 
 
-def is_crowded(enrolled_from_range: int) -> bool:
-    return enrolled_from_range >= ENROLS
+def exceeds_enrolment_rate(enrolled_from_range: int) -> bool:
+    return enrolled_from_range >= MAX_ENROLS_PER_RANGE
 
 
-def joins_too_often(joins: int) -> bool:
-    return joins >= JOINS
+def exceeds_join_rate(joins: int) -> bool:
+    return joins >= MAX_JOINS_PER_WORKER
 
 
 def address_range(host: str) -> str:
@@ -82,7 +76,7 @@ def address_range(host: str) -> str:
     return str(ipaddress.ip_network((address, 24 if address.version == 4 else 48), strict=False))
 
 
-def tidy(reason: str) -> str:
+def clean_reason(reason: str) -> str:
     """As much of it as is kept and shown to others; printable, so that it fits wherever it is put."""
     plain = "".join(letter if letter.isprintable() else " " for letter in reason)
     return plain.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore").strip()
@@ -91,23 +85,23 @@ def tidy(reason: str) -> str:
 # -- refusals ----------------------------------------------------------------------------------------
 
 _ASK = "ask the run's owner for a new one"
-NOT_VALID = m.Refused("invitation", "this invitation is not valid (any more)", _ASK)
-NOT_YOURS = m.Refused("key", "this key is another one's", "start the worker with a key of its own")
+INVALID_INVITATION = m.Refused("invitation", "this invitation is not valid (any more)", _ASK)
+KEY_IN_USE = m.Refused("key", "this key is another one's", "start the worker with a key of its own")
 NOT_OPERATOR = m.Refused("operator", "only the run's owner may do that", "use the machine of the coordinator")
-TOO_MANY = m.Refused(
+TOO_MANY_ENROLMENTS = m.Refused(
     "too-many",
-    f"too many workers came in from your range of addresses in the last {ENROLS_IN_S / 60:.0f} minutes, "
+    f"too many workers came in from your range of addresses in the last {ENROL_WINDOW_S / 60:.0f} minutes, "
     "or there are too many altogether",
-    f"try again in {ENROLS_IN_S / 60:.0f} minutes",
+    f"try again in {ENROL_WINDOW_S / 60:.0f} minutes",
 )
-TOO_OFTEN = m.Refused(
+TOO_MANY_JOINS = m.Refused(
     "too-often",
-    f"this worker joined {JOINS} times within {JOINS_IN_S:.0f} s",
+    f"this worker joined {MAX_JOINS_PER_WORKER} times within {JOIN_WINDOW_S:.0f} s",
     "see in its output why it ends, then try again in a minute",
 )
 
 
-def kicked(reason: str) -> m.Refused:
+def removed_refusal(reason: str) -> m.Refused:
     """To a key that was put out, and shows an invitation that was made before."""
     return m.Refused(
         "kicked",
@@ -116,7 +110,7 @@ def kicked(reason: str) -> m.Refused:
     )
 
 
-def banned(key: m.PeerId, reason: str) -> m.Refused:
+def banned_refusal(key: m.PeerId, reason: str) -> m.Refused:
     digits = key.hex()[:12]
     return m.Refused(
         "banned",
@@ -128,20 +122,20 @@ def banned(key: m.PeerId, reason: str) -> m.Refused:
 # -- entries of the journal: each raises `TypeError` or `ValueError` ----------------------------------
 
 
-def key_of(text: object) -> bytes:
-    key = bytes.fromhex(text_of(text))
+def parse_key(text: object) -> bytes:
+    key = bytes.fromhex(parse_text(text))
     if len(key) != 32:
         raise ValueError(f"a key of {len(key)} bytes")
     return key
 
 
-def text_of(text: object) -> str:
+def parse_text(text: object) -> str:
     if not isinstance(text, str):
         raise TypeError(f"a text is {text!r}")
     return text
 
 
-def seconds_of(value: object) -> float:
+def parse_seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"a time is {value!r}")
     if not -MAX_WALL_S <= value <= MAX_WALL_S:  # NaN is not

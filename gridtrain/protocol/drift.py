@@ -20,13 +20,13 @@ from dataclasses import replace
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import Effect, Send
 from gridtrain.protocol.messages import PeerId
-from gridtrain.protocol.round import largest_party
+from gridtrain.protocol.round import largest_agreeing_group
 
-MOST_OPEN = 4
+MAX_OPEN_COMPARISONS = 4
 """Comparisons that may be under way; an older one is given up."""
 
 
-class Drift:
+class DigestComparison:
     """The comparisons of one generation.
 
     Args:
@@ -35,19 +35,19 @@ class Drift:
 
     def __init__(self, members: Sequence[PeerId] = ()) -> None:
         self._ranks = {peer: rank for rank, peer in enumerate(members)}
-        self._told: dict[int, dict[int, bytes]] = {}  # by step and rank
+        self._digests: dict[int, dict[int, bytes]] = {}  # by step and rank
 
-    def tell(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
+    def add(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
         """One member's; who has drifted, once it is known."""
         if peer not in self._ranks:
             return []
         wrong: list[PeerId] = []
-        if step not in self._told:
-            wrong += self._decide([old for old in self._told if old < step])
-            if len(self._told) >= MOST_OPEN:
-                del self._told[min(self._told)]
-        self._told.setdefault(step, {})[self._ranks[peer]] = digest
-        if len(self._told[step]) == len(self._ranks):
+        if step not in self._digests:
+            wrong += self._decide([old for old in self._digests if old < step])
+            if len(self._digests) >= MAX_OPEN_COMPARISONS:
+                del self._digests[min(self._digests)]
+        self._digests.setdefault(step, {})[self._ranks[peer]] = digest
+        if len(self._digests[step]) == len(self._ranks):
             wrong += self._decide([step])
         return wrong
 
@@ -55,30 +55,30 @@ class Drift:
         """By those who are here, if they are most."""
         wrong: list[PeerId] = []
         for step in steps:
-            told = self._told[step]
+            told = self._digests[step]
             if 2 * len(told) > len(self._ranks):
-                del self._told[step]
-                ranks = drifted(told)
+                del self._digests[step]
+                ranks = minority_ranks(told)
                 wrong += [peer for peer, rank in self._ranks.items() if rank in ranks]
         return wrong
 
 
-class Drifts:
+class DivergenceDetector:
     """Those of the latest generation, within each of its groups: replicas of a stage hold the same."""
 
     def __init__(self) -> None:
-        self._of: dict[PeerId, Drift] = {}
+        self._comparisons: dict[PeerId, DigestComparison] = {}
 
-    def begin(self, groups: Sequence[Sequence[PeerId]]) -> None:
+    def begin_generation(self, groups: Sequence[Sequence[PeerId]]) -> None:
         """A generation is made; of each group the members in rank order."""
-        self._of = {peer: drift for group in groups for drift in [Drift(group)] for peer in group}
+        self._comparisons = {peer: drift for group in groups for drift in [DigestComparison(group)] for peer in group}
 
-    def tell(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
+    def add(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
         """As `Drift.tell`, of the member's group."""
-        return self._of[peer].tell(peer, step, digest) if peer in self._of else []
+        return self._comparisons[peer].add(peer, step, digest) if peer in self._comparisons else []
 
 
-class Drifted:
+class DivergedMembers:
     """Who was told that it has drifted, for as long as it may not have heard that.
 
     Its history is that of the others, and by itself it would take its state for the run's: so it is told once
@@ -86,31 +86,31 @@ class Drifted:
     """
 
     def __init__(self) -> None:
-        self._told: dict[PeerId, m.Drifted] = {}
+        self._notices: dict[PeerId, m.ReplicaDiverged] = {}
 
-    def tell(self, peer: PeerId, drifted: m.Drifted) -> Send:
-        self._told[peer] = drifted
+    def notify(self, peer: PeerId, drifted: m.ReplicaDiverged) -> Send:
+        self._notices[peer] = drifted
         return Send(peer, drifted)
 
-    def again(self, peer: PeerId) -> list[Effect]:
+    def resend(self, peer: PeerId) -> list[Effect]:
         """To one whose connection is back; it ignores what it knows."""
-        return [Send(peer, self._told[peer])] if peer in self._told else []
+        return [Send(peer, self._notices[peer])] if peer in self._notices else []
 
-    def judged(self, peer: PeerId, report: m.Report) -> m.Report:
+    def without_diverged_state(self, peer: PeerId, report: m.FreezeReport) -> m.FreezeReport:
         """What a member reports of the generation in which it has drifted is no state of the run."""
-        told = self._told.get(peer)
-        return replace(report, synced=False) if told and told.generation == report.generation else report
+        told = self._notices.get(peer)
+        return replace(report, is_synced=False) if told and told.generation == report.generation else report
 
-    def is_ready(self, peer: PeerId, generation: int) -> None:
+    def clear_if_recovered(self, peer: PeerId, generation: int) -> None:
         """It holds the state of this generation."""
-        if (told := self._told.get(peer)) is not None and told.generation < generation:
-            del self._told[peer]
+        if (told := self._notices.get(peer)) is not None and told.generation < generation:
+            del self._notices[peer]
 
     def forget(self, peer: PeerId) -> None:
         """It is another process now, or has left."""
-        self._told.pop(peer, None)
+        self._notices.pop(peer, None)
 
 
-def drifted(digests: dict[int, bytes]) -> list[int]:
+def minority_ranks(digests: dict[int, bytes]) -> list[int]:
     """Ranks that hold something else than the largest party; of equal ones the one with the lowest rank."""
-    return sorted(set(digests) - set(largest_party(digests)))
+    return sorted(set(digests) - set(largest_agreeing_group(digests)))

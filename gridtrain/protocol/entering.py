@@ -12,25 +12,25 @@ Decides that once for each VIEW, and makes the `Generation`.  Never decides whet
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
 from gridtrain.errors import JoinRefused, RemoteProtocolError
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Seat
+from gridtrain.protocol.attempts import RankAssignment
 from gridtrain.protocol.generation import Generation
-from gridtrain.protocol.lasting import Lasting
-from gridtrain.protocol.member_io import Arrive, Effect, Enter, Note, Stop
-from gridtrain.protocol.names import spoken
-from gridtrain.protocol.recutting import cuts_of
+from gridtrain.protocol.lasting import MemberContext
+from gridtrain.protocol.member_io import LogEvent, MemberEffect, SetCatchUpTarget, Stop, TrainerJoined
+from gridtrain.protocol.recutting import defined_cuts
 
 
-def seat_of(me: m.PeerId, view: m.View, pages: Sequence[m.Roster], entered: Enter | None) -> Seat:
+def make_rank_assignment(me: m.PeerId, view: m.MembershipView, pages: Sequence[m.MemberListPage], entered: TrainerJoined | None) -> RankAssignment:
     """Raises `RemoteProtocolError`."""
     roster = tuple(member for page in pages for member in page.members)
-    cuts = _cuts(view, entered)
-    seat = Seat(me, view.term, view.generation, roster, max(1, len(cuts) - 1), view.exchange, cuts)
-    choices = entered.choices if entered is not None else {}
+    cuts = _stage_bounds(view, entered)
+    seat = RankAssignment(me, view.term, view.generation, roster, max(1, len(cuts) - 1), view.exchange, cuts)
+    choices = entered.neighbours_by_exchange if entered is not None else {}
     if len(roster) != view.world_size or seat.rank_of(me) is None:
         raise RemoteProtocolError(f"VIEW of {view.world_size} came with a roster of {len(roster)}")
     if view.exchange and view.exchange not in choices:
@@ -40,77 +40,97 @@ def seat_of(me: m.PeerId, view: m.View, pages: Sequence[m.Roster], entered: Ente
     return seat
 
 
-def _cuts(view: m.View, entered: Enter | None) -> tuple[int, ...]:
+def _stage_bounds(view: m.MembershipView, entered: TrainerJoined | None) -> tuple[int, ...]:
     """Where this generation's stages begin; (): it is in one piece.  Raises `RemoteProtocolError`."""
-    if entered is None or not entered.in_stages:
+    if entered is None or not entered.is_pipelined:
         return ()
-    defined = cuts_of(entered.setup)
-    cuts = view.cuts or defined
+    defined = defined_cuts(entered.setup)
+    cuts = view.stage_bounds or defined
     ascending = cuts[0] == 0 and all(a < b for a, b in pairwise(cuts))
     if len(cuts) < 2 or not ascending or cuts[-1] != defined[-1]:
         raise RemoteProtocolError(f"VIEW of a model of {defined[-1]} blocks, cut at {list(cuts)[:8]}")
     return cuts
 
 
-def enter(
-    view: m.View, seat: Seat, lasting: Lasting, before: Generation | None, now_s: float
-) -> tuple[Generation | None, list[Effect]]:
+def enter_generation(
+    view: m.MembershipView, seat: RankAssignment, lasting: MemberContext, before: Generation | None, now_s: float
+) -> tuple[Generation | None, list[MemberEffect]]:
     """The generation, and what its VIEW leads to before anybody speaks in it; None: this worker stops.
 
     Args:
         before: the generation that it was in.
     """
-    holding, setup, mine = lasting.holding, lasting.setup, seat.roster[seat.rank]
-    old = before.seat if before is not None else None
-    was_synced, at = holding.synced, holding.at
-    known = old.roster if old is not None else ()
-    effects: list[Effect] = [*spoken(lasting.allegiance.name, known, seat.roster, seat.rank)]
-    lasting.allegiance.called(mine.name)
+    holding, setup, mine = lasting.replica_state, lasting.setup, seat.members[seat.rank]
+    old = before.rank_assignment if before is not None else None
+    was_synced, at = holding.is_synced, holding.position
+    known = old.members if old is not None else ()
+    effects: list[MemberEffect] = [*own_name_events(lasting.coordinator_link.name, known, seat.members, seat.rank)]
+    lasting.coordinator_link.set_name(mine.name)
     if before is not None:
         effects += before.end(view)
     else:
-        holding.execute(view, None)
-    holding.seated(seat.blocks, may_recall=at == (view.applied, view.history))
-    if _is_stale(view, mine, lasting, was_in_none=before is None):
-        return None, [*effects, Stop(_stale_model())]
+        holding.apply_verdict(view, None)
+    holding.begin_generation(seat.layers, may_recall=at == (view.applied, view.history))
+    if _is_model_stale(view, mine, lasting, was_in_none=before is None):
+        return None, [*effects, Stop(_stale_model_error())]
     missed_some = old is not None and old.generation + 1 < view.generation
-    left_behind = missed_some and was_synced and not holding.synced
-    lasting.allegiance.term, holding.ledger = view.term, view.ledger
-    lasting.pace.interrupted()
-    if not holding.synced:
+    left_behind = missed_some and was_synced and not holding.is_synced
+    lasting.coordinator_link.term, holding.ledger = view.term, view.ledger
+    lasting.step_pace.step_interrupted()
+    if not holding.is_synced:
         # The first generation starts from the state of the member that is not `joining`.
         begins = view.applied < 0 and not mine.joining
-        holding.lacks(view, seat.blocks, begins and setup is not None and setup.held is None)
-    follows = setup is not None and setup.follows and view.applied >= 0
-    chained = not (lasting.in_stages or follows or holding.synced)
+        holding.await_state(view, seat.layers, begins and setup is not None and setup.checkpoint is None)
+    follows = setup is not None and setup.can_catch_up and view.applied >= 0
+    chained = not (lasting.is_pipelined or follows or holding.is_synced)
     generation = Generation(seat, view.applied + 1, lasting, now_s, chained=chained)
-    effects += lasting.checkpoints.viewed(seat, lasting.in_stages, lasting.edges.up)
-    effects += lasting.handover.viewed(seat, view.applied, view.history, holding.synced)
+    effects += lasting.checkpoints.begin_generation(seat, lasting.is_pipelined, lasting.peer_links.connected)
+    effects += lasting.residual_transfer.begin_generation(seat, view.applied, view.history, holding.is_synced)
     fields = {
         "generation": view.generation, "rank": seat.rank, "of": seat.world_size, "reason": view.reason,
     }  # fmt: skip
-    effects.append(Note("view", fields))
+    effects.append(LogEvent("view", fields))
     if left_behind:
-        effects.append(Note("left_behind", {"step": view.applied}))
-    lasting.edges.viewed(seat)
-    if holding.synced:
-        lasting.following.donors = ()
-    elif lasting.following.donors:
-        effects.append(Arrive(view.applied, view.history))
-    return generation, [*effects, *lasting.let_go(seat), *generation.dials()]
+        effects.append(LogEvent("left_behind", {"step": view.applied}))
+    lasting.peer_links.begin_generation(seat)
+    if holding.is_synced:
+        lasting.catch_up.sources = ()
+    elif lasting.catch_up.sources:
+        effects.append(SetCatchUpTarget(view.applied, view.history))
+    return generation, [*effects, *lasting.disconnect_strangers(seat), *generation.dial_members()]
 
 
-def _is_stale(view: m.View, mine: m.Member, lasting: Lasting, was_in_none: bool) -> bool:
+def _is_model_stale(view: m.MembershipView, mine: m.Member, lasting: MemberContext, was_in_none: bool) -> bool:
     """Whether it is named for the model that its script made, or for the checkpoint with which it came, and
     the model has followed since.  A stage is built anew."""
-    if mine.joining or lasting.in_stages or not lasting.holding.touched:
+    if mine.joining or lasting.is_pipelined or not lasting.replica_state.is_modified:
         return False
-    return was_in_none if view.applied >= 0 else not lasting.holding.synced
+    return was_in_none if view.applied >= 0 else not lasting.replica_state.is_synced
 
 
-def _stale_model() -> JoinRefused:
+def _stale_model_error() -> JoinRefused:
     return JoinRefused(
         "stale-model",
         "nobody holds the run's state any more, and this worker's model is of steps that are gone",
         remedy="restart this worker: it begins from its latest checkpoint, or as the script does",
     )
+
+
+def own_name_events(
+    asked: str, before: Sequence[m.Member], roster: Sequence[m.Member], rank: int
+) -> list[LogEvent]:
+    """What a member says of its name, and of newcomers that wanted the same one.
+
+    Args:
+        asked: what it has called itself so far.
+        before, roster: of the generation before, and of this one, in which it has `rank`.
+    """
+    own = roster[rank].name
+    notes = [LogEvent("named", {"name": own, "asked": asked})] if own != asked else []
+    known = {member.peer for member in before}
+    alike = re.compile(re.escape(own) + r"-[0-9]+")
+    return notes + [
+        LogEvent("namesake", {"name": own, "other": member.name})
+        for member in roster
+        if member.peer not in known and alike.fullmatch(member.name)
+    ]

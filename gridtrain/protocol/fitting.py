@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.bottleneck import bottleneck
-from gridtrain.protocol.lines import even
-from gridtrain.protocol.stage_costs import Card, Costs, Layer, Order, Running
+from gridtrain.protocol.bottleneck import bottleneck_cuts
+from gridtrain.protocol.lines import uniform_network
+from gridtrain.protocol.stage_costs import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 
 MOST_STAGES = 64
 """Proposed; above, somebody wants other cards."""
 
 
-def least_lack(
-    layers: Sequence[Layer], cards: Sequence[Card], running: Running
+def smallest_shortfall(
+    layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings
 ) -> tuple[tuple[int, ...], float]:
     """The cut whose fullest card lacks fewest bytes, and how many (negative: they are left)."""
-    costs = Costs(layers, cards, even(len(cards), 0.0, math.inf), running)
+    costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
 
     def lack(stage: int, start: int, stop: int) -> float:
         limit = cards[stage].memory_bytes
@@ -30,15 +30,15 @@ def least_lack(
 
     def least(stage: int, start: int, stop: int) -> float:
         limit = cards[stage].memory_bytes
-        return costs.least_bytes(stage, start, stop) - limit if limit < math.inf else -1e300
+        return costs.lower_bound_bytes(stage, start, stop) - limit if limit < math.inf else -1e300
 
-    cuts, lacking = bottleneck(len(layers), len(cards), lack, least)
+    cuts, lacking = bottleneck_cuts(len(layers), len(cards), lack, least)
     assert cuts is not None  # every cost is finite
     return cuts, lacking
 
 
-def fitting(
-    costs: Costs, may_be: Callable[[int, int], bool] = lambda start, stop: True
+def find_fitting_partition(
+    costs: StageCostModel, may_be: Callable[[int, int], bool] = lambda start, stop: True
 ) -> tuple[int, ...] | None:
     """Some cut that exceeds no card's memory; None: there is none.
 
@@ -52,40 +52,40 @@ def fitting(
         return 0.0 if fits else math.inf
 
     def least(stage: int, start: int, stop: int) -> float:
-        return 0.0 if costs.least_bytes(stage, start, stop) <= limits[stage] else math.inf
+        return 0.0 if costs.lower_bound_bytes(stage, start, stop) <= limits[stage] else math.inf
 
-    return bottleneck(len(costs.layers), len(costs.cards), room, least, 0.0)[0]
+    return bottleneck_cuts(len(costs.layers), len(costs.cards), room, least, 0.0)[0]
 
 
-def fits(layers: Sequence[Layer], cards: Sequence[Card], running: Running) -> bool:
+def fits(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> bool:
     """Whether some cut exceeds no card's memory."""
     if len(cards) > len(layers):
         return False
-    return fitting(Costs(layers, cards, even(len(cards), 0.0, math.inf), running)) is not None
+    return find_fitting_partition(StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)) is not None
 
 
-def refusal(layers: Sequence[Layer], cards: Sequence[Card], running: Running) -> ConfigError:
+def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> ConfigError:
     """Which stage lacks how many bytes in the cut that comes nearest, and what would be enough."""
-    cuts, _ = least_lack(layers, cards, running)
-    costs = Costs(layers, cards, even(len(cards), 0.0, math.inf), running)
+    cuts, _ = smallest_shortfall(layers, cards, running)
+    costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
 
     def lack(stage: int) -> float:
-        return costs.bytes(stage, cuts[stage], cuts[stage + 1]).total - cards[stage].memory_bytes
+        return costs.memory(stage, cuts[stage], cuts[stage + 1]).total - cards[stage].memory_bytes
 
     worst = max(range(len(cards)), key=lack)
     start, stop = cuts[worst], cuts[worst + 1]
-    held = costs.bytes(worst, start, stop)
-    big = max(range(start, stop), key=lambda at: costs.bytes(worst, at, at + 1).total)
+    held = costs.memory(worst, start, stop)
+    big = max(range(start, stop), key=lambda at: costs.memory(worst, at, at + 1).total)
     reason = (
         f"no cut of {len(layers)} layers into {len(cards)} stages fits: at best stage {worst} "
-        f"({said_layers(layers, start, stop)}) needs {said_bytes(held.total)} of its card's "
-        f"{said_bytes(cards[worst].memory_bytes)}, {said_bytes(lack(worst))} too many "
-        f"({said_parts(held.parameters, held.copies, held.activations, held.transit)})"
+        f"({format_layers(layers, start, stop)}) needs {format_bytes(held.total)} of its card's "
+        f"{format_bytes(cards[worst].memory_bytes)}, {format_bytes(lack(worst))} too many "
+        f"({format_memory_parts(held.parameters, held.copies, held.activations, held.transit)})"
     )
     if stop - start > 1:
-        alone = costs.bytes(worst, big, big + 1).total
-        reason += f'; its largest layer, "{layers[big].name}", needs {said_bytes(alone)} alone'
-    enough = list(_enough(layers, cards, running))
+        alone = costs.memory(worst, big, big + 1).total
+        reason += f'; its largest layer, "{layers[big].name}", needs {format_bytes(alone)} alone'
+    enough = list(_sufficient_remedies(layers, cards, running))
     if enough:
         remedy = f"{'any of these is' if len(enough) > 1 else 'this is'} enough: {'; '.join(enough)}"
     else:
@@ -96,8 +96,8 @@ def refusal(layers: Sequence[Layer], cards: Sequence[Card], running: Running) ->
     return ConfigError(reason, remedy=remedy)
 
 
-def _enough(layers: Sequence[Layer], cards: Sequence[Card], running: Running) -> Iterator[str]:
-    if running.order is Order.FILL_DRAIN and fits(layers, cards, replace(running, order=Order.ONE_F_ONE_B)):
+def _sufficient_remedies(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> Iterator[str]:
+    if running.order is ScheduleKind.FILL_DRAIN and fits(layers, cards, replace(running, order=ScheduleKind.ONE_F_ONE_B)):
         yield "the schedule 1f1b"
     if not running.rematerialise and fits(layers, cards, replace(running, rematerialise=True)):
         yield "re-materialisation"
@@ -111,14 +111,14 @@ def _enough(layers: Sequence[Layer], cards: Sequence[Card], running: Running) ->
     smallest = min(cards, key=lambda card: card.memory_bytes)
     for stages in range(len(cards) + 1, min(len(layers), MOST_STAGES) + 1):
         if fits(layers, [*cards, *(smallest,) * (stages - len(cards))], running):
-            yield f"{stages} stages, the further ones on cards of {said_bytes(smallest.memory_bytes)}"
+            yield f"{stages} stages, the further ones on cards of {format_bytes(smallest.memory_bytes)}"
             break
 
 
 # -- in words --------------------------------------------------------------------------------------
 
 
-def said_bytes(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """For people: decimal prefixes, three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
@@ -127,16 +127,16 @@ def said_bytes(nbytes: float) -> str:
     return f"{nbytes:,.3g} TB"
 
 
-def said_layers(layers: Sequence[Layer], start: int, stop: int) -> str:
+def format_layers(layers: Sequence[Layer], start: int, stop: int) -> str:
     """Layers `start` to `stop` - 1 with their names."""
     if stop - start == 1:
         return f'layer {start}, "{layers[start].name}"'
     return f'layers {start} to {stop - 1}, "{layers[start].name}" to "{layers[stop - 1].name}"'
 
 
-def said_parts(parameters: int, copies: int, activations: int, transit: int) -> str:
+def format_memory_parts(parameters: int, copies: int, activations: int, transit: int) -> str:
     """A stage's bytes by what they are for."""
     return (
-        f"parameters {said_bytes(parameters)}, gradients and optimizer {said_bytes(copies)}, "
-        f"activations {said_bytes(activations)}, in transit {said_bytes(transit)}"
+        f"parameters {format_bytes(parameters)}, gradients and optimizer {format_bytes(copies)}, "
+        f"activations {format_bytes(activations)}, in transit {format_bytes(transit)}"
     )

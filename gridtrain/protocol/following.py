@@ -13,17 +13,24 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.edges import Edges
-from gridtrain.protocol.member_io import DonorDown, DonorUp, Effect, Feed, Follow, Note
-from gridtrain.protocol.unmet import Unmet
+from gridtrain.protocol.edges import PeerLinks
+from gridtrain.protocol.member_io import (
+    BeginCatchUp,
+    DeliverCatchUpMessage,
+    LogEvent,
+    MemberEffect,
+    SourceConnected,
+    SourceDisconnected,
+)
+from gridtrain.protocol.unmet import UnreachableSources
 
-OF_FOLLOWERS = (m.ImageAsk, m.BlocksAsk, m.UpdatesAsk)
-OF_DONORS = (m.ImageTable, m.ImageBlock, m.Update, m.NoImage)
+RECEIVER_MESSAGES = (m.SnapshotRequest, m.SnapshotBlocksRequest, m.UpdatesRequest)
+SOURCE_MESSAGES = (m.SnapshotDigests, m.SnapshotBlock, m.UpdateLogEntry, m.SnapshotUnavailable)
 
-OfFollowing = m.ImageAsk | m.BlocksAsk | m.UpdatesAsk | m.ImageTable | m.ImageBlock | m.Update | m.NoImage
+CatchUpMessage = m.SnapshotRequest | m.SnapshotBlocksRequest | m.UpdatesRequest | m.SnapshotDigests | m.SnapshotBlock | m.UpdateLogEntry | m.SnapshotUnavailable
 
 
-class Following:
+class WorkerCatchUp:
     """See the module's text.
 
     Args:
@@ -36,64 +43,64 @@ class Following:
     """
 
     def __init__(self, route_s: float) -> None:
-        self._unmet = Unmet(route_s)
-        self.donors: tuple[m.PeerId, ...] = ()
-        self.followers: frozenset[m.PeerId] = frozenset()
-        self.caught: m.Caught | None = None
+        self._unreachable_sources = UnreachableSources(route_s)
+        self.sources: tuple[m.PeerId, ...] = ()
+        self.receivers: frozenset[m.PeerId] = frozenset()
+        self.last_report: m.CatchUpReport | None = None
 
     @property
     def peers(self) -> frozenset[m.PeerId]:
         """With whom this worker deals for it."""
-        return self.followers.union(self.donors)
+        return self.receivers.union(self.sources)
 
-    def heard(self, peer: m.PeerId, message: OfFollowing) -> list[Effect]:
+    def receive(self, peer: m.PeerId, message: CatchUpMessage) -> list[MemberEffect]:
         """Of who has no part in it nothing is taken."""
-        asked = peer in (self.followers if isinstance(message, OF_FOLLOWERS) else self.donors)
+        asked = peer in (self.receivers if isinstance(message, RECEIVER_MESSAGES) else self.sources)
         if asked:
-            return [Feed(peer, message)]
-        return [Note("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
+            return [DeliverCatchUpMessage(peer, message)]
+        return [LogEvent("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
 
-    def follow(self, donors: Sequence[tuple[m.PeerId, str]], edges: Edges, now_s: float) -> list[Effect]:
+    def start(self, donors: Sequence[tuple[m.PeerId, str]], edges: PeerLinks, now_s: float) -> list[MemberEffect]:
         """From now on these; who was one before and is none now is told as one that is gone."""
-        before, self.donors = self.donors, tuple(peer for peer, _ in donors)
-        self._unmet.told(now_s)
-        effects: list[Effect] = [] if before else [Follow()]
+        before, self.sources = self.sources, tuple(peer for peer, _ in donors)
+        self._unreachable_sources.restart(now_s)
+        effects: list[MemberEffect] = [] if before else [BeginCatchUp()]
         effects += edges.dial(donors)
-        effects += [DonorDown(peer) for peer in before if peer not in self.donors]
-        return effects + [DonorUp(p) for p in self.donors if p in edges.up and p not in before]
+        effects += [SourceDisconnected(peer) for peer in before if peer not in self.sources]
+        return effects + [SourceConnected(p) for p in self.sources if p in edges.connected and p not in before]
 
-    def edge_up(self, peer: m.PeerId) -> list[Effect]:
-        return [DonorUp(peer)] if peer in self.donors else []
+    def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
+        return [SourceConnected(peer)] if peer in self.sources else []
 
-    def edge_down(self, peer: m.PeerId, now_s: float) -> list[Effect]:
-        if peer in self.donors:
-            self._unmet.told(now_s)
-        return self.gone(peer)
+    def peer_disconnected(self, peer: m.PeerId, now_s: float) -> list[MemberEffect]:
+        if peer in self.sources:
+            self._unreachable_sources.restart(now_s)
+        return self.source_lost(peer)
 
-    def gone(self, peer: m.PeerId) -> list[Effect]:
-        return [DonorDown(peer)] if peer in self.donors else []
+    def source_lost(self, peer: m.PeerId) -> list[MemberEffect]:
+        return [SourceDisconnected(peer)] if peer in self.sources else []
 
     # -- in no generation: of a member it is seen by its edges who cannot be reached ------------------
 
     def deadline_s(self, up: Collection[m.PeerId]) -> float:
         """When `unmet` has something to say."""
-        return self._unmet.deadline_s(self.donors, up)
+        return self._unreachable_sources.deadline_s(self.sources, up)
 
-    def unmet(self, edges: Edges, now_s: float) -> tuple[m.PeerId, ...]:
+    def take_unreachable(self, edges: PeerLinks, now_s: float) -> tuple[m.PeerId, ...]:
         """No donor could be reached: who else could not, as there may be another way; (): nothing to say."""
-        return self._unmet.named(self.donors, edges.expected, edges.up, now_s)
+        return self._unreachable_sources.take_unreachable(self.sources, edges.expected_peers, edges.connected, now_s)
 
-    def second_chance(self, until_s: float) -> None:
+    def extend_timeouts(self, until_s: float) -> None:
         """This worker slept: it waits until then at least."""
-        self._unmet.second_chance(until_s)
+        self._unreachable_sources.extend_timeouts(until_s)
 
     # -- how it ends -----------------------------------------------------------------------------------
 
-    def strayed(self) -> m.Caught:
+    def fail(self) -> m.CatchUpReport:
         """It cannot follow: what it lacks it gets in a generation."""
-        self.donors, self.caught = (), m.Caught(-1, b"")
-        return self.caught
+        self.sources, self.last_report = (), m.CatchUpReport(-1, b"")
+        return self.last_report
 
-    def ended(self) -> None:
+    def finish(self) -> None:
         """It holds a generation's state."""
-        self.donors, self.caught = (), None
+        self.sources, self.last_report = (), None

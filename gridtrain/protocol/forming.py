@@ -10,38 +10,37 @@ from __future__ import annotations
 
 import math
 
-STATE_LEFT = "state_left_bytes"
 """In a beat's figures: what this member lacks of a state of which something has come.  Absent: nothing."""
 
-MOST_FORMING_S = 900.0
+MAX_FORMING_S = 900.0
 """So long a generation may take to form, whatever progress its newcomers show, beside the bytes' time."""
 
-STATE_BYTES = 16
+STATE_BYTES_PER_PARAMETER = 16
 """Of a parameter with the moments of its optimizer, and buffers."""
 
-USUAL_Bps, LEAST_Bps = 2.5e6, 125e3
+DEFAULT_RATE_Bps, MIN_RATE_Bps = 2.5e6, 125e3
 """A line of which nothing is known; and the slowest that is waited for."""
 
 
-class Feed:
+class StateTransferProgress:
     """What a member lacks of its state, and when that last became less."""
 
-    __slots__ = ("left_bytes", "moved_s")
+    __slots__ = ("left_bytes", "progressed_s")
 
     def __init__(self) -> None:
-        self.left_bytes, self.moved_s = 0.0, 0.0
+        self.left_bytes, self.progressed_s = 0.0, 0.0
 
-    def told(self, left_bytes: float, now_s: float) -> None:
+    def update(self, left_bytes: float, now_s: float) -> None:
         """With each beat."""
         if left_bytes != self.left_bytes:
-            self.left_bytes, self.moved_s = left_bytes, now_s
+            self.left_bytes, self.progressed_s = left_bytes, now_s
 
-    def until_s(self, patience_s: float) -> float:
+    def deadline_s(self, patience_s: float) -> float:
         """So long it counts as on its way, as it lacks some: `patience_s` after something came."""
-        return self.moved_s + patience_s if self.left_bytes > 0 else -math.inf
+        return self.progressed_s + patience_s if self.left_bytes > 0 else -math.inf
 
 
-def most_s(receivers: int, parameters: int | None, rate_Bps: float | None) -> float:
+def max_forming_s(receivers: int, parameters: int | None, rate_Bps: float | None) -> float:
     """The longest that a generation may take to form.
 
     Args:
@@ -49,5 +48,5 @@ def most_s(receivers: int, parameters: int | None, rate_Bps: float | None) -> fl
         parameters: of the model; None: not known.
         rate_Bps: of the slowest measured line from who holds it; None: nothing was measured.
     """
-    slowest_Bps = max(LEAST_Bps, rate_Bps if rate_Bps is not None else USUAL_Bps)
-    return MOST_FORMING_S + receivers * STATE_BYTES * (parameters or 0) / slowest_Bps
+    slowest_Bps = max(MIN_RATE_Bps, rate_Bps if rate_Bps is not None else DEFAULT_RATE_Bps)
+    return MAX_FORMING_S + receivers * STATE_BYTES_PER_PARAMETER * (parameters or 0) / slowest_Bps

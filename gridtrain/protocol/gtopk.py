@@ -22,25 +22,25 @@ one with rank mod 2 d == i mod 2 d.  In the fold only one rank merges, and it ke
 
 from __future__ import annotations
 
-from gridtrain.protocol.hops import Hop, Hops
-from gridtrain.protocol.messages import Phase, Place
+from gridtrain.protocol.hops import Hop, HopExchange
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
 
 
 def schedule(rank: int, world_size: int) -> list[Hop]:
     """All hops of `rank` in order: the butterfly as data."""
     base = 1 << (world_size.bit_length() - 1)  # Q
-    fold, unfold = Place(Phase.FOLD), Place(Phase.UNFOLD)
+    fold, unfold = PayloadSlot(CollectivePhase.FOLD), PayloadSlot(CollectivePhase.UNFOLD)
     hops = base.bit_length() - 1
     if rank >= base:
         down = rank - base
-        result = Hop(unfold, down, False, True, members=world_size, roundings=hops + 2)
-        return [Hop(fold, down, sends=True, receives=False), result]
+        result = Hop(unfold, down, False, True, contributors=world_size, roundings=hops + 2)
+        return [Hop(fold, down, is_sender=True, is_receiver=False), result]
     swaps = [_swap(rank, world_size, hop) for hop in range(hops)]
     up = rank + base
     if up >= world_size:
         return swaps
-    folded = Hop(fold, up, sends=False, receives=True, owner_modulus=1, members=1, roundings=1)
-    return [folded, *swaps, Hop(unfold, up, sends=True, receives=False)]
+    folded = Hop(fold, up, is_sender=False, is_receiver=True, owner_modulus=1, contributors=1, roundings=1)
+    return [folded, *swaps, Hop(unfold, up, is_sender=True, is_receiver=False)]
 
 
 def _swap(rank: int, world_size: int, hop: int) -> Hop:
@@ -49,12 +49,12 @@ def _swap(rank: int, world_size: int, hop: int) -> Hop:
     first = partner - partner % distance  # of the aligned block whose sum the partner holds
     folded = max(0, min(first + distance, world_size - base) - first)
     return Hop(
-        Place(Phase.SWAP, hop),
+        PayloadSlot(CollectivePhase.SWAP, hop),
         partner,
-        sends=True,
-        receives=True,
+        is_sender=True,
+        is_receiver=True,
         owner_modulus=2 * distance,
-        members=distance + folded,
+        contributors=distance + folded,
         roundings=hop + 2,  # by the sender's own encoding, the fold, and each swap before
     )
 
@@ -64,7 +64,7 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
     return frozenset(hop.partner for hop in schedule(rank, world_size))
 
 
-class Butterfly(Hops):
+class ButterflyExchange(HopExchange):
     """One gTop-k exchange by `schedule`.  `skip`: this rank's gradient is not finite."""
 
     __slots__ = ()

@@ -17,30 +17,30 @@ from __future__ import annotations
 
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol.collective import (
-    Arrived,
+    CollectiveComplete,
     CollectiveEffect,
-    Complete,
+    PayloadReceived,
+    Provenance,
     SendTo,
-    Source,
     StoreSlice,
-    check_due,
+    check_expected,
 )
-from gridtrain.protocol.messages import MOST_STAGES, Channel, Phase, Place
+from gridtrain.protocol.messages import MAX_STAGES, Channel, CollectivePhase, PayloadSlot
 
-SEALS_KIND = 16
+STAGE_SUMMARY_KIND = 16
 """`Channel.kind` of the all-gather in which all members say what their stage did (`runtime.handoffs`)."""
 
-MOST_PIECES = 1 << 14
+MAX_PIECES = 1 << 14
 
-SEALS = Channel(kind=SEALS_KIND)
+STAGE_SUMMARY_CHANNEL = Channel(kind=STAGE_SUMMARY_KIND)
 
 
-def between(from_stage: int, to_stage: int, channel: Channel) -> Channel:
+def stage_channel(from_stage: int, to_stage: int, channel: Channel) -> Channel:
     """Where what one stage says to another travels: two of them may use the same kind and index."""
-    return Channel(from_stage * MOST_STAGES + to_stage, int(channel.kind), channel.index)
+    return Channel(from_stage * MAX_STAGES + to_stage, int(channel.kind), channel.index)
 
 
-class HandOff:
+class ActivationSender:
     """The sender's side.  See `gridtrain.protocol.collective.Collective`."""
 
     __slots__ = ("_pieces", "_says", "_to_rank", "complete")
@@ -52,18 +52,18 @@ class HandOff:
 
     def start(self, now_s: float) -> list[CollectiveEffect]:
         self.complete = True
-        places = (Place(Phase.PASS, hop=self._pieces, slice=piece) for piece in range(self._pieces))
-        return [*(SendTo(self._to_rank, place, False) for place in places), Complete(False)]
+        places = (PayloadSlot(CollectivePhase.ACTIVATION, hop=self._pieces, slice=piece) for piece in range(self._pieces))
+        return [*(SendTo(self._to_rank, place, False) for place in places), CollectiveComplete(False)]
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
-        check_due(self._says, event, None, "nothing: this rank sends here")
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
+        check_expected(self._says, event, None, "nothing: this rank sends here")
         return []
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset()
 
 
-class TakeOver:
+class ActivationReceiver:
     """The receiver's side."""
 
     __slots__ = ("_from_rank", "_missing", "_pieces", "_says", "_world_size", "complete")
@@ -78,26 +78,26 @@ class TakeOver:
     def start(self, now_s: float) -> list[CollectiveEffect]:
         return []
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
-        place = event.place
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
+        place = event.slot
         if self._pieces is None:
             self._pieces = place.hop
-            self._missing = set(range(min(place.hop, MOST_PIECES)))
+            self._missing = set(range(min(place.hop, MAX_PIECES)))
         fits = place.slice in self._missing
-        due = Place(Phase.PASS, hop=self._pieces, slice=place.slice)
-        check_due(self._says, event, (self._from_rank, due) if fits else None, "no such piece any more")
+        due = PayloadSlot(CollectivePhase.ACTIVATION, hop=self._pieces, slice=place.slice)
+        check_expected(self._says, event, (self._from_rank, due) if fits else None, "no such piece any more")
         if event.skip:
             raise RemoteProtocolError(
                 f"{self._says}: rank {event.from_rank} handed over a piece that skips",
                 remedy="drop that peer; an honest one of the same version never sends this",
             )
         self._missing.discard(place.slice)
-        source = Source(event.from_rank, 1, self._world_size, roundings=0)
+        source = Provenance(event.from_rank, 1, self._world_size, roundings=0)
         stored = StoreSlice(self._pieces, place.slice, event.payload, source)
         if self._missing:
             return [stored]
         self.complete = True
-        return [stored, Complete(False)]
+        return [stored, CollectiveComplete(False)]
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset() if self.complete else frozenset({self._from_rank})

@@ -28,13 +28,21 @@ from typing import Any
 
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Seat
-from gridtrain.protocol.member_io import Effect, Forget, Handed, Inherit, Note, Post, TakePiece
+from gridtrain.protocol.attempts import RankAssignment
+from gridtrain.protocol.member_io import (
+    AddResidual,
+    DropResidual,
+    LogEvent,
+    MemberEffect,
+    ResidualTransferEnded,
+    Send,
+    StoreResidualBlock,
+)
 
 _REMEDY = "drop that peer; an honest one of the same version never sends this"
 
 
-def heirs(rank: int, world_size: int, stages: int = 1) -> tuple[int, ...]:
+def residual_recipients(rank: int, world_size: int, stages: int = 1) -> tuple[int, ...]:
     """Ranks that a leaver may ask, in this order: its neighbours in the ring, to whom it is connected.
 
     Of a model in stages: in the ring of those who hold the same stage.
@@ -46,15 +54,15 @@ def heirs(rank: int, world_size: int, stages: int = 1) -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class _Estate:
+class _ReceivedResidual:
     """What one leaver handed over to us."""
 
     applied: int
     history: bytes
-    complete: bool = False
+    is_complete: bool = False
 
 
-class Handover:
+class ResidualTransfer:
     """Both sides of it, of one member.
 
     Attributes:
@@ -63,128 +71,128 @@ class Handover:
     """
 
     def __init__(self) -> None:
-        self.leaving = False
-        self.refusing = False
-        self._heir: m.PeerId | None = None
-        self._asked: set[m.PeerId] = set()
-        self._pieces: tuple[Any, ...] = ()
-        self._estates: dict[m.PeerId, _Estate] = {}
+        self.is_leaving = False
+        self.is_refusing = False
+        self._recipient: m.PeerId | None = None
+        self._asked_peers: set[m.PeerId] = set()
+        self._blocks: tuple[Any, ...] = ()
+        self._received: dict[m.PeerId, _ReceivedResidual] = {}
 
     # -- the leaver --------------------------------------------------------------------------------
 
     def begin(
-        self, pieces: Sequence[Any], seat: Seat | None, up: Collection[m.PeerId], applied: int, history: bytes
-    ) -> list[Effect]:
+        self, pieces: Sequence[Any], seat: RankAssignment | None, up: Collection[m.PeerId], applied: int, history: bytes
+    ) -> list[MemberEffect]:
         """Ask the first heir; `Handed` answers.  No part in a round may be open."""
-        self.leaving, self.refusing, self._pieces = True, True, tuple(pieces)
+        self.is_leaving, self.is_refusing, self._blocks = True, True, tuple(pieces)
         why = "no generation is running" if seat is None else "no neighbour is connected"
         return self._ask(seat, up, applied, history, why)
 
-    def answered(
-        self, peer: m.PeerId, answer: m.TakenOver, seat: Seat, up: Collection[m.PeerId], at: tuple[int, bytes]
-    ) -> list[Effect]:
+    def receive_reply(
+        self, peer: m.PeerId, answer: m.ResidualReply, seat: RankAssignment, up: Collection[m.PeerId], at: tuple[int, bytes]
+    ) -> list[MemberEffect]:
         """The heir has it, or does not want it: then the next one is asked."""
-        if peer != self._heir:
+        if peer != self._recipient:
             return []
-        self._heir = None
-        if answer.taken:
-            return [Handed(True, peer.hex()[:8])]
+        self._recipient = None
+        if answer.is_accepted:
+            return [ResidualTransferEnded(True, peer.hex()[:8])]
         return self._ask(seat, up, *at, f"{peer.hex()[:8]} declined: {answer.reason}")
 
-    def lost(self, peer: m.PeerId) -> list[Effect]:
+    def recipient_lost(self, peer: m.PeerId) -> list[MemberEffect]:
         """The heir is gone before it answered: whether it has everything cannot be known."""
-        if peer != self._heir:
+        if peer != self._recipient:
             return []
-        self._heir = None
-        return [Handed(None, f"{peer.hex()[:8]} was lost before it answered")]
+        self._recipient = None
+        return [ResidualTransferEnded(None, f"{peer.hex()[:8]} was lost before it answered")]
 
     def _ask(
-        self, seat: Seat | None, up: Collection[m.PeerId], applied: int, history: bytes, why: str
-    ) -> list[Effect]:
-        ranks = heirs(seat.rank, seat.world_size, seat.stages) if seat is not None else ()
-        peers = [seat.roster[rank].peer for rank in ranks] if seat is not None else []
-        heir = next((peer for peer in peers if peer in up and peer not in self._asked), None)
+        self, seat: RankAssignment | None, up: Collection[m.PeerId], applied: int, history: bytes, why: str
+    ) -> list[MemberEffect]:
+        ranks = residual_recipients(seat.rank, seat.world_size, seat.stages) if seat is not None else ()
+        peers = [seat.members[rank].peer for rank in ranks] if seat is not None else []
+        heir = next((peer for peer in peers if peer in up and peer not in self._asked_peers), None)
         if seat is None or heir is None:
-            return [Handed(False, why)]
-        self._heir = heir
-        self._asked.add(heir)
-        total = len(self._pieces)
+            return [ResidualTransferEnded(False, why)]
+        self._recipient = heir
+        self._asked_peers.add(heir)
+        total = len(self._blocks)
         return [
-            Post(heir, m.HandOver(seat.term, seat.generation, applied, history, index, total, piece))
-            for index, piece in enumerate(self._pieces)
+            Send(heir, m.ResidualBlock(seat.term, seat.generation, applied, history, index, total, piece))
+            for index, piece in enumerate(self._blocks)
         ]
 
     # -- the heir ----------------------------------------------------------------------------------
 
-    def piece(
-        self, seat: Seat, peer: m.PeerId, piece: m.HandOver, applied: int, synced: bool
-    ) -> list[Effect]:
+    def receive_block(
+        self, seat: RankAssignment, peer: m.PeerId, piece: m.ResidualBlock, applied: int, synced: bool
+    ) -> list[MemberEffect]:
         """Raises `RemoteProtocolError` where an honest leaver would not have sent it here."""
         if (piece.term, piece.generation) != (seat.term, seat.generation):
             return []
-        _check_heir(seat, peer)
-        known = self._estates.get(peer)
-        if known is not None and known.complete:
+        _check_recipient(seat, peer)
+        known = self._received.get(peer)
+        if known is not None and known.is_complete:
             raise RemoteProtocolError(
                 f"peer {peer.hex()[:8]} hands over its residual of generation {seat.generation} twice",
                 remedy=_REMEDY,
             )
-        why = self._unwanted(piece, applied, synced)
+        why = self._rejection_reason(piece, applied, synced)
         if why:
-            return [self._answer(seat, peer, False, why)] if piece.index + 1 == piece.total else []
+            return [self._make_reply(seat, peer, False, why)] if piece.index + 1 == piece.total else []
         if piece.index == 0:
-            self._estates[peer] = _Estate(piece.applied, piece.history)
-        return [TakePiece(peer, piece, seat.world_size)]
+            self._received[peer] = _ReceivedResidual(piece.applied, piece.history)
+        return [StoreResidualBlock(peer, piece, seat.world_size)]
 
-    def _unwanted(self, piece: m.HandOver, applied: int, synced: bool) -> str:
+    def _rejection_reason(self, piece: m.ResidualBlock, applied: int, synced: bool) -> str:
         """Why an honest piece is of no use here; empty: it is."""
-        if self.refusing:
+        if self.is_refusing:
             return "it leaves, too"
         # We may not have heard yet that the step was committed after which the leaver stopped.
         if not synced or piece.applied not in (applied, applied + 1):
             return f"it is at step {applied + 1}, the residual at step {piece.applied + 1}"
         return ""
 
-    def complete(self, seat: Seat | None, peer: m.PeerId) -> list[Effect]:
+    def mark_complete(self, seat: RankAssignment | None, peer: m.PeerId) -> list[MemberEffect]:
         """All pieces are there and hold what they may."""
-        estate = self._estates.get(peer)
+        estate = self._received.get(peer)
         if estate is None or seat is None:
-            return [Forget(peer)]
-        if self.refusing:
-            del self._estates[peer]
-            return [Forget(peer), self._answer(seat, peer, False, "it leaves, too")]
-        estate.complete = True
-        return [self._answer(seat, peer, True, "")]
+            return [DropResidual(peer)]
+        if self.is_refusing:
+            del self._received[peer]
+            return [DropResidual(peer), self._make_reply(seat, peer, False, "it leaves, too")]
+        estate.is_complete = True
+        return [self._make_reply(seat, peer, True, "")]
 
-    def viewed(self, seat: Seat, applied: int, history: bytes, synced: bool) -> list[Effect]:
+    def begin_generation(self, seat: RankAssignment, applied: int, history: bytes, synced: bool) -> list[MemberEffect]:
         """A generation begins: what its leavers left is ours now, or nobody's."""
-        effects: list[Effect] = []
-        for peer, estate in list(self._estates.items()):
-            whole = estate.complete and synced and (estate.applied, estate.history) == (applied, history)
+        effects: list[MemberEffect] = []
+        for peer, estate in list(self._received.items()):
+            whole = estate.is_complete and synced and (estate.applied, estate.history) == (applied, history)
             if whole and seat.rank_of(peer) is not None:
                 continue  # it has not left yet
-            del self._estates[peer]
-            effects += [Inherit(peer)] if whole else self._forget(peer, "the group went on with it")
+            del self._received[peer]
+            effects += [AddResidual(peer)] if whole else self._drop_residual(peer, "the group went on with it")
         return effects
 
-    def committed(self, applied: int) -> list[Effect]:
+    def step_committed(self, applied: int) -> list[MemberEffect]:
         """A step was committed: all members voted, so who had stopped before it has not left."""
-        effects: list[Effect] = []
-        for peer in [peer for peer, estate in self._estates.items() if estate.applied < applied]:
-            del self._estates[peer]
-            effects += self._forget(peer, "it took part in another step")
+        effects: list[MemberEffect] = []
+        for peer in [peer for peer, estate in self._received.items() if estate.applied < applied]:
+            del self._received[peer]
+            effects += self._drop_residual(peer, "it took part in another step")
         return effects
 
-    def _forget(self, peer: m.PeerId, why: str) -> list[Effect]:
-        return [Forget(peer), Note("residual_void", {"of": peer.hex()[:8], "reason": why})]
+    def _drop_residual(self, peer: m.PeerId, why: str) -> list[MemberEffect]:
+        return [DropResidual(peer), LogEvent("residual_void", {"of": peer.hex()[:8], "reason": why})]
 
-    def _answer(self, seat: Seat, peer: m.PeerId, taken: bool, why: str) -> Post:
-        return Post(peer, m.TakenOver(seat.term, seat.generation, taken, why))
+    def _make_reply(self, seat: RankAssignment, peer: m.PeerId, taken: bool, why: str) -> Send:
+        return Send(peer, m.ResidualReply(seat.term, seat.generation, taken, why))
 
 
-def _check_heir(seat: Seat, peer: m.PeerId) -> None:
+def _check_recipient(seat: RankAssignment, peer: m.PeerId) -> None:
     rank = seat.rank_of(peer)
-    if rank is None or seat.rank not in heirs(rank, seat.world_size, seat.stages):
+    if rank is None or seat.rank not in residual_recipients(rank, seat.world_size, seat.stages):
         raise RemoteProtocolError(
             f"rank {rank} hands its residual over to rank {seat.rank} of {seat.world_size}; only its "
             "neighbours in the ring may be asked",

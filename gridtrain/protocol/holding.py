@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.round import HISTORY_START, extend_history
+from gridtrain.protocol.round import EMPTY_HISTORY, extend_history
 
 
-class Holding:
+class ReplicaState:
     """See the module's text.
 
     Attributes:
@@ -33,86 +33,86 @@ class Holding:
 
     def __init__(self) -> None:
         self.applied = -1
-        self.history = HISTORY_START
+        self.history = EMPTY_HISTORY
         self.ledger = m.LedgerState()
-        self.synced = False
-        self.memory: m.Span | None = None
-        self.touched = False
-        self._blocks = m.Span(0, 1)  # that the state is of, where it is synced
+        self.is_synced = False
+        self.memory_layers: m.Span | None = None
+        self.is_modified = False
+        self._layers = m.Span(0, 1)  # that the state is of, where it is synced
 
     @property
-    def at(self) -> tuple[int, bytes]:
+    def position(self) -> tuple[int, bytes]:
         return self.applied, self.history
 
     # -- what the trainer does -------------------------------------------------------------------
 
-    def loaded(self, held: m.Held) -> None:
+    def load_checkpoint(self, held: m.CheckpointInfo) -> None:
         """Before it is in any generation, from its own checkpoint."""
         self.applied, self.history, self.ledger = held.applied, held.history, held.ledger
-        self.synced = True
+        self.is_synced = True
 
-    def restored(self, blocks: m.Span) -> None:
+    def state_loaded(self, blocks: m.Span) -> None:
         """The generation's state is here."""
-        self.synced, self._blocks, self.memory = True, blocks, None
+        self.is_synced, self._layers, self.memory_layers = True, blocks, None
 
-    def loading(self) -> None:
+    def state_loading(self) -> None:
         """All of another member's state has come: the trainer may have begun to load it."""
-        self.memory, self.touched = None, True
+        self.memory_layers, self.is_modified = None, True
 
-    def overwritten(self, by_a_member: bool) -> None:
+    def model_overwritten(self, by_a_member: bool) -> None:
         """By a state that this worker follows: it is not what the script made, nor what a checkpoint had."""
-        self.touched = True
+        self.is_modified = True
         if not by_a_member:
-            self.synced, self.applied, self.history = False, -1, HISTORY_START
+            self.is_synced, self.applied, self.history = False, -1, EMPTY_HISTORY
             self.ledger = m.LedgerState()
 
     # -- what the group does ---------------------------------------------------------------------
 
-    def committed(self, step: int, digest: bytes, state: m.LedgerState) -> None:
+    def commit_step(self, step: int, digest: bytes, state: m.LedgerState) -> None:
         self.ledger = state
-        self.applied, self.touched = step, True
+        self.applied, self.is_modified = step, True
         self.history = extend_history(self.history, digest)
 
-    def execute(self, view: m.View | m.Spared, prepared: bytes | None) -> bool:
+    def apply_verdict(self, view: m.MembershipView | m.StandbyNotice, prepared: bytes | None) -> bool:
         """Come to what a verdict names, or lack it.  Whether that took the update of digest `prepared`."""
         if prepared is not None and view.applied == self.applied + 1:
             history = extend_history(self.history, prepared)
             if history == view.history:
-                self.applied, self.history, self.touched = view.applied, history, True
+                self.applied, self.history, self.is_modified = view.applied, history, True
                 return True
-        self.synced = self.synced and (view.applied, view.history) == self.at
+        self.is_synced = self.is_synced and (view.applied, view.history) == self.position
         return False
 
-    def seated(self, blocks: m.Span, may_recall: bool) -> None:
+    def begin_generation(self, blocks: m.Span, may_recall: bool) -> None:
         """A generation begins in which it needs these.  `may_recall`: what is in memory is of its step."""
-        if self.memory is not None and may_recall:
-            self.synced, self._blocks = True, self.memory  # it was not put together from that
-        self.memory = self._blocks if self.synced and self._blocks != blocks else None
-        self.synced = self.synced and self.memory is None
+        if self.memory_layers is not None and may_recall:
+            self.is_synced, self._layers = True, self.memory_layers  # it was not put together from that
+        self.memory_layers = self._layers if self.is_synced and self._layers != blocks else None
+        self.is_synced = self.is_synced and self.memory_layers is None
 
-    def lacks(self, view: m.View, blocks: m.Span, as_built: bool) -> None:
+    def await_state(self, view: m.MembershipView, blocks: m.Span, as_built: bool) -> None:
         """What it will hold once that is restored; `as_built`: that is what the script has made."""
         self.applied, self.history = view.applied, view.history
-        self.synced, self._blocks = as_built, blocks
+        self.is_synced, self._layers = as_built, blocks
         if as_built:
-            self.memory = None  # it is built anew: what it was is gone
+            self.memory_layers = None  # it is built anew: what it was is gone
 
-    def finished(self, spec: m.LedgerSpec) -> bool:
+    def is_finished(self, spec: m.LedgerSpec) -> bool:
         """The ledger has ended the run, as far as it was applied here."""
-        return self.synced and ledger.finished(spec, self.ledger)
+        return self.is_synced and ledger.is_finished(spec, self.ledger)
 
-    def report(self, freeze: m.Freeze, voted: tuple[m.RoundId, bytes, bool] | None) -> m.Report:
+    def make_report(self, freeze: m.Freeze, voted: tuple[m.RoundId, bytes, bool] | None) -> m.FreezeReport:
         """Commit rule 5.  `voted`: the round that is prepared, its digest and whether it is skipped."""
         prepared, digest, skip = voted if voted is not None else (None, b"", False)
-        return m.Report(
+        return m.FreezeReport(
             term=freeze.term,
             generation=freeze.generation,
-            synced=self.synced or self.memory is not None,
+            is_synced=self.is_synced or self.memory_layers is not None,
             applied=self.applied,
             history=self.history,
             ledger=self.ledger,
             prepared=prepared,
             digest=digest,
             skip=skip,
-            blocks=self.memory or self._blocks,
+            layers=self.memory_layers or self._layers,
         )

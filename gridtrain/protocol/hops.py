@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtrain.protocol.collective import (
-    Adopt,
-    Arrived,
+    CollectiveComplete,
     CollectiveEffect,
-    Complete,
-    MergeIn,
+    MergePayload,
+    PayloadReceived,
+    Provenance,
+    ReplacePayload,
     SendTo,
-    Source,
-    check_due,
+    check_expected,
 )
-from gridtrain.protocol.messages import Place
+from gridtrain.protocol.messages import PayloadSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class Hop:
     `members`, `roundings`: see `collective.Source`, of what comes.
     """
 
-    place: Place
+    slot: PayloadSlot
     partner: int
-    sends: bool
-    receives: bool
+    is_sender: bool
+    is_receiver: bool
     owner_modulus: int = 0
-    members: int = 0
+    contributors: int = 0
     roundings: int = 0
 
 
-class Hops:
+class HopExchange:
     """One gTop-k exchange as rank `rank` of `world_size` sees it: its schedule, carried out.
 
     A partner may be hops ahead; what comes early is held, at most one payload for each hop.
@@ -70,8 +70,8 @@ class Hops:
         self._world_size = world_size
         self._skip = skip
         self._hops = list(hops)  # the first one is the current one
-        self._awaited = {hop.place: (hop.partner, hop.place) for hop in self._hops if hop.receives}
-        self._arrived: dict[Place, Arrived] = {}
+        self._awaited = {hop.slot: (hop.partner, hop.slot) for hop in self._hops if hop.is_receiver}
+        self._arrived: dict[PayloadSlot, PayloadReceived] = {}
         self._started = False
         self.complete = False
 
@@ -79,11 +79,11 @@ class Hops:
         self._started = True
         return self._enter() + self._advance()
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
         says = f"{self._name}, rank {self._rank} of {self._world_size}"
-        check_due(says, event, self._awaited.get(event.place), "nothing (more) of this place")
-        del self._awaited[event.place]
-        self._arrived[event.place] = event
+        check_expected(says, event, self._awaited.get(event.slot), "nothing (more) of this place")
+        del self._awaited[event.slot]
+        self._arrived[event.slot] = event
         return self._advance() if self._started else []
 
     def waiting_for(self) -> frozenset[int]:
@@ -92,10 +92,10 @@ class Hops:
     def _advance(self) -> list[CollectiveEffect]:
         """Go through the hops as far as what has arrived allows."""
         effects: list[CollectiveEffect] = []
-        while self._hops and (not self._hops[0].receives or self._hops[0].place in self._arrived):
+        while self._hops and (not self._hops[0].is_receiver or self._hops[0].slot in self._arrived):
             hop = self._hops.pop(0)
-            if hop.receives:
-                event = self._arrived.pop(hop.place)
+            if hop.is_receiver:
+                event = self._arrived.pop(hop.slot)
                 self._skip |= event.skip
                 effects.append(self._take(hop, event))
             effects += self._enter()
@@ -105,12 +105,12 @@ class Hops:
         """What a hop begins with: mine goes out as it is before theirs is merged into it."""
         if not self._hops:
             self.complete = True
-            return [Complete(self._skip)]
+            return [CollectiveComplete(self._skip)]
         hop = self._hops[0]
-        return [SendTo(hop.partner, hop.place, self._skip)] if hop.sends else []
+        return [SendTo(hop.partner, hop.slot, self._skip)] if hop.is_sender else []
 
-    def _take(self, hop: Hop, event: Arrived) -> CollectiveEffect:
-        source = Source(event.from_rank, hop.members, self._world_size, hop.roundings)
+    def _take(self, hop: Hop, event: PayloadReceived) -> CollectiveEffect:
+        source = Provenance(event.from_rank, hop.contributors, self._world_size, hop.roundings)
         if hop.owner_modulus:
-            return MergeIn(event.payload, hop.owner_modulus, self._rank % hop.owner_modulus, source)
-        return Adopt(event.payload, source)
+            return MergePayload(event.payload, hop.owner_modulus, self._rank % hop.owner_modulus, source)
+        return ReplacePayload(event.payload, source)

@@ -24,8 +24,8 @@ from gridtrain.errors import ConfigError
 from gridtrain.protocol.messages import PeerId
 
 PREFIX = "gridtrain1:"
-MAX_TEXT = 400
-MAX_PASTED = 2000
+MAX_TEXT_LENGTH = 400
+MAX_PASTED_LENGTH = 2000
 """The most that is looked at, with all the line breaks and quotation marks that mail programs add."""
 
 KEY_BYTES, CHECKSUM_BYTES = 32, 8
@@ -38,7 +38,7 @@ _VERSION = re.compile(r"gridtrain(\d{1,9}):")
 _ENCRYPTED = 1
 _QUOTES = "'\"`<>\u2018\u2019\u201c\u201d\u00ab\u00bb"
 _INVISIBLE = "\u200b\ufeff\u00ad"  # what some programs put between letters so that lines may break
-_AGAIN = "copy the whole line again, from gridtrain1: to its end, or ask the run's owner for a new one"
+_COPY_AGAIN = "copy the whole line again, from gridtrain1: to its end, or ask the run's owner for a new one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Invitation:
 
 def looks_like(text: str) -> bool:
     """Somebody meant this for an invitation, of whatever version: not an address, say."""
-    return _VERSION.match(_squeezed(text)) is not None
+    return _VERSION.match(_strip_decoration(text)) is not None
 
 
 def parse(text: str) -> Invitation:
@@ -94,7 +94,7 @@ def parse(text: str) -> Invitation:
     Raises:
         ConfigError: it is none, was changed on its way, or was made by a newer gridtrain.
     """
-    line = _squeezed(text)
+    line = _strip_decoration(text)
     version = _VERSION.match(line)
     if version is None:
         raise ConfigError(
@@ -107,11 +107,11 @@ def parse(text: str) -> Invitation:
         raise ConfigError(
             f"this invitation begins with {version[0]}, and this gridtrain reads {PREFIX}"
             + (": it was made by a newer gridtrain" if newer else ""),
-            remedy="pip install --upgrade gridtrain, then try again" if newer else _AGAIN,
+            remedy="pip install --upgrade gridtrain, then try again" if newer else _COPY_AGAIN,
         )
-    invitation = _unpacked(line.removeprefix(PREFIX)) if len(line) <= MAX_TEXT else None
+    invitation = _unpack(line.removeprefix(PREFIX)) if len(line) <= MAX_TEXT_LENGTH else None
     if invitation is None:
-        raise ConfigError("this invitation was cut short or changed on its way", remedy=_AGAIN)
+        raise ConfigError("this invitation was cut short or changed on its way", remedy=_COPY_AGAIN)
     return invitation
 
 
@@ -124,12 +124,12 @@ def is_intact(body: bytes, told: bytes) -> bool:
     return checksum(body) == told
 
 
-def _squeezed(text: str) -> str:
-    kept = "".join(text[:MAX_PASTED].split())
+def _strip_decoration(text: str) -> str:
+    kept = "".join(text[:MAX_PASTED_LENGTH].split())
     return "".join(letter for letter in kept if letter not in _INVISIBLE).strip(_QUOTES)
 
 
-def _unpacked(packed: str) -> Invitation | None:
+def _unpack(packed: str) -> Invitation | None:
     """None: it is damaged."""
     try:
         data = base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True)
@@ -152,3 +152,8 @@ def _unpacked(packed: str) -> Invitation | None:
         )
     except (UnicodeDecodeError, ConfigError):
         return None
+
+
+def invitation_digest(key: PeerId) -> str:
+    """What is kept of an invitation's public key."""
+    return blake2b(key, digest_size=32, person=b"gridtrain door").hexdigest()

@@ -14,70 +14,70 @@ from dataclasses import dataclass
 
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.allegiance import Allegiance
-from gridtrain.protocol.attempts import Seat
-from gridtrain.protocol.checkpoints import Checkpoints
-from gridtrain.protocol.edges import Edges
-from gridtrain.protocol.following import Following
-from gridtrain.protocol.handover import Handover
-from gridtrain.protocol.holding import Holding
-from gridtrain.protocol.member_io import Effect, Enter, HangUp, Note, Post
-from gridtrain.protocol.pace import Pace
+from gridtrain.protocol.allegiance import CoordinatorLink
+from gridtrain.protocol.attempts import RankAssignment
+from gridtrain.protocol.checkpoints import MemberCheckpoints
+from gridtrain.protocol.edges import PeerLinks
+from gridtrain.protocol.following import WorkerCatchUp
+from gridtrain.protocol.handover import ResidualTransfer
+from gridtrain.protocol.holding import ReplicaState
+from gridtrain.protocol.member_io import Disconnect, LogEvent, MemberEffect, Send, TrainerJoined
+from gridtrain.protocol.pace import StepPace
 
 
 @dataclass(slots=True)
-class Lasting:
+class MemberContext:
     """See the module's text.  `entered`: what the trainer brought; None: it has not come yet."""
 
-    me: m.PeerId
+    own_id: m.PeerId
     deadlines: Deadlines
-    allegiance: Allegiance
-    edges: Edges
-    holding: Holding
-    checkpoints: Checkpoints
-    following: Following
-    handover: Handover
-    pace: Pace
-    entered: Enter | None = None
+    coordinator_link: CoordinatorLink
+    peer_links: PeerLinks
+    replica_state: ReplicaState
+    checkpoints: MemberCheckpoints
+    catch_up: WorkerCatchUp
+    residual_transfer: ResidualTransfer
+    step_pace: StepPace
+    trainer: TrainerJoined | None = None
 
     @property
     def coordinator(self) -> m.PeerId:
-        return self.allegiance.coordinator
+        return self.coordinator_link.coordinator
 
     @property
     def setup(self) -> m.Setup | None:
-        return self.entered.setup if self.entered is not None else None
+        return self.trainer.setup if self.trainer is not None else None
 
     @property
-    def in_stages(self) -> bool:
-        return self.entered is not None and self.entered.in_stages
+    def is_pipelined(self) -> bool:
+        return self.trainer is not None and self.trainer.is_pipelined
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """The ledger has ended the run, as far as this worker has applied it."""
-        return self.entered is not None and self.holding.finished(self.entered.setup.ledger)
+        return self.trainer is not None and self.replica_state.is_finished(self.trainer.setup.ledger)
 
-    def introduction(self) -> list[Effect]:
+    def introduce(self) -> list[MemberEffect]:
         """What the trainer brought, for the coordinator."""
-        return self.allegiance.introduction(self.entered, self.checkpoints.kept, self.holding.touched)
+        return self.coordinator_link.introduce(self.trainer, self.checkpoints.stored, self.replica_state.is_modified)
 
-    def tell_finished(self) -> list[Effect]:
+    def report_finished(self) -> list[MemberEffect]:
         """Nothing if there is more to do."""
-        if not self.finished:
+        if not self.is_finished:
             return []
-        return [Post(self.coordinator, m.Finished(*self.holding.at))]
+        return [Send(self.coordinator, m.RunFinished(*self.replica_state.position))]
 
-    def acquaintances(self, seat: Seat | None) -> frozenset[m.PeerId]:
+    def known_peers(self, seat: RankAssignment | None) -> frozenset[m.PeerId]:
         """Whom this worker deals with: the coordinator, the members, and who was announced; nobody else."""
-        return self.edges.acquaintances(seat, self.following.peers)
+        return self.peer_links.known_peers(seat, self.catch_up.peers)
 
-    def let_go(self, seat: Seat | None) -> list[Effect]:
+    def disconnect_strangers(self, seat: RankAssignment | None) -> list[MemberEffect]:
         """Of whom it does not deal with any more."""
-        return self.edges.let_go(self.acquaintances(seat))
+        return self.peer_links.disconnect_strangers(self.known_peers(seat))
 
-    def cut_off(self, peer: m.PeerId, reason: str) -> list[Effect]:
+    def exclude_peer(self, peer: m.PeerId, reason: str) -> list[MemberEffect]:
         """It has broken the protocol."""
-        if not self.edges.cut_off(peer):
-            return [HangUp(peer)]
-        note = Note("offence", {"peer": peer.hex()[:8], "reason": reason})
-        return [note, HangUp(peer), *self.following.gone(peer)]
+        if not self.peer_links.exclude_peer(peer):
+            return [Disconnect(peer)]
+        note = LogEvent("offence", {"peer": peer.hex()[:8], "reason": reason})
+        return [note, Disconnect(peer), *self.catch_up.source_lost(peer)]

@@ -61,14 +61,14 @@ def validate(spec: LedgerSpec) -> None:
         raise ConfigError(f"steps={spec.steps}; it must be >= 1 and < 2**63", remedy="try steps=1000")
 
 
-def finished(spec: LedgerSpec, state: LedgerState) -> bool:
+def is_finished(spec: LedgerSpec, state: LedgerState) -> bool:
     """True when the run is over: all passes consumed, or all steps committed."""
     if spec.epochs is not None:
         return state.consumed >= spec.epochs * spec.size
     return spec.steps is not None and state.step >= spec.steps
 
 
-def samples(spans: Iterable[Span]) -> int:
+def count_samples(spans: Iterable[Span]) -> int:
     """How many positions lie in `spans`."""
     return sum(span.stop - span.start for span in spans)
 
@@ -102,22 +102,22 @@ def assign(
             names = sorted(peer.hex()[:8] for peer in strangers)
             raise LocalProtocolError(f"step {state.step} has holders that are no members: {names}")
         return {peer: held.get(peer, ()) for peer in peers}
-    if finished(spec, state):
+    if is_finished(spec, state):
         return {peer: () for peer in peers}
 
     queue = deque((*state.requeued, *_rest_of_pass(spec, state.cursor)))
-    counts = _split(min(samples(queue), wanted), [share for _, share in shares])
-    return {peer: _take(queue, count) for peer, count in zip(peers, counts, strict=True)}
+    counts = _split(min(count_samples(queue), wanted), [share for _, share in shares])
+    return {peer: _take_first(queue, count) for peer, count in zip(peers, counts, strict=True)}
 
 
-def foresee(
+def predict_assignments(
     spec: LedgerSpec, state: LedgerState, shares: Sequence[tuple[PeerId, int]], peer: PeerId, count: int
 ) -> list[tuple[Span, ...]]:
     """What `peer` takes in the `count` steps after `state.step`, if all commit and nobody comes or goes."""
     ahead: list[tuple[Span, ...]] = []
     for _ in range(count):
         state = commit(spec, state, assign(spec, state, shares), skipped=False)
-        if finished(spec, state):
+        if is_finished(spec, state):
             break
         ahead.append(assign(spec, state, shares)[peer])
     return ahead
@@ -134,14 +134,14 @@ def commit(spec: LedgerSpec, state: LedgerState, assignment: Assignment, *, skip
         LocalProtocolError: `assignment` is not one of this state.
     """
     taken = [span for spans in assignment.values() for span in spans]
-    return _balanced(
+    return _check_balanced(
         replace(
             state,
             step=state.step + 1,
             cursor=_cursor_after(state, taken),
-            requeued=_coalesce(spec, _minus(state.requeued, taken)),
-            consumed=state.consumed + samples(taken),
-            skipped=state.skipped + (samples(taken) if skipped else 0),
+            requeued=_coalesce(spec, _subtract(state.requeued, taken)),
+            consumed=state.consumed + count_samples(taken),
+            skipped=state.skipped + (count_samples(taken) if skipped else 0),
             holders=None,
         )
     )
@@ -167,26 +167,26 @@ def reassign(
     taken = [span for spans in assignment.values() for span in spans]
     kept = {peer: spans for peer, spans in assignment.items() if peer in survivors and spans}
     lost = [span for peer, spans in assignment.items() if peer not in kept for span in spans]
-    return _balanced(
+    return _check_balanced(
         replace(
             state,
             cursor=_cursor_after(state, taken),
-            requeued=_coalesce(spec, [*_minus(state.requeued, taken), *lost]),
+            requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *lost]),
             holders=tuple(sorted(kept.items())),
         )
     )
 
 
-def released(spec: LedgerSpec, state: LedgerState) -> LedgerState:
+def release_holders(spec: LedgerSpec, state: LedgerState) -> LedgerState:
     """The same state for another group of workers: what was held for single members is handed out anew."""
     held = [span for _, spans in state.holders or () for span in spans]
-    return _balanced(replace(state, requeued=_coalesce(spec, [*state.requeued, *held]), holders=None))
+    return _check_balanced(replace(state, requeued=_coalesce(spec, [*state.requeued, *held]), holders=None))
 
 
 # -- spans ---------------------------------------------------------------------------------------
 
 
-def _take(queue: deque[Span], count: int) -> tuple[Span, ...]:
+def _take_first(queue: deque[Span], count: int) -> tuple[Span, ...]:
     """Remove the first `count` positions from the queue, or all where it holds fewer."""
     taken: list[Span] = []
     while count > 0 and queue:
@@ -227,7 +227,7 @@ def _coalesce(spec: LedgerSpec, spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(joined)
 
 
-def _minus(spans: Iterable[Span], taken: Iterable[Span]) -> list[Span]:
+def _subtract(spans: Iterable[Span], taken: Iterable[Span]) -> list[Span]:
     """The positions of `spans` that are not in `taken`."""
     holes = sorted(taken, key=lambda span: span.start)
     rest: list[Span] = []
@@ -248,10 +248,10 @@ def _cursor_after(state: LedgerState, taken: Iterable[Span]) -> int:
     return max(state.cursor, *(span.stop for span in taken), 0)
 
 
-def balances(state: LedgerState) -> bool:
+def is_balanced(state: LedgerState) -> bool:
     """True if every position below the cursor is accounted for exactly once."""
-    held = sum(samples(spans) for _, spans in state.holders or ())
-    return state.cursor == state.consumed + samples(state.requeued) + held
+    held = sum(count_samples(spans) for _, spans in state.holders or ())
+    return state.cursor == state.consumed + count_samples(state.requeued) + held
 
 
 def is_sound(state: LedgerState, members: Collection[PeerId]) -> bool:
@@ -266,14 +266,14 @@ def is_sound(state: LedgerState, members: Collection[PeerId]) -> bool:
     inside = all(0 <= span.start < span.stop <= state.cursor for span in spans)
     known = len(dict(holders)) == len(holders) and all(peer in members for peer, _ in holders)
     room = max(state.step, state.cursor) <= MAX_POSITION // 2
-    return balances(state) and apart and inside and known and room and state.skipped <= state.consumed
+    return is_balanced(state) and apart and inside and known and room and state.skipped <= state.consumed
 
 
-def _balanced(state: LedgerState) -> LedgerState:
+def _check_balanced(state: LedgerState) -> LedgerState:
     """`state` itself; raises `LocalProtocolError` if it does not balance."""
-    if not balances(state):
-        held = sum(samples(spans) for _, spans in state.holders or ())
-        requeued = samples(state.requeued)
+    if not is_balanced(state):
+        held = sum(count_samples(spans) for _, spans in state.holders or ())
+        requeued = count_samples(state.requeued)
         raise LocalProtocolError(
             f"the ledger does not balance at step {state.step}: cursor {state.cursor} != consumed "
             f"{state.consumed} + requeued {requeued} + held {held}; the assignment is not this state's"

@@ -21,7 +21,7 @@ from gridtrain.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkModel:
     """One direction between two ranks.
 
     Attributes:
@@ -32,11 +32,11 @@ class Link:
 
     alpha_s: float
     bandwidth_Bps: float = inf
-    shared: tuple[str, ...] = ()
+    shared_links: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkModel:
     """`size` ranks and what lies between them.
 
     Attributes:
@@ -45,7 +45,7 @@ class Network:
         shared_Bps: bytes per second of lines that several pairs share, by name.
     """
 
-    link: Callable[[int, int], Link]
+    link: Callable[[int, int], LinkModel]
     up_Bps: Sequence[float]
     down_Bps: Sequence[float]
     shared_Bps: Mapping[str, float] = field(default_factory=dict)
@@ -66,13 +66,13 @@ class Network:
     def path_Bps(self, src: int, dst: int) -> float:
         """Rate of the slowest line from src to dst, if nobody else uses it."""
         link = self.link(src, dst)
-        rates = (self.shared_Bps[name] for name in link.shared)
+        rates = (self.shared_Bps[name] for name in link.shared_links)
         return min(self.up_Bps[src], link.bandwidth_Bps, self.down_Bps[dst], *rates)
 
-    def ordered(self, order: Sequence[int]) -> Network:
+    def reordered(self, order: Sequence[int]) -> NetworkModel:
         """The same network with `order[rank]` of this one as rank `rank`."""
         link = self.link
-        return Network(
+        return NetworkModel(
             lambda src, dst: link(order[src], order[dst]),
             [self.up_Bps[member] for member in order],
             [self.down_Bps[member] for member in order],
@@ -80,13 +80,13 @@ class Network:
         )
 
 
-def even(size: int, alpha_s: float, bandwidth_Bps: float) -> Network:
+def uniform_network(size: int, alpha_s: float, bandwidth_Bps: float) -> NetworkModel:
     """All lines alike, as on one switch: `bandwidth_Bps` up and down for each rank."""
-    link = Link(alpha_s)
-    return Network(lambda src, dst: link, (bandwidth_Bps,) * size, (bandwidth_Bps,) * size)
+    link = LinkModel(alpha_s)
+    return NetworkModel(lambda src, dst: link, (bandwidth_Bps,) * size, (bandwidth_Bps,) * size)
 
 
-class Traffic:
+class LinkOccupancy:
     """When each line of a network is free again.
 
     A message is put on the lines at its sender (`leave`) when it is ready, and on the receiver's download
@@ -95,36 +95,36 @@ class Traffic:
 
     __slots__ = ("_free_s", "_network")
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: NetworkModel) -> None:
         self._network = network
         self._free_s: dict[Hashable, float] = {}
 
-    def turn_s(self, src: int, dst: int) -> float:
+    def earliest_departure_s(self, src: int, dst: int) -> float:
         """When a message from src can leave at the earliest, if its path has lines that others share.
 
         There its turn comes when it leaves, and not when it begins to wait for src's other messages.
         """
-        return self._free_s.get(src, 0.0) if self._network.link(src, dst).shared else 0.0
+        return self._free_s.get(src, 0.0) if self._network.link(src, dst).shared_links else 0.0
 
-    def leave(self, src: int, dst: int, nbytes: float, ready_s: float) -> tuple[float, float]:
+    def depart(self, src: int, dst: int, nbytes: float, ready_s: float) -> tuple[float, float]:
         """When its first byte reaches dst, and before when its last one cannot."""
         network = self._network
         link = network.link(src, dst)
-        start_s, last_s = self._take(src, network.up_Bps[src], nbytes, ready_s)
+        start_s, last_s = self._reserve(src, network.up_Bps[src], nbytes, ready_s)
         if link.bandwidth_Bps < inf:
-            start_s, end_s = self._take((src, dst), link.bandwidth_Bps, nbytes, start_s)
+            start_s, end_s = self._reserve((src, dst), link.bandwidth_Bps, nbytes, start_s)
             last_s = max(last_s, end_s)
-        for name in link.shared:
-            start_s, end_s = self._take(name, network.shared_Bps[name], nbytes, start_s)
+        for name in link.shared_links:
+            start_s, end_s = self._reserve(name, network.shared_Bps[name], nbytes, start_s)
             last_s = max(last_s, end_s)
         return start_s + link.alpha_s, last_s + link.alpha_s
 
-    def reach(self, dst: int, nbytes: float, reached_s: float, not_before_s: float) -> float:
+    def arrive(self, dst: int, nbytes: float, reached_s: float, not_before_s: float) -> float:
         """When its last byte is at dst."""
-        _, end_s = self._take(~dst, self._network.down_Bps[dst], nbytes, reached_s)
+        _, end_s = self._reserve(~dst, self._network.down_Bps[dst], nbytes, reached_s)
         return max(end_s, not_before_s)
 
-    def _take(self, line: Hashable, rate_Bps: float, nbytes: float, ready_s: float) -> tuple[float, float]:
+    def _reserve(self, line: Hashable, rate_Bps: float, nbytes: float, ready_s: float) -> tuple[float, float]:
         """The line's turn: when it begins and ends."""
         start_s = max(ready_s, self._free_s.get(line, 0.0))
         end_s = self._free_s[line] = start_s + nbytes / rate_Bps

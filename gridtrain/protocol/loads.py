@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import direct, moves, ring
-from gridtrain.protocol.moves import Move, Work
+from gridtrain.protocol.moves import PlannedMessage, ReceiveWork
 
 HEADER_BYTES = 110
 """Of a Data message: the msgpack header, the framing of ZMTP, and what a transport adds."""
@@ -21,12 +21,12 @@ PACKET_BYTES = 1448
 """Of an Ethernet frame those of a message: TCP with timestamps over IPv4."""
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
-INT8_BLOCK = 256  # entries that share a scale of 2 bytes
-MOST_MOVES = 30_000
+INT8_BLOCK_ENTRIES = 256  # entries that share a scale of 2 bytes
+MAX_MESSAGES = 30_000
 """A ring of more is walked with fewer slices, and one of more than that even so is not walked any more."""
 
 
-class Kind(StrEnum):
+class ExchangeKind(StrEnum):
     """How gradients are shared, as people write it."""
 
     DENSE = "dense"
@@ -38,12 +38,12 @@ class Kind(StrEnum):
     STAR_GTOPK = "star-gtopk"
 
     @property
-    def sparse(self) -> bool:
-        return self not in (Kind.DENSE, Kind.DIRECT, Kind.STAR)
+    def is_sparse(self) -> bool:
+        return self not in (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 
 
 @dataclass(frozen=True, slots=True)
-class Cpu:
+class CpuCosts:
     """Seconds of one core.  The defaults are what `benchmarks/calibrate.py` found on two cores of a cloud
     machine (2026-11-22), most rounded up by 10 to 60 %, as other machines are slower; it measures the machine
     at hand.  Found: message 190 us, wake 140 us, begin 1.7 ms; in ns a byte 0.11, sealed 0.52, add 0.08,
@@ -82,12 +82,12 @@ class Cpu:
     select_parameter_s: float = 1.8e-9
 
 
-FREE = Cpu(*(0.0,) * 14)
+NO_CPU_COSTS = CpuCosts(*(0.0,) * 14)
 """Work takes no time: what the wire alone costs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """One exchange of `parameters` elements.
 
     Attributes:
@@ -96,7 +96,7 @@ class Load:
         encrypted: by CURVE.
     """
 
-    kind: Kind
+    kind: ExchangeKind
     parameters: int
     density: float = 0.001
     values: str = "fp16"
@@ -117,121 +117,121 @@ class Load:
     @property
     def unit_bytes(self) -> int:
         """The dense vector, or one sparse payload."""
-        if not self.kind.sparse:
+        if not self.kind.is_sparse:
             return 4 * self.parameters
-        return sparse_bytes(self.parameters, self.entries, self.values)
+        return sparse_payload_bytes(self.parameters, self.entries, self.values)
 
 
-def sparse_bytes(parameters: int, entries: int, values: str) -> int:
+def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
     """Length of a payload of that many entries, exactly (PROTOCOL.md, 5.2)."""
     if entries == 0:
         return 8
     low = int(math.log2(parameters // entries)) if parameters >= entries else 0
     high = entries + ((parameters - 1) >> low)
-    scales = 2 * -(-entries // INT8_BLOCK) if values == "int8" else 0
+    scales = 2 * -(-entries // INT8_BLOCK_ENTRIES) if values == "int8" else 0
     return 8 + -(-entries * low // 8) + -(-high // 8) + scales + VALUE_BYTES[values] * entries
 
 
-def slices_of(load: Load, world_size: int) -> int:
+def slice_count(load: Workload, world_size: int) -> int:
     """In how many slices a dense segment (star: the vector) travels."""
-    if load.kind is Kind.STAR:
-        return ring.slices_of(load.unit_bytes)
-    slices = direct.slices_of if load.kind is Kind.DIRECT else ring.slices_of
+    if load.kind is ExchangeKind.STAR:
+        return ring.count_slices(load.unit_bytes)
+    slices = direct.count_slices if load.kind is ExchangeKind.DIRECT else ring.count_slices
     return slices(math.ceil(load.unit_bytes / world_size))
 
 
-def moves_of(load: Load, world_size: int, most_moves: int = MOST_MOVES) -> list[Move]:
+def messages_of(load: Workload, world_size: int, most_moves: int = MAX_MESSAGES) -> list[PlannedMessage]:
     """The exchange's messages.  Slices are fewer than they are where there would be too many to walk."""
     match load.kind:
-        case Kind.DENSE | Kind.DIRECT:
+        case ExchangeKind.DENSE | ExchangeKind.DIRECT:
             most = max(1, most_moves // max(1, 2 * (world_size - 1) * world_size))
-            make = moves.ring if load.kind is Kind.DENSE else moves.direct
-            return make(world_size, min(slices_of(load, world_size), most))
-        case Kind.TOPK:
+            make = moves.ring if load.kind is ExchangeKind.DENSE else moves.direct
+            return make(world_size, min(slice_count(load, world_size), most))
+        case ExchangeKind.TOPK:
             return moves.all_gather(world_size)
-        case Kind.GTOPK:
+        case ExchangeKind.GTOPK:
             return moves.butterfly(world_size)
-        case Kind.TREE:
+        case ExchangeKind.TREE:
             return moves.tree(world_size)
-        case Kind.STAR:
+        case ExchangeKind.STAR:
             most = max(1, most_moves // max(1, 2 * (world_size - 1)))
-            return moves.star(world_size, min(slices_of(load, world_size), most), Work.ADD, Work.STORE)
-        case Kind.STAR_GTOPK:
-            return moves.star(world_size, 1, Work.POOL, Work.ADOPT)
+            return moves.star(world_size, min(slice_count(load, world_size), most), ReceiveWork.ADD, ReceiveWork.STORE)
+        case ExchangeKind.STAR_GTOPK:
+            return moves.star(world_size, 1, ReceiveWork.POOL, ReceiveWork.ADOPT)
 
 
-def count_moves(load: Load, world_size: int, most_moves: int = MOST_MOVES) -> int:
+def count_messages(load: Workload, world_size: int, most_moves: int = MAX_MESSAGES) -> int:
     """How many `moves_of` would make, without making them: a ring of 1000 has two million."""
     others = world_size - 1
     match load.kind:
-        case Kind.DENSE | Kind.DIRECT:
+        case ExchangeKind.DENSE | ExchangeKind.DIRECT:
             rounds = 2 * others * world_size
-            return rounds * min(slices_of(load, world_size), max(1, most_moves // max(1, rounds)))
-        case Kind.TOPK:
-            bundled = world_size > moves.BUNDLED
+            return rounds * min(slice_count(load, world_size), max(1, most_moves // max(1, rounds)))
+        case ExchangeKind.TOPK:
+            bundled = world_size > moves.BUNDLING_MIN_RANKS
             return world_size * (others.bit_length() if bundled else others)
-        case Kind.GTOPK:
+        case ExchangeKind.GTOPK:
             log2 = world_size.bit_length() - 1
             return (log2 << log2) + 2 * (world_size - (1 << log2))
-        case Kind.STAR:
+        case ExchangeKind.STAR:
             rounds = 2 * others
-            return rounds * min(slices_of(load, world_size), max(1, most_moves // max(1, rounds)))
-        case Kind.TREE | Kind.STAR_GTOPK:
+            return rounds * min(slice_count(load, world_size), max(1, most_moves // max(1, rounds)))
+        case ExchangeKind.TREE | ExchangeKind.STAR_GTOPK:
             return 2 * others
 
 
-def crossed_by(load: Load, world_size: int) -> Counter[tuple[int, int]]:
+def messages_by_pair(load: Workload, world_size: int) -> Counter[tuple[int, int]]:
     """Directed pairs of ranks between which anything goes, with the number of messages of one slice."""
-    if load.kind is Kind.DENSE:
+    if load.kind is ExchangeKind.DENSE:
         hops = 2 * (world_size - 1)
         return Counter({(rank, (rank + 1) % world_size): hops for rank in range(world_size) if hops})
-    return Counter((move.src, move.dst) for move in moves_of(load, world_size, 1))
+    return Counter((move.src, move.dst) for move in messages_of(load, world_size, 1))
 
 
-_SEGMENTED = (Kind.DENSE, Kind.DIRECT)
+_SEGMENTED = (ExchangeKind.DENSE, ExchangeKind.DIRECT)
 """A segment for each member, hashed slice by slice."""
 
 
-def work_s(work: Work, load: Load, part: float, cpu: Cpu) -> float:
+def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts) -> float:
     """What a receiver does with one payload."""
     match work:
-        case Work.ADD:
+        case ReceiveWork.ADD:
             return part * load.unit_bytes * cpu.add_byte_s
-        case Work.STORE:
+        case ReceiveWork.STORE:
             return part * load.unit_bytes * cpu.store_byte_s
-        case Work.MERGE:
+        case ReceiveWork.MERGE:
             return load.entries * cpu.merge_entry_s
-        case Work.POOL:
+        case ReceiveWork.POOL:
             return load.entries * (cpu.decode_entry_s + cpu.sum_entry_s)
-        case Work.KEEP | Work.ADOPT:
+        case ReceiveWork.KEEP | ReceiveWork.ADOPT:
             return load.entries * cpu.decode_entry_s
 
 
-def start_work_s(load: Load, cpu: Cpu) -> float:
+def start_work_s(load: Workload, cpu: CpuCosts) -> float:
     """Before anything is sent."""
-    if not load.kind.sparse:
+    if not load.kind.is_sparse:
         return 0.0
     return load.parameters * cpu.select_parameter_s + load.entries * cpu.encode_entry_s
 
 
-def end_work_s(load: Load, world_size: int, cpu: Cpu) -> float:
+def end_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
     """When everything is there: TopK's sum, and the digest that is voted on (of a ring its last slice's)."""
     if load.kind in _SEGMENTED:
-        return load.unit_bytes / (world_size * slices_of(load, world_size)) * cpu.hash_byte_s
-    if load.kind is Kind.STAR:
+        return load.unit_bytes / (world_size * slice_count(load, world_size)) * cpu.hash_byte_s
+    if load.kind is ExchangeKind.STAR:
         return load.unit_bytes * cpu.hash_byte_s
-    entries = load.entries * (world_size if load.kind is Kind.TOPK else 1)
-    summing_s = entries * cpu.sum_entry_s if load.kind is Kind.TOPK else 0.0
+    entries = load.entries * (world_size if load.kind is ExchangeKind.TOPK else 1)
+    summing_s = entries * cpu.sum_entry_s if load.kind is ExchangeKind.TOPK else 0.0
     return summing_s + 12 * min(entries, load.parameters) * cpu.hash_byte_s
 
 
-def ahead_work_s(load: Load, world_size: int, cpu: Cpu) -> float:
+def overlapped_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
     """While the lines are busy, if the core has nothing else to do: a ring's slices that are final."""
     if load.kind not in _SEGMENTED:
         return 0.0
     return load.unit_bytes * cpu.hash_byte_s - end_work_s(load, world_size, cpu)
 
 
-def byte_s_of(load: Load, cpu: Cpu) -> float:
+def cpu_s_per_byte(load: Workload, cpu: CpuCosts) -> float:
     """Seconds of a core for a byte, at each end."""
     return cpu.byte_s + (cpu.crypt_byte_s if load.encrypted else 0.0)

@@ -14,16 +14,16 @@ import math
 from enum import StrEnum
 
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.run import Run
+from gridtrain.protocol.run import RunState
 
 
-class Standing(StrEnum):
-    NONE = "none"
+class ViewChangePhase(StrEnum):
+    IDLE = "none"
     FREEZING = "freezing"  # REPORTs are awaited
     FORMING = "forming"  # READYs are awaited
 
 
-class Making:
+class ViewChange:
     """See the module's text.
 
     Attributes:
@@ -34,59 +34,59 @@ class Making:
         reports, ready: by member, what came in for the one that is made; `ready`: its history.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
-        self.standing = Standing.NONE
-        self.until_s = math.inf
-        self.change = ""
-        self.unrouted = ""
-        self.made_s = -math.inf
-        self.reports: dict[m.PeerId, m.Report] = {}
-        self.ready: dict[m.PeerId, bytes] = {}
+        self.phase = ViewChangePhase.IDLE
+        self.deadline_s = math.inf
+        self.reason = ""
+        self.unrouted_reason = ""
+        self.last_installed_s = -math.inf
+        self.reports: dict[m.PeerId, m.FreezeReport] = {}
+        self.ready_histories: dict[m.PeerId, bytes] = {}
 
     @property
-    def resting(self) -> bool:
+    def is_idle(self) -> bool:
         """Neither REPORTs nor READYs are awaited."""
-        return self.standing is Standing.NONE
+        return self.phase is ViewChangePhase.IDLE
 
     @property
-    def freezing(self) -> bool:
-        return self.standing is Standing.FREEZING
+    def is_freezing(self) -> bool:
+        return self.phase is ViewChangePhase.FREEZING
 
     @property
-    def forming(self) -> bool:
-        return self.standing is Standing.FORMING
+    def is_forming(self) -> bool:
+        return self.phase is ViewChangePhase.FORMING
 
-    def want(self, why: str) -> None:
+    def request(self, why: str) -> None:
         """The first reason is the one that is told."""
-        self.change = self.change or why
+        self.reason = self.reason or why
 
-    def freeze(self, until_s: float) -> None:
-        self.standing, self.until_s = Standing.FREEZING, until_s
+    def begin_freezing(self, until_s: float) -> None:
+        self.phase, self.deadline_s = ViewChangePhase.FREEZING, until_s
         self.reports.clear()
 
-    def form(self, until_s: float, now_s: float) -> str:
+    def begin_forming(self, until_s: float, now_s: float) -> str:
         """The generation is made; why."""
-        self.standing, self.until_s, self.made_s = Standing.FORMING, until_s, now_s
-        self.unrouted = ""
-        self.ready.clear()
-        why, self.change = self.change, ""
+        self.phase, self.deadline_s, self.last_installed_s = ViewChangePhase.FORMING, until_s, now_s
+        self.unrouted_reason = ""
+        self.ready_histories.clear()
+        why, self.reason = self.reason, ""
         return why
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Nobody is awaited any more."""
-        self.standing, self.until_s = Standing.NONE, math.inf
+        self.phase, self.deadline_s = ViewChangePhase.IDLE, math.inf
 
-    def may_begin_at_s(self) -> float:
+    def earliest_begin_s(self) -> float:
         """At most one generation in `generation_gap_s`; workers that come together start together."""
         limits, workers = self._run.limits, self._run.workers
-        if any(peer not in workers for peer in self._run.order):
-            return self.made_s  # somebody is lost: the others wait for nothing else
+        if any(peer not in workers for peer in self._run.member_order):
+            return self.last_installed_s  # somebody is lost: the others wait for nothing else
         newest_s = max((w.joined_s for w in workers.values()), default=-math.inf)
-        unsettled = [w for w in workers.values() if not w.admitted and w.setup is not None]
-        settled_s = min((w.probe_until_s for w in unsettled), default=newest_s + limits.settle_s)
-        return max(self.made_s + limits.generation_gap_s, settled_s)
+        unsettled = [w for w in workers.values() if not w.is_admitted and w.setup is not None]
+        settled_s = min((w.probe_deadline_s for w in unsettled), default=newest_s + limits.settle_s)
+        return max(self.last_installed_s + limits.generation_gap_s, settled_s)
 
     def freeze_message(self) -> m.Freeze:
         run = self._run
-        return m.Freeze(run.term, run.generation, self.change, tuple(sorted(run.departed)))
+        return m.Freeze(run.term, run.generation, self.reason, tuple(sorted(run.departed_members)))

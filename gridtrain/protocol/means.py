@@ -16,103 +16,103 @@ import sys
 
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Seat
-from gridtrain.protocol.member_io import Effect, MeanKnown, Post
+from gridtrain.protocol.attempts import RankAssignment
+from gridtrain.protocol.member_io import DeliverMean, MemberEffect, Send
 from gridtrain.protocol.round import ROOT
 
-Key = tuple[int, int]
-MAX_OPEN = 64
+MeanKey = tuple[int, int]
+MAX_OPEN_MEANS = 64
 """Numbers that are kept of one member: it has one call open at a time, and may repeat a few."""
 
 
-class Means:
+class ScalarMeans:
     """The averages of one generation, as one member sees them."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-        self._asked: dict[Key, dict[int, float]] = {}
-        self._known: dict[Key, float] = {}
-        self._keys_of: dict[int, list[Key]] = {}  # by rank, the latest last
-        self.waiting: Key | None = None
+    def __init__(self, seat: RankAssignment) -> None:
+        self._rank_assignment = seat
+        self._values: dict[MeanKey, dict[int, float]] = {}
+        self._results: dict[MeanKey, float] = {}
+        self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, the latest last
+        self.awaited_key: MeanKey | None = None
         self._value = 0.0  # of the one that is waited for
 
-    def ask(self, key: Key, value: float) -> list[Effect]:
+    def request(self, key: MeanKey, value: float) -> list[MemberEffect]:
         """The trainer's own number; `MeanKnown` follows."""
-        self.waiting, self._value = key, value
-        return self._collect(key, ROOT, value) if self._seat.rank == ROOT else self._asks(key)
+        self.awaited_key, self._value = key, value
+        return self._collect(key, ROOT, value) if self._rank_assignment.rank == ROOT else self._request_from_root(key)
 
-    def _asks(self, key: Key) -> list[Effect]:
-        seat = self._seat
-        return [Post(seat.roster[ROOT].peer, m.MeanAsk(seat.term, seat.generation, *key, self._value))]
+    def _request_from_root(self, key: MeanKey) -> list[MemberEffect]:
+        seat = self._rank_assignment
+        return [Send(seat.members[ROOT].peer, m.MeanRequest(seat.term, seat.generation, *key, self._value))]
 
-    def edge_up(self, peer: m.PeerId) -> list[Effect]:
+    def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
         """The question, or the answer, may have been lost with the connection to the root."""
-        key = self.waiting
-        return self._asks(key) if key is not None and self._seat.rank_of(peer) == ROOT else []
+        key = self.awaited_key
+        return self._request_from_root(key) if key is not None and self._rank_assignment.rank_of(peer) == ROOT else []
 
-    def give_up(self) -> list[Effect]:
+    def cancel(self) -> list[MemberEffect]:
         """The generation ends."""
-        key, self.waiting = self.waiting, None
-        return [] if key is None else [MeanKnown(None)]
+        key, self.awaited_key = self.awaited_key, None
+        return [] if key is None else [DeliverMean(None)]
 
-    def heard(self, peer: m.PeerId, message: m.MeanAsk | m.MeanTell) -> list[Effect]:
+    def receive(self, peer: m.PeerId, message: m.MeanRequest | m.MeanReply) -> list[MemberEffect]:
         """A peer's number, or the root's answer; dropped if `peer` or the generation is another.
 
         Raises:
             RemoteProtocolError: only the root is asked, and only the root tells.
         """
-        rank, seat = self._seat.rank_of(peer), self._seat
+        rank, seat = self._rank_assignment.rank_of(peer), self._rank_assignment
         if rank is None or (message.term, message.generation) != (seat.term, seat.generation):
             return []
         _check_role(message, rank, seat.rank)
         key = (message.step, message.index)
         match message:
-            case m.MeanAsk(value=value):
+            case m.MeanRequest(value=value):
                 return self._collect(key, rank, value)
-            case m.MeanTell(value=value):
-                return self._told(key, value)
+            case m.MeanReply(value=value):
+                return self._deliver(key, value)
 
-    def _told(self, key: Key, value: float) -> list[Effect]:
-        if self.waiting != key:
+    def _deliver(self, key: MeanKey, value: float) -> list[MemberEffect]:
+        if self.awaited_key != key:
             return []
-        self.waiting = None
-        return [MeanKnown(value)]
+        self.awaited_key = None
+        return [DeliverMean(value)]
 
-    def _collect(self, key: Key, rank: int, value: float) -> list[Effect]:
+    def _collect(self, key: MeanKey, rank: int, value: float) -> list[MemberEffect]:
         """Of a worker that repeats a step, the answer that is known."""
-        self._asked.setdefault(key, {})[rank] = value
+        self._values.setdefault(key, {})[rank] = value
         self._keep_latest(key, rank)
-        asked = self._asked[key]
-        complete = len(asked) == self._seat.world_size
-        if key not in self._known and complete:
-            self._known[key] = _mean([asked[r] for r in range(len(asked))])
-        if key not in self._known:
+        asked = self._values[key]
+        complete = len(asked) == self._rank_assignment.world_size
+        if key not in self._results and complete:
+            self._results[key] = _mean([asked[r] for r in range(len(asked))])
+        if key not in self._results:
             return []
         tell_ranks = sorted(asked) if complete else [rank]
-        return [effect for r in tell_ranks for effect in self._tell(key, r)]
+        return [effect for r in tell_ranks for effect in self._send_result(key, r)]
 
-    def _keep_latest(self, key: Key, rank: int) -> None:
+    def _keep_latest(self, key: MeanKey, rank: int) -> None:
         """Forget this rank's oldest number: what is due to others stays."""
         keys = self._keys_of.setdefault(rank, [])
         if key in keys:
             keys.remove(key)
         keys.append(key)
-        while len(keys) > MAX_OPEN:
+        while len(keys) > MAX_OPEN_MEANS:
             oldest = keys.pop(0)
-            del self._asked[oldest][rank]
-            if not self._asked[oldest]:
-                del self._asked[oldest]
-                self._known.pop(oldest, None)
+            del self._values[oldest][rank]
+            if not self._values[oldest]:
+                del self._values[oldest]
+                self._results.pop(oldest, None)
 
-    def _tell(self, key: Key, rank: int) -> list[Effect]:
-        seat, value = self._seat, self._known[key]
+    def _send_result(self, key: MeanKey, rank: int) -> list[MemberEffect]:
+        seat, value = self._rank_assignment, self._results[key]
         if rank == ROOT:
-            return self._told(key, value)
-        return [Post(seat.roster[rank].peer, m.MeanTell(seat.term, seat.generation, *key, value))]
+            return self._deliver(key, value)
+        return [Send(seat.members[rank].peer, m.MeanReply(seat.term, seat.generation, *key, value))]
 
 
-def _check_role(message: m.MeanAsk | m.MeanTell, from_rank: int, rank: int) -> None:
-    wrong = from_rank != ROOT if isinstance(message, m.MeanTell) else rank != ROOT
+def _check_role(message: m.MeanRequest | m.MeanReply, from_rank: int, rank: int) -> None:
+    wrong = from_rank != ROOT if isinstance(message, m.MeanReply) else rank != ROOT
     if wrong:
         raise RemoteProtocolError(
             f"rank {from_rank} sent {type(message).__name__} to rank {rank}; "

@@ -21,51 +21,51 @@ from __future__ import annotations
 from gridtrain.config import Deadlines
 from gridtrain.errors import LocalProtocolError
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.allegiance import Allegiance
-from gridtrain.protocol.attempts import Seat
-from gridtrain.protocol.checkpoints import Checkpoints
-from gridtrain.protocol.course import Course
-from gridtrain.protocol.edges import Edges
-from gridtrain.protocol.following import Following
-from gridtrain.protocol.generation import Generation, too_late
-from gridtrain.protocol.handover import Handover
-from gridtrain.protocol.holding import Holding
-from gridtrain.protocol.lasting import Lasting
+from gridtrain.protocol.allegiance import CoordinatorLink
+from gridtrain.protocol.attempts import RankAssignment
+from gridtrain.protocol.checkpoints import MemberCheckpoints
+from gridtrain.protocol.course import ViewChanges
+from gridtrain.protocol.edges import PeerLinks
+from gridtrain.protocol.following import WorkerCatchUp
+from gridtrain.protocol.generation import Generation, late_submission
+from gridtrain.protocol.handover import ResidualTransfer
+from gridtrain.protocol.holding import ReplicaState
+from gridtrain.protocol.lasting import MemberContext
 from gridtrain.protocol.member_io import (
-    AskMean,
-    Broke,
+    AbandonRound,
+    AddCollectives,
+    CatchUpFailed,
     CaughtUp,
-    Compare,
-    Depart,
-    EdgeDown,
-    EdgeUp,
-    Effect,
-    Enter,
-    Event,
-    Extend,
-    HandOn,
-    Heard,
-    Inherited,
-    Keeping,
-    LastCall,
-    Loading,
-    MeanKnown,
-    Note,
-    Offence,
-    Post,
-    Probed,
-    Pulse,
-    Refuted,
-    Restored,
-    Sealed,
-    Stage,
-    Strayed,
-    Submit,
-    Withdraw,
+    CompareReplicas,
+    DeliverMean,
+    DigestComputed,
+    HeartbeatDue,
+    LeaveGroup,
+    LogEvent,
+    MemberEffect,
+    MemberEvent,
+    MemberPhase,
+    MessageReceived,
+    PeerConnected,
+    PeerDisconnected,
+    ProbeResults,
+    ProtocolViolation,
+    RefuseResiduals,
+    RequestMean,
+    ResidualReceived,
+    RoundFailed,
+    Send,
+    SnapshotLoading,
+    StageCheckpointsChanged,
+    StateDigestMismatch,
+    StateLoaded,
+    SubmitRound,
+    TrainerJoined,
+    TransferResidual,
 )
-from gridtrain.protocol.pace import Pace
+from gridtrain.protocol.pace import StepPace
 from gridtrain.protocol.round import Failed, Prepared
-from gridtrain.protocol.wakefulness import Wakefulness
+from gridtrain.protocol.wakefulness import LoopStallDetector
 
 
 class MemberCore:
@@ -79,349 +79,349 @@ class MemberCore:
     """
 
     def __init__(self, me: m.PeerId, coordinator: m.PeerId, join: m.Join, deadlines: Deadlines) -> None:
-        self.me = me
+        self.own_id = me
         self.coordinator = coordinator
         self._deadlines = deadlines
-        self._wakefulness = Wakefulness()
-        self._allegiance = Allegiance(coordinator, join)
-        self._edges = Edges(me, coordinator)
-        self._holding = Holding()
-        self._checkpoints = Checkpoints(self._holding, self._allegiance)
-        self._following = Following(deadlines.route_s)
-        self._handover = Handover()
-        self._pace = Pace(deadlines)
-        self._lasting = Lasting(
-            me, deadlines, self._allegiance, self._edges, self._holding, self._checkpoints, self._following,
-            self._handover, self._pace,
+        self._stall_detector = LoopStallDetector()
+        self._coordinator_link = CoordinatorLink(coordinator, join)
+        self._peer_links = PeerLinks(me, coordinator)
+        self._replica_state = ReplicaState()
+        self._checkpoints = MemberCheckpoints(self._replica_state, self._coordinator_link)
+        self._catch_up = WorkerCatchUp(deadlines.route_s)
+        self._residual_transfer = ResidualTransfer()
+        self._step_pace = StepPace(deadlines)
+        self._context = MemberContext(
+            me, deadlines, self._coordinator_link, self._peer_links, self._replica_state, self._checkpoints, self._catch_up,
+            self._residual_transfer, self._step_pace,
         )  # fmt: skip
-        self._course = Course(self._lasting)
+        self._view_changes = ViewChanges(self._context)
 
     # -- what the loop asks --------------------------------------------------------------------
 
     @property
     def term(self) -> int:
-        return self._allegiance.term
+        return self._coordinator_link.term
 
     @property
-    def welcomed(self) -> bool:
+    def is_welcomed(self) -> bool:
         """The coordinator has answered our Join, in this connection."""
-        return self._allegiance.welcomed
+        return self._coordinator_link.is_welcomed
 
     @property
     def run_state(self) -> tuple[str, str]:
         """What the coordinator last said of the run, and why."""
-        return self._allegiance.run_state
+        return self._coordinator_link.run_state
 
     @property
-    def reach(self) -> str | None:
+    def reachable_address(self) -> str | None:
         """An address at which the coordinator got through to us; empty: nobody from outside can; None: it
         has not said yet."""
-        return self._allegiance.reach
+        return self._coordinator_link.reachable_address
 
     @property
-    def stage(self) -> Stage:
-        return self._course.here.stage if self._course.here is not None else Stage.APART
+    def phase(self) -> MemberPhase:
+        return self._view_changes.generation.phase if self._view_changes.generation is not None else MemberPhase.APART
 
     @property
-    def seat(self) -> Seat | None:
+    def rank_assignment(self) -> RankAssignment | None:
         """This worker's place in the latest generation that named it."""
-        return self._course.seat
+        return self._view_changes.rank_assignment
 
     @property
     def generation(self) -> int:
-        return self._course.number
+        return self._view_changes.generation_number
 
     @property
     def first_step(self) -> int:
         """Of the latest generation that named this worker."""
-        return self._course.first_step
+        return self._view_changes.first_step
 
     @property
-    def acquaintances(self) -> frozenset[m.PeerId]:
+    def known_peers(self) -> frozenset[m.PeerId]:
         """Whom this worker deals with: the coordinator, the members, and who was announced; nobody else."""
-        return self._lasting.acquaintances(self.seat)
+        return self._context.known_peers(self.rank_assignment)
 
     @property
-    def donor(self) -> m.PeerId | None:
+    def state_source(self) -> m.PeerId | None:
         """Who gives this member the state that it lacks."""
-        return self._course.here.state.donor if self._course.here is not None else None
+        return self._view_changes.generation.state_transfer.source if self._view_changes.generation is not None else None
 
     @property
-    def passes_on(self) -> bool:
+    def is_forwarding_state(self) -> bool:
         """Another member gets the state from this one, as it comes."""
-        return self._course.here is not None and self._course.here.state.passing.next is not None
+        return self._view_changes.generation is not None and self._view_changes.generation.state_transfer.forwarding.downstream is not None
 
-    def held_bytes(self, peer: m.PeerId) -> int:
+    def early_bytes(self, peer: m.PeerId) -> int:
         """What of the peer's messages is held for a round to come."""
-        return self._course.here.attempts.held_bytes(peer) if self._course.here is not None else 0
+        return self._view_changes.generation.attempts.early_bytes(peer) if self._view_changes.generation is not None else 0
 
     @property
     def deadline_s(self) -> float:
         """When `tick` has something to do."""
-        here = self._course.here
-        return here.deadline_s if here is not None else self._following.deadline_s(self._edges.up)
+        here = self._view_changes.generation
+        return here.deadline_s if here is not None else self._catch_up.deadline_s(self._peer_links.connected)
 
     # -- what the trainer asks -----------------------------------------------------------------
 
     @property
     def applied(self) -> int:
         """The last step applied here; -1: none."""
-        return self._holding.applied
+        return self._replica_state.applied
 
     @property
     def step(self) -> int:
         """The step that is open or comes next."""
-        return self._holding.applied + 1
+        return self._replica_state.applied + 1
 
     @property
     def history(self) -> bytes:
         """Chained digest of all updates applied."""
-        return self._holding.history
+        return self._replica_state.history
 
     @property
     def ledger(self) -> m.LedgerState:
         """Of the data, after the last step applied here."""
-        return self._holding.ledger
+        return self._replica_state.ledger
 
     @property
-    def synced(self) -> bool:
+    def is_synced(self) -> bool:
         """This worker holds the state that `applied` and `history` name, of its seat's stage."""
-        return self._holding.synced
+        return self._replica_state.is_synced
 
     @property
-    def touched(self) -> bool:
+    def is_modified(self) -> bool:
         """The model is not the one any more that the script made, or a checkpoint had."""
-        return self._holding.touched
+        return self._replica_state.is_modified
 
     @property
-    def takes_over(self) -> bool:
+    def can_accept_residual(self) -> bool:
         """Another member may still hand its residual to this one."""
-        return not self._handover.refusing
+        return not self._residual_transfer.is_refusing
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """The ledger has ended the run, as far as this worker has applied it."""
-        return self._lasting.finished
+        return self._context.is_finished
 
     @property
-    def patience_s(self) -> float:
+    def timeout_s(self) -> float:
         """How long a member may show neither vote nor sign of life."""
-        return self._pace.patience_s
+        return self._step_pace.timeout_s
 
     @property
-    def awaits_choice(self) -> bool:
+    def is_exchange_undecided(self) -> bool:
         """Which exchange its round uses is not chosen yet."""
-        choices = self._lasting.entered.choices if self._lasting.entered is not None else {}
-        seat = self.seat
+        choices = self._context.trainer.neighbours_by_exchange if self._context.trainer is not None else {}
+        seat = self.rank_assignment
         return bool(choices) and seat is not None and not seat.exchange and "" not in choices
 
     @property
     def next_round(self) -> m.RoundId | None:
         """The round that the trainer may submit its part to now; None: wait."""
-        return self._course.here.next_round if self._course.here is not None else None
+        return self._view_changes.generation.next_round if self._view_changes.generation is not None else None
 
     @property
     def due_round(self) -> m.RoundId | None:
         """The round that comes next in this generation, whether or not it can begin now."""
-        return self._course.here.attempts.next_round if self._course.here is not None else None
+        return self._view_changes.generation.attempts.next_round if self._view_changes.generation is not None else None
 
     @property
     def open_round(self) -> m.RoundId | None:
         """The round that the trainer has submitted to and that is not decided here."""
-        mine = self._course.here.attempts.round if self._course.here is not None else None
-        return mine.id if mine is not None else None
+        mine = self._view_changes.generation.attempts.open_attempt if self._view_changes.generation is not None else None
+        return mine.round_id if mine is not None else None
 
     @property
-    def doomed(self) -> m.RoundId | None:
+    def doomed_round(self) -> m.RoundId | None:
         """The open round, if it cannot be committed from here: voted NO on, or not at all before a FREEZE."""
-        return self._course.here.doomed if self._course.here is not None else None
+        return self._view_changes.generation.doomed_round if self._view_changes.generation is not None else None
 
     @property
-    def paused(self) -> str:
+    def pause_reason(self) -> str:
         """Why nothing can go on until the coordinator is back (rule 10); empty: training can."""
-        here = self._course.here
-        if self.coordinator in self._edges.up or not self.term:
+        here = self._view_changes.generation
+        if self.coordinator in self._peer_links.connected or not self.term:
             return ""
         if here is None or not here.is_running:
             return "the next generation needs the coordinator"
-        if here.missing:
-            return f"{len(here.missing)} peers are gone, and only the coordinator can plan without them"
-        return "a step cannot be committed, and only the coordinator can freeze it" if here.stalled else ""
+        if here.missing_peers:
+            return f"{len(here.missing_peers)} peers are gone, and only the coordinator can plan without them"
+        return "a step cannot be committed, and only the coordinator can freeze it" if here.is_stall_reported else ""
 
     @property
-    def compares_next(self) -> bool:
+    def is_comparison_due(self) -> bool:
         """The step that comes next is followed by a comparison: newcomers have just entered, or all began
         alike, by what they say themselves."""
-        here = self.seat
+        here = self.rank_assignment
         if here is None or self.step != self.first_step:
             return False
-        begins = self.first_step == 0 and not self._lasting.in_stages and here.world_size > 1
-        return begins or any(x.joining for x in here.roster)
+        begins = self.first_step == 0 and not self._context.is_pipelined and here.world_size > 1
+        return begins or any(x.joining for x in here.members)
 
-    def positions(self) -> tuple[tuple[m.Span, ...], int]:
+    def data_positions(self) -> tuple[tuple[m.Span, ...], int]:
         """What of the open step this member works on, and the samples of the whole step."""
-        return self._in_generation().positions()
+        return self._current_generation().data_positions()
 
-    def assignment(self) -> dict[m.PeerId, tuple[m.Span, ...]]:
+    def data_assignment(self) -> dict[m.PeerId, tuple[m.Span, ...]]:
         """Who holds which positions of the open step."""
-        return self._in_generation().assignment()
+        return self._current_generation().data_assignment()
 
-    def _in_generation(self) -> Generation:
-        if self._course.here is None:
+    def _current_generation(self) -> Generation:
+        if self._view_changes.generation is None:
             raise LocalProtocolError("positions are asked for before there is a generation")
-        return self._course.here
+        return self._view_changes.generation
 
     # -- events --------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now_s: float) -> list[Effect]:
+    def handle(self, event: MemberEvent, now_s: float) -> list[MemberEffect]:
         """Raises `RemoteProtocolError` when a peer's message breaks the protocol."""
-        self._second_chance(now_s)
+        self._extend_timeouts(now_s)
         match event:
-            case Heard(peer, message, nbytes):
-                return self._course.heard(peer, message, nbytes, now_s)
-            case EdgeUp(peer):
-                return self._edge_up(peer, now_s)
-            case EdgeDown(peer, reason):
-                return self._edge_down(peer, reason, now_s)
-            case Offence(peer, reason):
-                return self._offence(peer, reason, now_s)
-            case Enter():
-                return self._enter(event)
-            case Loading():
-                self._holding.overwritten(self._course.here is not None)
+            case MessageReceived(peer, message, nbytes):
+                return self._view_changes.receive(peer, message, nbytes, now_s)
+            case PeerConnected(peer):
+                return self._peer_connected(peer, now_s)
+            case PeerDisconnected(peer, reason):
+                return self._peer_disconnected(peer, reason, now_s)
+            case ProtocolViolation(peer, reason):
+                return self._protocol_violation(peer, reason, now_s)
+            case TrainerJoined():
+                return self._trainer_joined(event)
+            case SnapshotLoading():
+                self._replica_state.model_overwritten(self._view_changes.generation is not None)
                 return []
             case CaughtUp(applied, history):
-                self._holding.overwritten(self._course.here is not None)
-                self._following.caught = m.Caught(applied, history)
-                return self._allegiance.tell(self._following.caught) if self._course.here is None else []
-            case Strayed(reason):
-                note, caught = Note("strayed", {"reason": reason}), self._following.strayed()
-                if self._course.here is None:
-                    return [note, Post(self.coordinator, caught)]
-                return [note, *self._course.here.state.ask()]
-            case Pulse():
-                return self._pulse(event, now_s)
-            case LastCall():
-                self._handover.refusing = True
+                self._replica_state.model_overwritten(self._view_changes.generation is not None)
+                self._catch_up.last_report = m.CatchUpReport(applied, history)
+                return self._coordinator_link.send(self._catch_up.last_report) if self._view_changes.generation is None else []
+            case CatchUpFailed(reason):
+                note, caught = LogEvent("strayed", {"reason": reason}), self._catch_up.fail()
+                if self._view_changes.generation is None:
+                    return [note, Send(self.coordinator, caught)]
+                return [note, *self._view_changes.generation.state_transfer.request()]
+            case HeartbeatDue():
+                return self._send_heartbeat(event, now_s)
+            case RefuseResiduals():
+                self._residual_transfer.is_refusing = True
                 return []
-            case Inherited(peer):
-                return self._handover.complete(self.seat, peer)
-            case Probed(rtt_s):
-                return [Post(self.coordinator, m.Links(rtt_s))]
-            case Depart(reason, pausing):
-                return [Post(self.coordinator, m.Pausing(reason) if pausing else m.Leave(reason))]
+            case ResidualReceived(peer):
+                return self._residual_transfer.mark_complete(self.rank_assignment, peer)
+            case ProbeResults(rtt_s):
+                return [Send(self.coordinator, m.LinkLatencies(rtt_s))]
+            case LeaveGroup(reason, pausing):
+                return [Send(self.coordinator, m.TemporaryLeave(reason) if pausing else m.Leave(reason))]
             case _:
-                return self._of_generation(event, now_s)
+                return self._handle_in_generation(event, now_s)
 
-    def _of_generation(self, event: Event, now_s: float) -> list[Effect]:
+    def _handle_in_generation(self, event: MemberEvent, now_s: float) -> list[MemberEffect]:
         """What the trainer says to the group."""
-        here = self._course.here
+        here = self._view_changes.generation
         if here is None:
-            return self._in_no_generation(event)
+            return self._handle_outside_generation(event)
         match event:
-            case Submit():
+            case SubmitRound():
                 return here.submit(event, now_s)
-            case Extend():
-                return here.do(lambda mine: mine.extend(event, now_s), now_s)
-            case Sealed(digest):
-                return here.do(lambda mine: mine.advance(Prepared(digest), now_s), now_s)
-            case Broke(reason):
-                return here.do(lambda mine: mine.advance(Failed(reason), now_s), now_s)
-            case Withdraw():
-                return here.withdraw(now_s)
-            case HandOn():
-                return here.hand_on(event)
-            case AskMean(step, index, value):
-                return here.ask_mean(step, index, value)
-            case Compare(step, digest):
-                return here.compare(step, digest)
-            case Restored(term, generation):
-                return here.restored(term, generation)
-            case Refuted(generation):
-                return here.refuted(generation)
-            case Keeping():
-                return here.keeping(event)
+            case AddCollectives():
+                return here.handle_round_event(lambda mine: mine.add_collectives(event, now_s), now_s)
+            case DigestComputed(digest):
+                return here.handle_round_event(lambda mine: mine.advance(Prepared(digest), now_s), now_s)
+            case RoundFailed(reason):
+                return here.handle_round_event(lambda mine: mine.advance(Failed(reason), now_s), now_s)
+            case AbandonRound():
+                return here.abandon_round(now_s)
+            case TransferResidual():
+                return here.transfer_residual(event)
+            case RequestMean(step, index, value):
+                return here.request_mean(step, index, value)
+            case CompareReplicas(step, digest):
+                return here.send_digest(step, digest)
+            case StateLoaded(term, generation):
+                return here.state_loaded(term, generation)
+            case StateDigestMismatch(generation):
+                return here.state_digest_mismatch(generation)
+            case StageCheckpointsChanged():
+                return here.stage_checkpoints_changed(event)
             case _:
                 raise LocalProtocolError(f"{type(event).__name__} is no event of a generation")
 
-    def _in_no_generation(self, event: Event) -> list[Effect]:
+    def _handle_outside_generation(self, event: MemberEvent) -> list[MemberEffect]:
         """The trainer does not know it yet."""
         match event:
-            case Submit():
-                return [too_late(event)]
-            case HandOn(pieces):
-                return self._handover.begin(pieces, None, self._edges.up, *self._holding.at)
-            case AskMean():
-                return [MeanKnown(None)]
-            case Restored():
-                self._holding.touched = True
+            case SubmitRound():
+                return [late_submission(event)]
+            case TransferResidual(pieces):
+                return self._residual_transfer.begin(pieces, None, self._peer_links.connected, *self._replica_state.position)
+            case RequestMean():
+                return [DeliverMean(None)]
+            case StateLoaded():
+                self._replica_state.is_modified = True
                 return []
-            case Keeping(states, unwritten):
-                self._checkpoints.keep(states, unwritten)
-                return self._checkpoints.tell()
+            case StageCheckpointsChanged(states, unwritten):
+                self._checkpoints.update_stored(states, unwritten)
+                return self._checkpoints.report()
             case _:
                 return []
 
-    def tick(self, now_s: float) -> list[Effect]:
+    def tick(self, now_s: float) -> list[MemberEffect]:
         """To be called when `deadline_s` has passed: tell the coordinator what does not move."""
-        self._second_chance(now_s)
-        if self._course.here is None:
-            return self._not_met(now_s)
-        return self._course.here.tick(now_s) if now_s >= self.deadline_s else []
+        self._extend_timeouts(now_s)
+        if self._view_changes.generation is None:
+            return self._report_unreachable(now_s)
+        return self._view_changes.generation.tick(now_s) if now_s >= self.deadline_s else []
 
-    def _not_met(self, now_s: float) -> list[Effect]:
-        peers = self._following.unmet(self._edges, now_s)
+    def _report_unreachable(self, now_s: float) -> list[MemberEffect]:
+        peers = self._catch_up.take_unreachable(self._peer_links, now_s)
         if not peers:
             return []
-        named = ", ".join(peer.hex()[:8] for peer in self._following.donors)
-        return [Note("no_route", {"peers": named}), Post(self.coordinator, m.NoRoute(self.term, 0, peers))]
+        named = ", ".join(peer.hex()[:8] for peer in self._catch_up.sources)
+        return [LogEvent("no_route", {"peers": named}), Send(self.coordinator, m.PeersUnreachable(self.term, 0, peers))]
 
-    def _second_chance(self, now_s: float) -> None:
+    def _extend_timeouts(self, now_s: float) -> None:
         """If this worker itself stood still, nobody is to blame for a silence that it slept through."""
-        if not self._wakefulness.is_late(now_s):
-            self._wakefulness.called(now_s)
-        elif self._wakefulness.overslept(self.deadline_s, now_s):
+        if not self._stall_detector.may_have_stalled(now_s):
+            self._stall_detector.record_call(now_s)
+        elif self._stall_detector.measure_stall(self.deadline_s, now_s):
             until_s = now_s + 2 * self._deadlines.beat_s
-            self._following.second_chance(until_s)
-            if self._course.here is not None:
-                self._course.here.second_chance(until_s)
+            self._catch_up.extend_timeouts(until_s)
+            if self._view_changes.generation is not None:
+                self._view_changes.generation.extend_timeouts(until_s)
 
-    def _enter(self, entered: Enter) -> list[Effect]:
+    def _trainer_joined(self, entered: TrainerJoined) -> list[MemberEffect]:
         setup = entered.setup
-        self._lasting.entered, self._checkpoints.kept = entered, setup.kept
-        if self._course.here is not None:
-            self._course.here.entered()
-        elif setup.held is not None:
-            self._holding.loaded(setup.held)
-        return self._lasting.introduction() if self.welcomed else []
+        self._context.trainer, self._checkpoints.stored = entered, setup.stage_checkpoints
+        if self._view_changes.generation is not None:
+            self._view_changes.generation.trainer_joined()
+        elif setup.checkpoint is not None:
+            self._replica_state.load_checkpoint(setup.checkpoint)
+        return self._context.introduce() if self.is_welcomed else []
 
-    def _pulse(self, pulse: Pulse, now_s: float) -> list[Effect]:
-        effects: list[Effect] = []
-        if self.coordinator in self._edges.up:
-            effects.append(Post(self.coordinator, self._pace.beat(self.step, pulse)))
-        stirred, here = self._pace.stirred(pulse.progress), self._course.here
-        return effects + (here.pulse(pulse, stirred, now_s) if here is not None else [])
+    def _send_heartbeat(self, pulse: HeartbeatDue, now_s: float) -> list[MemberEffect]:
+        effects: list[MemberEffect] = []
+        if self.coordinator in self._peer_links.connected:
+            effects.append(Send(self.coordinator, self._step_pace.make_heartbeat(self.step, pulse)))
+        stirred, here = self._step_pace.update_progress(pulse.progress), self._view_changes.generation
+        return effects + (here.send_heartbeat(pulse, stirred, now_s) if here is not None else [])
 
     # -- edges ---------------------------------------------------------------------------------
 
-    def _edge_up(self, peer: m.PeerId, now_s: float) -> list[Effect]:
-        effects, here = self._following.edge_up(peer), self._course.here
-        self._edges.up.add(peer)
+    def _peer_connected(self, peer: m.PeerId, now_s: float) -> list[MemberEffect]:
+        effects, here = self._catch_up.peer_connected(peer), self._view_changes.generation
+        self._peer_links.connected.add(peer)
         if peer == self.coordinator:
-            return effects + self._allegiance.connected(self.generation)
-        return effects + (here.edge_up(peer, now_s) if here is not None else [])
+            return effects + self._coordinator_link.coordinator_connected(self.generation)
+        return effects + (here.peer_connected(peer, now_s) if here is not None else [])
 
-    def _edge_down(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:
-        effects, here = self._following.edge_down(peer, now_s), self._course.here
-        self._edges.up.discard(peer)
+    def _peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
+        effects, here = self._catch_up.peer_disconnected(peer, now_s), self._view_changes.generation
+        self._peer_links.connected.discard(peer)
         if peer == self.coordinator:
-            return effects + self._allegiance.lost(reason)
-        if self._handover.leaving:
-            return effects + self._handover.lost(peer)
-        return effects + (here.edge_down(peer, reason, now_s) if here is not None else [])
+            return effects + self._coordinator_link.coordinator_disconnected(reason)
+        if self._residual_transfer.is_leaving:
+            return effects + self._residual_transfer.recipient_lost(peer)
+        return effects + (here.peer_disconnected(peer, reason, now_s) if here is not None else [])
 
-    def _offence(self, peer: m.PeerId, reason: str, now_s: float) -> list[Effect]:
+    def _protocol_violation(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
         if peer == self.coordinator:
-            return [Note("offence", {"peer": "the coordinator", "reason": reason})]
-        here = self._course.here
-        return here.offence(peer, reason, now_s) if here is not None else self._lasting.cut_off(peer, reason)
+            return [LogEvent("offence", {"peer": "the coordinator", "reason": reason})]
+        here = self._view_changes.generation
+        return here.protocol_violation(peer, reason, now_s) if here is not None else self._context.exclude_peer(peer, reason)

@@ -12,10 +12,10 @@ from typing import Any
 
 from gridtrain.errors import JoinRefused
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.collective import Collective, WorkspaceEffect
+from gridtrain.protocol.collective import BufferEffect, Collective
 
 
-class Stage(StrEnum):
+class MemberPhase(StrEnum):
     APART = "apart"  # in no generation
     FORMING = "forming"  # a VIEW has come, START has not
     RUNNING = "running"
@@ -26,7 +26,7 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class MessageReceived:
     """`nbytes`: its size on the wire; what is held of a peer's is bounded by it."""
 
     peer: m.PeerId
@@ -35,18 +35,18 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeUp:
+class PeerConnected:
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeDown:
+class PeerDisconnected:
     peer: m.PeerId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Enter:
+class TrainerJoined:
     """The trainer knows its model and data, and asks to take part.
 
     `edges(rank, world_size)`: ranks that a rank exchanges with directly; symmetric.  `choices`: the same by
@@ -56,18 +56,18 @@ class Enter:
     """
 
     setup: m.Setup
-    edges: Callable[..., frozenset[int]]
-    about: m.About | None = None
-    choices: Mapping[str, Callable[[int, int], frozenset[int]]] = field(default_factory=dict)
+    neighbours: Callable[..., frozenset[int]]
+    worker_info: m.WorkerInfo | None = None
+    neighbours_by_exchange: Mapping[str, Callable[[int, int], frozenset[int]]] = field(default_factory=dict)
 
     @property
-    def in_stages(self) -> bool:
+    def is_pipelined(self) -> bool:
         """The model is cut into stages."""
         return self.setup.stages > 1
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class SubmitRound:
     """The trainer's contribution to `round` is prepared; here are its collectives by channel.
 
     `whole`: none is still to come.  Until then payloads travel, and nothing is voted on or decided here.
@@ -76,12 +76,12 @@ class Submit:
 
     round: m.RoundId
     collectives: Mapping[m.Channel, Collective]
-    whole: bool = True
-    more: bool = False
+    is_complete: bool = True
+    has_more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Extend:
+class AddCollectives:
     """Further collectives of a round that was submitted with more to come; `more`: these are not the last.
 
     `reason`: there will be none, since the trainer cannot go on.
@@ -89,26 +89,26 @@ class Extend:
 
     round: m.RoundId
     collectives: Mapping[m.Channel, Collective]
-    more: bool = True
-    reason: str = ""
+    has_more: bool = True
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class DigestComputed:
     """The loop has computed the digest of all updates of the open round."""
 
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Broke:
+class RoundFailed:
     """The open round cannot complete here (bad payload, full queue)."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Offence:
+class ProtocolViolation:
     """What `peer` sent breaks the protocol, so that it cannot be an honest member."""
 
     peer: m.PeerId
@@ -116,7 +116,7 @@ class Offence:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class StateLoaded:
     """The trainer has loaded the state that a donor gave in this generation."""
 
     term: int
@@ -124,18 +124,18 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class StageCheckpointsChanged:
     """Checkpoints of stages that are on this worker's disk now, all of them.
 
     `unwritten`: what was to be put aside, and cannot be.
     """
 
-    states: tuple[m.Held, ...]
-    unwritten: m.Held | None = None
+    checkpoints: tuple[m.CheckpointInfo, ...]
+    failed_write: m.CheckpointInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Compare:
+class CompareReplicas:
     """The trainer's fingerprint of its state after `step`."""
 
     step: int
@@ -143,7 +143,7 @@ class Compare:
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class SnapshotLoading:
     """The trainer begins to load an image: its model is not any more what it was."""
 
 
@@ -156,14 +156,14 @@ class CaughtUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Strayed:
+class CatchUpFailed:
     """A follower cannot follow any more: it takes the whole state while the others wait for it."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class HeartbeatDue:
     """Time for a sign of life.
 
     `progress` grows when something moved: a payload, a block of state, the trainer's computing.
@@ -171,12 +171,12 @@ class Pulse:
     """
 
     progress: int
-    waiting: bool
-    figures: tuple[tuple[str, float], ...]
+    is_waiting: bool
+    metrics: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AskMean:
+class RequestMean:
     """The trainer's number for the `index`-th average of this step; `MeanKnown` answers."""
 
     step: int
@@ -185,72 +185,72 @@ class AskMean:
 
 
 @dataclass(frozen=True, slots=True)
-class Depart:
+class LeaveGroup:
     reason: str
-    pausing: bool = False
+    is_temporary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class ProbeResults:
     rtt_s: tuple[tuple[m.PeerId, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
+class AbandonRound:
     """The trainer leaves in the middle of a round: vote NO, unless the vote was YES already."""
 
 
 @dataclass(frozen=True, slots=True)
-class LastCall:
+class RefuseResiduals:
     """The trainer is about to leave: take over no residual any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class HandOn:
+class TransferResidual:
     """The trainer leaves and has no part in a round: hand these pieces of its residual over."""
 
-    pieces: tuple[Any, ...]
+    blocks: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Inherited:
+class ResidualReceived:
     """All pieces of this peer's residual are there and hold what they may; `Inherit` or `Forget` follows."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class Refuted:
+class StateDigestMismatch:
     """What was passed on to us as this generation's state is not that."""
 
     generation: int
 
 
-Event = (
-    Heard
-    | EdgeUp
-    | EdgeDown
-    | Enter
-    | Submit
-    | Extend
-    | Sealed
-    | Broke
-    | Offence
-    | Restored
-    | Refuted
-    | Keeping
-    | Compare
-    | Loading
+MemberEvent = (
+    MessageReceived
+    | PeerConnected
+    | PeerDisconnected
+    | TrainerJoined
+    | SubmitRound
+    | AddCollectives
+    | DigestComputed
+    | RoundFailed
+    | ProtocolViolation
+    | StateLoaded
+    | StateDigestMismatch
+    | StageCheckpointsChanged
+    | CompareReplicas
+    | SnapshotLoading
     | CaughtUp
-    | Strayed
-    | Pulse
-    | AskMean
-    | Depart
-    | Probed
-    | Withdraw
-    | LastCall
-    | HandOn
-    | Inherited
+    | CatchUpFailed
+    | HeartbeatDue
+    | RequestMean
+    | LeaveGroup
+    | ProbeResults
+    | AbandonRound
+    | RefuseResiduals
+    | TransferResidual
+    | ResidualReceived
 )
 
 
@@ -258,33 +258,33 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class Send:
     peer: m.PeerId
     message: m.Message
 
 
 @dataclass(frozen=True, slots=True)
-class Ship:
+class SendPayload:
     """Send what the workspace of `channel` holds at `place`, as Data."""
 
     peer: m.PeerId
     round: m.RoundId
     channel: m.Channel
-    place: m.Place
+    slot: m.PayloadSlot
     skip: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class ApplyToBuffer:
     """Apply to the workspace of `channel`; if it refuses, `Offence(peer, ...)`: it sent the payload."""
 
     channel: m.Channel
-    effect: WorkspaceEffect
+    effect: BufferEffect
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class CollectiveCompleted:
     """The collective of `channel` is complete, of a round that is to have more of them."""
 
     channel: m.Channel
@@ -292,14 +292,14 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class ComputeDigest:
     """All collectives are complete: answer with `Sealed`."""
 
     skip: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Resolve:
+class ResolveRound:
     """The submitted round ended: the trainer applies its update, or tries again."""
 
     round: m.RoundId
@@ -309,7 +309,7 @@ class Resolve:
 
 
 @dataclass(frozen=True, slots=True)
-class MeanKnown:
+class DeliverMean:
     """The average that the trainer waits for; None: given up, the generation ends."""
 
     value: float | None
@@ -322,45 +322,45 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
-class HangUp:
+class Disconnect:
     """This peer is no member any more, or has broken the protocol."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbePeers:
     """Measure round trips to these peers and answer with `Probed`."""
 
     targets: tuple[tuple[m.PeerId, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GiveState:
+class SendState:
     """A joiner asked for our state; `kept`: for that one, which is on our disk and of its stage; `have`: so
     many blocks are there; `digest`: it asked for the digest alone."""
 
     peer: m.PeerId
     term: int
     generation: int
-    whole: bool = True
-    kept: m.Held | None = None
-    have: int = 0
-    digest: bool = False
+    is_whole: bool = True
+    checkpoint: m.CheckpointInfo | None = None
+    blocks_received: int = 0
+    digest_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class PassOn:
+class ForwardState:
     """Another joiner gets from us what has come, and comes, of the state; it has so many blocks."""
 
     peer: m.PeerId
     term: int
     generation: int
-    have: int
+    blocks_received: int
 
 
 @dataclass(frozen=True, slots=True)
-class TakeDigest:
+class ExpectStateDigest:
     """What comes of the state counts if it has this digest.  `Refuted` answers if it has not."""
 
     generation: int
@@ -368,7 +368,7 @@ class TakeDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class Reload:
+class LoadCheckpoints:
     """Load these checkpoints: the group goes on from them, here as this stage.  `Restored` answers, or
     `Keeping` without one where it cannot be read.
 
@@ -376,62 +376,62 @@ class Reload:
 
     term: int
     generation: int
-    held: tuple[m.Held, ...]
-    blocks: m.Span
+    checkpoints: tuple[m.CheckpointInfo, ...]
+    layers: m.Span
 
 
 @dataclass(frozen=True, slots=True)
-class PutAside:
+class SaveCheckpoint:
     """What this worker has in memory goes to its disk: the model is cut otherwise, and it is taken from
     there, by this worker and by others.  `Keeping` follows."""
 
-    held: m.Held
+    checkpoint: m.CheckpointInfo
 
 
 @dataclass(frozen=True, slots=True)
-class SendCopy:
+class SendCheckpoint:
     """This checkpoint is to be on this member's disk as well: send it as `Copy`; `awaited`: the group waits
     for it."""
 
     peer: m.PeerId
     term: int
     generation: int
-    held: m.Held
-    awaited: bool = False
+    checkpoint: m.CheckpointInfo
+    is_awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class TakeCopy:
+class StoreCheckpointBlock:
     """A block of another stage's checkpoint; `Keeping` follows when all of it is on the disk."""
 
     peer: m.PeerId
-    block: m.Copy
+    block: m.CheckpointBlock
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
+class DiscardCheckpoints:
     """Checkpoints after this step are of a history that was given up."""
 
-    after: int
+    after_step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
+class BeginCatchUp:
     """Begin to follow: a new image, then its donors' updates."""
 
 
 @dataclass(frozen=True, slots=True)
-class DonorUp:
+class SourceConnected:
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class DonorDown:
+class SourceDisconnected:
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class Arrive:
+class SetCatchUpTarget:
     """A VIEW names this follower: that is the state that it must come to hold."""
 
     applied: int
@@ -439,7 +439,7 @@ class Arrive:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class DeliverCatchUpMessage:
     """From a donor to this follower, or from a follower to this donor."""
 
     peer: m.PeerId
@@ -447,15 +447,15 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
-class Donating:
+class TakeSnapshot:
     """Take an image after `step`; these followers, and nobody else, may have it."""
 
     step: int
-    followers: tuple[m.PeerId, ...]
+    receivers: tuple[m.PeerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TakeBlock:
+class StoreStateBlock:
     """A block of the donor's state; `Restored` follows when the trainer has loaded all."""
 
     peer: m.PeerId
@@ -463,36 +463,36 @@ class TakeBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class TakePiece:
+class StoreResidualBlock:
     """A piece of a leaver's residual, in a generation of so many; `Inherited` follows the last one."""
 
     peer: m.PeerId
-    piece: m.HandOver
+    block: m.ResidualBlock
     world_size: int
 
 
 @dataclass(frozen=True, slots=True)
-class Inherit:
+class AddResidual:
     """What this peer handed over is ours now: the trainer adds it to its residual before the next round."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class DropResidual:
     """What this peer handed over is void."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class ResidualTransferEnded:
     """How the hand-over of our own residual ended; `text` names the heir, or says why there is none.
 
     `taken` is None where an heir may have everything, but has not said so.
     """
 
-    taken: bool | None
+    is_accepted: bool | None
     text: str
 
 
@@ -504,41 +504,41 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogEvent:
     event: str
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Effect = (
-    Post
-    | Ship
-    | Fill
-    | Reached
-    | Seal
-    | Resolve
-    | MeanKnown
+MemberEffect = (
+    Send
+    | SendPayload
+    | ApplyToBuffer
+    | CollectiveCompleted
+    | ComputeDigest
+    | ResolveRound
+    | DeliverMean
     | Dial
-    | HangUp
-    | Probe
-    | GiveState
-    | PassOn
-    | TakeDigest
-    | Reload
-    | PutAside
-    | SendCopy
-    | TakeCopy
-    | Discard
-    | Follow
-    | DonorUp
-    | DonorDown
-    | Arrive
-    | Feed
-    | Donating
-    | TakeBlock
-    | TakePiece
-    | Inherit
-    | Forget
-    | Handed
+    | Disconnect
+    | ProbePeers
+    | SendState
+    | ForwardState
+    | ExpectStateDigest
+    | LoadCheckpoints
+    | SaveCheckpoint
+    | SendCheckpoint
+    | StoreCheckpointBlock
+    | DiscardCheckpoints
+    | BeginCatchUp
+    | SourceConnected
+    | SourceDisconnected
+    | SetCatchUpTarget
+    | DeliverCatchUpMessage
+    | TakeSnapshot
+    | StoreStateBlock
+    | StoreResidualBlock
+    | AddResidual
+    | DropResidual
+    | ResidualTransferEnded
     | Stop
-    | Note
+    | LogEvent
 )

@@ -28,46 +28,45 @@ from collections import deque
 from typing import Any
 
 from gridtrain.config import Deadlines
-from gridtrain.protocol import forming
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.admission import Admission
+from gridtrain.protocol.admission import WorkerAdmission
 from gridtrain.protocol.complaints import Complaints
-from gridtrain.protocol.drift import Drifted, Drifts
-from gridtrain.protocol.followers import Followers
-from gridtrain.protocol.freezing import Freezing
-from gridtrain.protocol.generations import Generations
-from gridtrain.protocol.in_stages import InStages
-from gridtrain.protocol.making import Making
+from gridtrain.protocol.drift import DivergedMembers, DivergenceDetector
+from gridtrain.protocol.followers import CatchUp
+from gridtrain.protocol.freezing import FreezePhase
+from gridtrain.protocol.generations import ViewInstaller
+from gridtrain.protocol.in_stages import PipelineRecovery
+from gridtrain.protocol.making import ViewChange
 from gridtrain.protocol.membership_io import (
-    CalledBack,
-    Dismiss,
+    DialBackResult,
+    Disconnect,
     Effect,
     Event,
-    Expelled,
-    Heard,
-    Lost,
-    Note,
-    Offended,
+    LogEvent,
+    MessageReceived,
+    PeerConnected,
+    PeerDisconnected,
+    ProtocolViolation,
+    RecordViolation,
     RunPhase,
     Send,
-    Strike,
-    Up,
+    WorkerRemoved,
 )
-from gridtrain.protocol.on_disks import OnDisks
-from gridtrain.protocol.partings import Partings
-from gridtrain.protocol.placing import Placing
-from gridtrain.protocol.plans import Plans
-from gridtrain.protocol.readying import Readying
-from gridtrain.protocol.recall import Recall
-from gridtrain.protocol.recalling import Recalling
-from gridtrain.protocol.recovery import Recovered
-from gridtrain.protocol.resting import Resting
+from gridtrain.protocol.on_disks import CheckpointCatalog
+from gridtrain.protocol.partings import Departures
+from gridtrain.protocol.placing import StagePlacement
+from gridtrain.protocol.plans import GenerationPlanner
+from gridtrain.protocol.readying import Readiness
+from gridtrain.protocol.recall import GenerationReports
+from gridtrain.protocol.recalling import MemberRecovery
+from gridtrain.protocol.recovery import RecoveredRun
+from gridtrain.protocol.resting import PausedWorkers
 from gridtrain.protocol.roll import Worker
-from gridtrain.protocol.run import MOST_STEPS, Run
-from gridtrain.protocol.seats import groups
-from gridtrain.protocol.wakefulness import Wakefulness, no_earlier
-from gridtrain.protocol.whereabouts import Whereabouts
-from gridtrain.protocol.witnesses import Witnesses
+from gridtrain.protocol.run import MAX_STEPS, RunState
+from gridtrain.protocol.seats import group_by_stage
+from gridtrain.protocol.wakefulness import LoopStallDetector, extend_start
+from gridtrain.protocol.whereabouts import AddressBook
+from gridtrain.protocol.witnesses import CheckpointQuorum
 
 
 class Membership:
@@ -93,51 +92,51 @@ class Membership:
         deadlines: Deadlines,
         software: str,
         min_workers: int = 1,
-        recovered: Recovered | None = None,
+        recovered: RecoveredRun | None = None,
         plans: bool = True,
     ) -> None:
-        self.run = Run(run, term, deadlines, min_workers=min_workers, software=software)
-        self._build(me, recovered, by_links=plans)
-        self._wakefulness = Wakefulness()
+        self.run = RunState(run, term, deadlines, min_workers=min_workers, software=software)
+        self._create_parts(me, recovered, by_links=plans)
+        self._loop_stalls = LoopStallDetector()
         self._events: deque[dict[str, Any]] = deque(maxlen=50)
-        self._settled: str | None = None  # with this change wanted a beat moves nothing; None: it may
-        self._due_s: float | None = None  # see deadline_s
+        self._settled_reason: str | None = None  # with this change wanted a beat moves nothing; None: it may
+        self._cached_deadline_s: float | None = None  # see deadline_s
         if recovered is not None:
-            self._take_up(recovered)
+            self._restore(recovered)
 
-    def _build(self, me: m.PeerId, recovered: Recovered | None, *, by_links: bool) -> None:
+    def _create_parts(self, me: m.PeerId, recovered: RecoveredRun | None, *, by_links: bool) -> None:
         """The parts: each knows those above it here, and no others."""
         run = self.run
         known = frozenset(x.peer for x in recovered.roster) if recovered is not None else frozenset()
-        recall = Recall(known, recovered.generation if recovered is not None else 0)
-        witnesses = Witnesses(recovered.checkpoints if recovered is not None else {})
-        making = self._making = Making(run)
-        whereabouts = self._whereabouts = Whereabouts(me)
-        drifts, drifted = Drifts(), Drifted()
-        self._drifted, self._resting = drifted, Resting()
-        self._followers = Followers(run, whereabouts)
-        plans = self._plans = Plans(run, making, whereabouts, by_links=by_links)
-        partings = self._partings = Partings(run, making, plans, whereabouts, drifted)
-        readying = self._readying = Readying(run, making, plans, partings)
-        generations = self._generations = Generations(
+        recall = GenerationReports(known, recovered.generation if recovered is not None else 0)
+        witnesses = CheckpointQuorum(recovered.checkpoints if recovered is not None else {})
+        making = self._view_change = ViewChange(run)
+        whereabouts = self._addresses = AddressBook(me)
+        drifts, drifted = DivergenceDetector(), DivergedMembers()
+        self._diverged, self._paused_workers = drifted, PausedWorkers()
+        self._catch_up = CatchUp(run, whereabouts)
+        plans = self._planner = GenerationPlanner(run, making, whereabouts, by_links=by_links)
+        partings = self._departures = Departures(run, making, plans, whereabouts, drifted)
+        readying = self._readiness = Readiness(run, making, plans, partings)
+        generations = self._view_installer = ViewInstaller(
             run, making, plans, readying, whereabouts, drifts, drifted, recall
         )
-        disks = self._disks = OnDisks(run, making, witnesses)
-        placing = Placing(run, making, plans, disks)
-        stages = self._stages = InStages(run, making, partings, generations, placing, disks)
-        freezing = self._freezing = Freezing(run, making, partings, generations, stages, drifted, recall)
-        self._recalling = Recalling(run, making, freezing, recall)
+        disks = self._checkpoints = CheckpointCatalog(run, making, witnesses)
+        placing = StagePlacement(run, making, plans, disks)
+        stages = self._pipeline_recovery = PipelineRecovery(run, making, partings, generations, placing, disks)
+        freezing = self._freeze_phase = FreezePhase(run, making, partings, generations, stages, drifted, recall)
+        self._member_recovery = MemberRecovery(run, making, freezing, recall)
         self._complaints = Complaints(run, making, plans, partings, whereabouts, drifts, drifted)
-        self._admission = Admission(run, plans, partings, disks, whereabouts, self._resting)
+        self._admission = WorkerAdmission(run, plans, partings, disks, whereabouts, self._paused_workers)
 
-    def _take_up(self, recovered: Recovered) -> None:
-        self.run.take_up(recovered)
+    def _restore(self, recovered: RecoveredRun) -> None:
+        self.run.restore(recovered)
         view = recovered.view
         chosen, alone = ("", False) if view is None else (view.exchange, view.world_size == 1)
-        self._plans.exchanging.defined(recovered.reference, chosen, alone)
-        if view is not None and not self.run.over:
-            self._freezing.hold(math.inf)
-            self._making.want("the coordinator restarted")
+        self._planner.exchange_choice.configure(recovered.definition, chosen, alone)
+        if view is not None and not self.run.is_finished:
+            self._freeze_phase.delay_freeze(math.inf)
+            self._view_change.request("the coordinator restarted")
 
     # -- interface -----------------------------------------------------------------------------
 
@@ -158,75 +157,75 @@ class Membership:
         return self.run.generation
 
     def start(self, now_s: float) -> list[Effect]:
-        if self._making.freezing:
-            self._freezing.hold(now_s)
+        if self._view_change.is_freezing:
+            self._freeze_phase.delay_freeze(now_s)
         entry = self.run.term_entry()
-        return self._noted([entry, Note("info", "started", dict(entry.body))], now_s)
+        return self._log_events([entry, LogEvent("info", "started", dict(entry.body))], now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        woken = self._woken(now_s)
-        if not (isinstance(event, Heard) and isinstance(event.message, m.Beat)):
-            self._settled, self._due_s = None, None
+        woken = self._compensate_own_stall(now_s)
+        if not (isinstance(event, MessageReceived) and isinstance(event.message, m.Heartbeat)):
+            self._settled_reason, self._cached_deadline_s = None, None
         worker = self.run.workers.get(event.peer)
         effects: list[Effect] = []
         match event:
-            case Up(peer, host):
-                self._whereabouts.came(peer, host)
+            case PeerConnected(peer, host):
+                self._addresses.on_connected(peer, host)
                 if worker is not None:
-                    worker.lost_s, worker.missed_s, worker.heard_s = None, -math.inf, now_s
-            case Lost(peer, _):
-                self._whereabouts.went(peer)
+                    worker.disconnected_s, worker.link_broken_s, worker.last_heard_s = None, -math.inf, now_s
+            case PeerDisconnected(peer, _):
+                self._addresses.on_disconnected(peer)
                 if worker is not None:
-                    worker.lost_s = now_s
-            case Offended(peer, reason):
-                effects = [Strike(peer, reason)]
-            case CalledBack(peer, address):
-                effects = self._admission.called_back(peer, address, now_s)
-            case Expelled():
-                effects = self._expelled(event)
-            case Heard(peer, message):
+                    worker.disconnected_s = now_s
+            case ProtocolViolation(peer, reason):
+                effects = [RecordViolation(peer, reason)]
+            case DialBackResult(peer, address):
+                effects = self._admission.handle_dial_back_result(peer, address, now_s)
+            case WorkerRemoved():
+                effects = self._handle_removal(event)
+            case MessageReceived(peer, message):
                 if worker is not None:
-                    worker.heard_s = now_s
-                effects = self._heard(peer, message, now_s)
-        effects = woken + effects + self._go_on(now_s)
-        if self._settled is None:
-            self._due_s = None
-        return self._noted(effects, now_s)
+                    worker.last_heard_s = now_s
+                effects = self._handle_message(peer, message, now_s)
+        effects = woken + effects + self._advance(now_s)
+        if self._settled_reason is None:
+            self._cached_deadline_s = None
+        return self._log_events(effects, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
         """To be called when `deadline_s` has passed."""
-        self._settled = None
-        effects = self._woken(now_s)  # held against what the loop was told
+        self._settled_reason = None
+        effects = self._compensate_own_stall(now_s)  # held against what the loop was told
         for worker in list(self.run.workers.values()):
-            gone = worker.gone(self.run.limits, now_s)
+            gone = worker.failure_reason(self.run.limits, now_s)
             if gone:
-                effects += self._partings.lose(worker.peer, gone)
-            elif not worker.admitted and now_s >= worker.probe_until_s:
-                worker.admitted = True
-        raised = self._recalling.raise_term(now_s) if not self.run.over else []
+                effects += self._departures.remove_lost(worker.peer, gone)
+            elif not worker.is_admitted and now_s >= worker.probe_deadline_s:
+                worker.is_admitted = True
+        raised = self._member_recovery.raise_term(now_s) if not self.run.is_finished else []
         if raised:
-            effects += [*raised, *(told for peer in list(self.run.workers) for told in self._repeat(peer))]
-        effects += self._go_on(now_s)
-        if self._making.resting and self._making.until_s <= now_s:
-            self._making.rest()  # who was waited for, or asked it, is gone
-        self._due_s = None
-        return self._noted(effects, now_s)
+            effects += [*raised, *(told for peer in list(self.run.workers) for told in self._resend_missed(peer))]
+        effects += self._advance(now_s)
+        if self._view_change.is_idle and self._view_change.deadline_s <= now_s:
+            self._view_change.reset()  # who was waited for, or asked it, is gone
+        self._cached_deadline_s = None
+        return self._log_events(effects, now_s)
 
-    def lend(self, guest: m.PeerId, most: int) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
+    def introduce_pending_member(self, guest: m.PeerId, most: int) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
         """Members that can be dialled, and where; they expect a guest now that measures its line to them."""
-        return self._whereabouts.lend(guest, self.run.order, most)
+        return self._addresses.introduce_pending_member(guest, self.run.member_order, most)
 
-    def name_of(self, peer: m.PeerId) -> str:
+    def worker_name(self, peer: m.PeerId) -> str:
         """By which people know it; empty: they do not."""
         worker = self.run.workers.get(peer)
-        return worker.name if worker is not None else self._resting.name_of(peer)
+        return worker.name if worker is not None else self._paused_workers.worker_name(peer)
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """What `gridtrain status` shows; JSON-able."""
-        run, exchanging = self.run, self._plans.exchanging
-        rank_of = {peer: rank for rank, peer in enumerate(run.order)}
-        stage_of = {p: n for n, group in enumerate(groups(run.order, run.stages)) for p in group}
-        steps = [run.reached, *(run.workers[peer].step for peer in run.present)]
+        run, exchanging = self.run, self._planner.exchange_choice
+        rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
+        stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, run.stage_count)) for p in group}
+        steps = [run.highest_step, *(run.workers[peer].step for peer in run.present_members)]
         return {
             "run": run.name,
             "phase": str(run.phase),
@@ -234,31 +233,31 @@ class Membership:
             "term": run.term,
             "generation": run.generation,
             "step": max(steps),
-            "world_size": len(run.roster),
-            "stages": run.stages,
-            "finished": run.over,
-            "facts": dict(exchanging.setup.facts) if exchanging.setup else {},
-            "exchange_reason": exchanging.text,
-            "global_batch_size": run.reference.global_batch_size if run.reference else None,
-            "plan_reason": self._plans.reason,
-            "links": self._plans.links.listed(run.order),
-            "relayed": self._whereabouts.relayed(run.order),
-            "drifts": self._complaints.drift_count,
+            "world_size": len(run.member_list),
+            "stages": run.stage_count,
+            "finished": run.is_finished,
+            "facts": dict(exchanging.effective_setup.facts) if exchanging.effective_setup else {},
+            "exchange_reason": exchanging.description,
+            "global_batch_size": run.definition.global_batch_size if run.definition else None,
+            "plan_reason": self._planner.plan_reason,
+            "links": self._planner.measured_links.link_rows(run.member_order),
+            "relayed": self._addresses.relayed_pairs(run.member_order),
+            "drifts": self._complaints.divergence_count,
             "members": [
                 {
-                    **w.line(rank_of.get(w.peer), run.roster, now_s),
+                    **w.status_row(rank_of.get(w.peer), run.member_list, now_s),
                     "stage": stage_of.get(w.peer),
-                    "reach": self._whereabouts.reach(w.peer),
+                    "reach": self._addresses.reachability_text(w.peer),
                 }
                 for w in run.workers.values()
             ],
-            "resting": self._resting.lines(now_s),
+            "resting": self._paused_workers.status_rows(now_s),
             "events": [dict(event) for event in self._events],
         }
 
-    def _noted(self, effects: list[Effect], now_s: float) -> list[Effect]:
+    def _log_events(self, effects: list[Effect], now_s: float) -> list[Effect]:
         for effect in effects:
-            if isinstance(effect, Note):
+            if isinstance(effect, LogEvent):
                 self._events.append({"at_s": round(now_s, 3), "event": effect.event, **effect.fields})
         return effects
 
@@ -267,198 +266,198 @@ class Membership:
     @property
     def deadline_s(self) -> float:
         """When `tick` may have something to do; infinite if nothing is waited for."""
-        if self._due_s is None:
-            self._due_s = self._earliest_s()
-        return self._due_s
+        if self._cached_deadline_s is None:
+            self._cached_deadline_s = self._compute_deadline_s()
+        return self._cached_deadline_s
 
-    def _earliest_s(self) -> float:
+    def _compute_deadline_s(self) -> float:
         """A beat only puts this off: it is worked out again when it has come, or with other news."""
-        run, making, held_s = self.run, self._making, self._freezing.held_until_s
-        times = [making.until_s, *(worker.deadline_s(self.run.limits) for worker in run.workers.values())]
+        run, making, held_s = self.run, self._view_change, self._freeze_phase.delayed_until_s
+        times = [making.deadline_s, *(worker.deadline_s(self.run.limits) for worker in run.workers.values())]
         if held_s is not None:
             times.append(held_s)
-        if making.forming and making.unrouted:
-            times.append(self._readying.fed_until_s())
-        if run.over:
+        if making.is_forming and making.unrouted_reason:
+            times.append(self._readiness.state_transfer_deadline_s())
+        if run.is_finished:
             return min(times)
-        times.append(self._recalling.deadline_s)
-        if making.resting and any(run.workers[peer].lost_s is None for peer in run.present):
-            times.append(self._followers.deadline_s())
-        enough = run.roster or sum(w.admitted for w in run.workers.values()) >= run.least_workers
-        if making.resting and making.change and enough:
-            times.append(making.may_begin_at_s())
+        times.append(self._member_recovery.deadline_s)
+        if making.is_idle and any(run.workers[peer].disconnected_s is None for peer in run.present_members):
+            times.append(self._catch_up.deadline_s())
+        enough = run.member_list or sum(w.is_admitted for w in run.workers.values()) >= run.required_workers
+        if making.is_idle and making.reason and enough:
+            times.append(making.earliest_begin_s())
         return min(times)
 
-    def _woken(self, now_s: float) -> list[Effect]:
+    def _compensate_own_stall(self, now_s: float) -> list[Effect]:
         """If this coordinator itself stood still, nobody is to blame for a silence that it slept through."""
-        if not self._wakefulness.is_late(now_s):
-            self._wakefulness.called(now_s)
+        if not self._loop_stalls.may_have_stalled(now_s):
+            self._loop_stalls.record_call(now_s)
             return []
-        slept_s = self._wakefulness.overslept(self.deadline_s, now_s)
+        slept_s = self._loop_stalls.measure_stall(self.deadline_s, now_s)
         if not slept_s:
             return []
         limits = self.run.limits
         until_s = now_s + 2 * limits.beat_s  # what was said meanwhile is read by then, and more comes
         for worker in self.run.workers.values():
-            worker.heard_s = no_earlier(worker.heard_s, limits.silence_s, until_s)
-            worker.probe_until_s = max(worker.probe_until_s, until_s)
-            worker.moved_s += slept_s
-            worker.feed.moved_s += slept_s
-            if worker.lost_s is not None:
-                worker.lost_s = no_earlier(worker.lost_s, limits.regreet_s, until_s)
-        self._making.until_s = max(self._making.until_s, until_s)
-        return [Note("warning", "overslept", {"late_s": round(slept_s, 3)})]
+            worker.last_heard_s = extend_start(worker.last_heard_s, limits.silence_s, until_s)
+            worker.probe_deadline_s = max(worker.probe_deadline_s, until_s)
+            worker.progressed_s += slept_s
+            worker.state_progress.progressed_s += slept_s
+            if worker.disconnected_s is not None:
+                worker.disconnected_s = extend_start(worker.disconnected_s, limits.regreet_s, until_s)
+        self._view_change.deadline_s = max(self._view_change.deadline_s, until_s)
+        return [LogEvent("warning", "overslept", {"late_s": round(slept_s, 3)})]
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _heard(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
+    def _handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
         run, worker = self.run, self.run.workers.get(peer)
         if isinstance(message, m.Join):
-            return self._join(peer, message, now_s)
+            return self._handle_join(peer, message, now_s)
         if worker is None:
             reason = f"a {type(message).__name__} came from a worker that is not on the roll"
             return [Send(peer, m.Rejoin(reason))]
         match message:
             case m.Setup():
-                return self._admission.set_up(worker, message, now_s)
-            case m.About(texts):
-                worker.about = dict(texts)
-            case m.Links(rtt_s):
+                return self._admission.handle_setup(worker, message, now_s)
+            case m.WorkerInfo(texts):
+                worker.info = dict(texts)
+            case m.LinkLatencies(rtt_s):
                 worker.rtt_s = dict(rtt_s)
-                worker.admitted = worker.setup is not None
-            case m.Rates():
-                self._plans.rated(peer, message)
-            case m.Beat():
-                return self._beat(worker, message, now_s)
-            case m.Report():
-                return self._freezing.report(worker, message, now_s)
+                worker.is_admitted = worker.setup is not None
+            case m.LinkRates():
+                self._planner.record_rates(peer, message)
+            case m.Heartbeat():
+                return self._handle_heartbeat(worker, message, now_s)
+            case m.FreezeReport():
+                return self._freeze_phase.handle_report(worker, message, now_s)
             case m.Ready(term, generation, history):
-                if self._making.forming and run.is_now(term, generation):
-                    self._making.ready[peer], worker.loading = history, False
-                    self._drifted.is_ready(peer, generation)
-            case m.Stalled():
-                self._freezing.stalled(message.round.generation, now_s)
-                return self._complaints.stalled(worker, message, now_s)
-            case m.NoRoute() if peer not in run.members:
-                return self._followers.no_route(worker, message, now_s)
-            case m.NoRoute():
-                return self._complaints.no_route(worker, message)
-            case m.Fingerprint():
-                return self._complaints.compare(peer, message)
-            case m.Broken():
-                return self._complaints.broken(worker, message, now_s)
-            case m.Accuse():
-                return self._complaints.accused(peer, message)
-            case m.Kept():
-                return self._disks.keeps(worker, message)
-            case m.Caught(applied):
-                worker.caught = True
-                return [Note("info", "caught_up", {"name": worker.name, "step": applied})]
-            case m.Seated():
-                return self._recalling.seated(worker, message, now_s)
+                if self._view_change.is_forming and run.is_current(term, generation):
+                    self._view_change.ready_histories[peer], worker.is_loading_state = history, False
+                    self._diverged.clear_if_recovered(peer, generation)
+            case m.RoundStalled():
+                self._freeze_phase.shorten_delay(message.round.generation, now_s)
+                return self._complaints.handle_stall(worker, message, now_s)
+            case m.PeersUnreachable() if peer not in run.members:
+                return self._catch_up.handle_no_route(worker, message, now_s)
+            case m.PeersUnreachable():
+                return self._complaints.handle_no_route(worker, message)
+            case m.ReplicaDigest():
+                return self._complaints.compare_digest(peer, message)
+            case m.ConnectionLost():
+                return self._complaints.handle_broken_link(worker, message, now_s)
+            case m.ViolationReport():
+                return self._complaints.handle_accusation(peer, message)
+            case m.StageCheckpointList():
+                return self._checkpoints.update(worker, message)
+            case m.CatchUpReport(applied):
+                worker.has_caught_up = True
+                return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied})]
+            case m.CurrentGeneration():
+                return self._member_recovery.handle_report(worker, message, now_s)
             case m.Leave(reason):
-                return self._partings.dismiss(peer, f"left: {reason}")
-            case m.Pausing(reason):
-                self._resting.rests(peer, worker.name, reason, now_s)
-                return self._partings.dismiss(peer, f"left: {self._resting.said(peer)}")
-            case m.Finished(applied):
-                run.finished.add(peer)
+                return self._departures.remove(peer, f"left: {reason}")
+            case m.TemporaryLeave(reason):
+                self._paused_workers.add(peer, worker.name, reason, now_s)
+                return self._departures.remove(peer, f"left: {self._paused_workers.reason_text(peer)}")
+            case m.RunFinished(applied):
+                run.finished_members.add(peer)
                 if peer in run.members:  # others have finished nothing
-                    run.reached = max(run.reached, min(applied, MOST_STEPS) + 1)
-                return [Note("info", "worker_finished", {"name": worker.name, "step": applied})]
+                    run.highest_step = max(run.highest_step, min(applied, MAX_STEPS) + 1)
+                return [LogEvent("info", "worker_finished", {"name": worker.name, "step": applied})]
             case _:
-                return [Strike(peer, f"sent {type(message).__name__}, which only others may send")]
+                return [RecordViolation(peer, f"sent {type(message).__name__}, which only others may send")]
         return []
 
-    def _beat(self, worker: Worker, beat: m.Beat, now_s: float) -> list[Effect]:
+    def _handle_heartbeat(self, worker: Worker, beat: m.Heartbeat, now_s: float) -> list[Effect]:
         run = self.run
         if beat.progress > worker.progress:
-            worker.progress, worker.moved_s = beat.progress, now_s
-        worker.step, worker.figures = beat.step, dict(beat.figures)
-        worker.feed.told(worker.figures.get(forming.STATE_LEFT, 0.0), now_s)
-        self._plans.computed(worker.peer, worker.figures)
-        self._plans.mind(now_s)
-        if self._making.resting and worker.peer in run.members:
-            run.reached = max(run.reached, beat.step)  # so that a rollback is seen to be one
-        return [Send(worker.peer, m.BeatReply(run.term, beat.sequence))]
+            worker.progress, worker.progressed_s = beat.progress, now_s
+        worker.step, worker.figures = beat.step, dict(beat.metrics)
+        worker.state_progress.update(worker.figures.get(m.STATE_LEFT, 0.0), now_s)
+        self._planner.record_compute_metrics(worker.peer, worker.figures)
+        self._planner.request_if_faster(now_s)
+        if self._view_change.is_idle and worker.peer in run.members:
+            run.highest_step = max(run.highest_step, beat.step)  # so that a rollback is seen to be one
+        return [Send(worker.peer, m.HeartbeatReply(run.term, beat.sequence))]
 
-    def _join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
-        if refused := self._admission.refusal(peer, join):
+    def _handle_join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
+        if refused := self._admission.check_join(peer, join):
             return refused
         effects: list[Effect] = []
-        if self._is_another_process(peer, join):
-            effects = self._partings.replace(peer, join.name) + self._go_on(now_s)
-            self._settled = None
-        effects += self._admission.join(peer, join, now_s)
-        self._followers.missed(peer)
-        return [*effects, *self._drifted.again(peer), *self._repeat(peer)]
+        if self._is_new_process(peer, join):
+            effects = self._departures.replace_process(peer, join.name) + self._advance(now_s)
+            self._settled_reason = None
+        effects += self._admission.register(peer, join, now_s)
+        self._catch_up.on_reconnected(peer)
+        return [*effects, *self._diverged.resend(peer), *self._resend_missed(peer)]
 
-    def _is_another_process(self, peer: m.PeerId, join: m.Join) -> bool:
+    def _is_new_process(self, peer: m.PeerId, join: m.Join) -> bool:
         """Than the one that is known by this key."""
         run, worker = self.run, self.run.workers.get(peer)
-        member = peer in run.members - run.departed
+        member = peer in run.members - run.departed_members
         known = member or (worker is not None and worker.setup is not None)
         # Who has said READY has a seat, and who has none never was a member in another term of ours.
         elsewhere = member and (
-            (peer in self._making.ready and join.generation < run.generation)
+            (peer in self._view_change.ready_histories and join.generation < run.generation)
             or (worker is None and not join.generation)
         )
-        return known and (elsewhere or not join.again)
+        return known and (elsewhere or not join.is_rejoin)
 
-    def _expelled(self, event: Expelled) -> list[Effect]:
+    def _handle_removal(self, event: WorkerRemoved) -> list[Effect]:
         peer = event.peer
-        self._resting.forget(peer)
+        self._paused_workers.discard(peer)
         if peer not in self.run.workers:
-            return [Dismiss(peer)]
+            return [Disconnect(peer)]
         refused = Send(peer, m.Refused(event.code, event.reason, event.remedy))
-        return [refused, *self._partings.dismiss(peer, event.reason, told=True)]
+        return [refused, *self._departures.remove(peer, event.reason, told=True)]
 
-    def _repeat(self, peer: m.PeerId) -> list[Effect]:
+    def _resend_missed(self, peer: m.PeerId) -> list[Effect]:
         """What a worker may have missed while its connection was broken."""
         if peer not in self.run.members:
-            return self._stages.spare([peer]) if self.run.workers[peer].spare else []
-        if self._making.freezing and self._freezing.held_until_s is not None:
+            return self._pipeline_recovery.mark_standby([peer]) if self.run.workers[peer].standby_reason else []
+        if self._view_change.is_freezing and self._freeze_phase.delayed_until_s is not None:
             return []  # it comes when the FREEZE does
-        return self._generations.repeat(peer)
+        return self._view_installer.resend_view(peer)
 
     # -- towards the next generation -----------------------------------------------------------
 
-    def _go_on(self, now_s: float) -> list[Effect]:
+    def _advance(self, now_s: float) -> list[Effect]:
         """Take every step towards the next generation that can be taken now."""
-        making = self._making
-        if self.run.over or self._settled == making.change:
+        making = self._view_change
+        if self.run.is_finished or self._settled_reason == making.reason:
             return []
-        before = making.standing, making.until_s, making.change
-        if making.freezing:
-            effects = self._freezing.go_on(now_s)
-        elif making.forming:
-            effects, given_up = self._readying.go_on(now_s)
-            effects += self._go_on(now_s) if given_up else []
+        before = making.phase, making.deadline_s, making.reason
+        if making.is_freezing:
+            effects = self._freeze_phase.advance(now_s)
+        elif making.is_forming:
+            effects, given_up = self._readiness.advance(now_s)
+            effects += self._advance(now_s) if given_up else []
         else:
-            effects = self._followers.go_on(making.made_s, now_s) + self._begin_making(now_s)
-        changed = effects or before != (making.standing, making.until_s, making.change)
-        fed = making.forming and making.unrouted  # which beats tell
-        moves = changed or fed or self._followers.serving or self.run.is_pipeline
-        self._settled = None if moves else making.change
+            effects = self._catch_up.advance(making.last_installed_s, now_s) + self._begin_view_change(now_s)
+        changed = effects or before != (making.phase, making.deadline_s, making.reason)
+        fed = making.is_forming and making.unrouted_reason  # which beats tell
+        moves = changed or fed or self._catch_up.is_active or self.run.is_pipeline
+        self._settled_reason = None if moves else making.reason
         return effects
 
-    def _begin_making(self, now_s: float) -> list[Effect]:
-        run, making = self.run, self._making
-        if run.members and run.members <= run.finished:
-            return self._partings.finish()
-        if run.members and not run.present:
-            return self._freezing.regather(now_s)
+    def _begin_view_change(self, now_s: float) -> list[Effect]:
+        run, making = self.run, self._view_change
+        if run.members and run.members <= run.finished_members:
+            return self._departures.finish_run()
+        if run.members and not run.present_members:
+            return self._freeze_phase.await_members(now_s)
         newcomers = run.newcomers()
-        if run.is_pipeline and not making.change and run.members:
-            spared = self._stages.admit(newcomers)
+        if run.is_pipeline and not making.reason and run.members:
+            spared = self._pipeline_recovery.consider_newcomers(newcomers)
             if spared is not None:
                 return spared
         if newcomers:
-            making.want(", ".join(w.name for w in newcomers) + " joined")
-        if not making.change or now_s < making.may_begin_at_s():
+            making.request(", ".join(w.name for w in newcomers) + " joined")
+        if not making.reason or now_s < making.earliest_begin_s():
             return []
         if run.members:
-            return self._freezing.freeze(now_s)
-        if len(newcomers) < run.least_workers:
+            return self._freeze_phase.freeze_members(now_s)
+        if len(newcomers) < run.required_workers:
             return []
-        return self._stages.first(now_s) if run.is_pipeline else self._generations.first(now_s)
+        return self._pipeline_recovery.begin_first(now_s) if run.is_pipeline else self._view_installer.install_first(now_s)

@@ -25,13 +25,13 @@ class RunPhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class MessageReceived:
     peer: m.PeerId
     message: m.Message
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
+class PeerConnected:
     """`host`: where the connection comes from."""
 
     peer: m.PeerId
@@ -39,7 +39,7 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class PeerDisconnected:
     """The connection broke; the peer may come back within `Deadlines.regreet_s`."""
 
     peer: m.PeerId
@@ -47,7 +47,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Offended:
+class ProtocolViolation:
     """The peer broke the protocol."""
 
     peer: m.PeerId
@@ -55,7 +55,7 @@ class Offended:
 
 
 @dataclass(frozen=True, slots=True)
-class CalledBack:
+class DialBackResult:
     """Answer to `CallBack`: the address that got through; empty: none did."""
 
     peer: m.PeerId
@@ -63,7 +63,7 @@ class CalledBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Expelled:
+class WorkerRemoved:
     """The operator, or its third strike, has put this worker out for good."""
 
     peer: m.PeerId
@@ -72,7 +72,7 @@ class Expelled:
     remedy: str
 
 
-Event = Heard | Up | Lost | Offended | CalledBack | Expelled
+Event = MessageReceived | PeerConnected | PeerDisconnected | ProtocolViolation | DialBackResult | WorkerRemoved
 
 
 # -- effects -----------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class JournalEntry:
     """Must be durable before any later effect is carried out.  `body` is JSON-able."""
 
     kind: str
@@ -93,12 +93,12 @@ class Journal:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
+class Disconnect:
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class CallBack:
+class DialBack:
     """Find out which of these addresses reaches the worker; `CalledBack` answers, always."""
 
     peer: m.PeerId
@@ -106,7 +106,7 @@ class CallBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class RecordViolation:
     """The worker broke the protocol: a strike against it, to be counted over its whole stay.
 
     `accuser`: the member that says so; None: the coordinator saw it.
@@ -118,7 +118,7 @@ class Strike:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogEvent:
     """One log line."""
 
     level: str
@@ -126,4 +126,4 @@ class Note:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Effect = Send | Journal | Dismiss | CallBack | Strike | Note
+Effect = Send | JournalEntry | Disconnect | DialBack | RecordViolation | LogEvent

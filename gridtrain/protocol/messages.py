@@ -17,22 +17,23 @@ bound on its fields, is `gridtrain.wire.codec`; what it means is PROTOCOL.md.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 PROTOCOL_VERSION = 2
 
-MOST_STAGES = 1024
+MAX_STAGES = 1024
 """That a model may be cut into."""
 
-MOST_KEPT = 16
+MAX_STAGE_CHECKPOINTS = 16
 """Checkpoints of stages that one worker tells of."""
 
-MOST_BLOCKS = 256
+MAX_LAYERS = 256
 """Of a model in stages, whose costs fit into one Setup: above, it is not cut anew."""
 
-MOST_PIECES = 64
+MAX_CHECKPOINT_SOURCES = 64
 """Checkpoints that one stage is put together from."""
 
 PeerId = bytes
@@ -42,19 +43,29 @@ Facts = tuple[tuple[str, str], ...]
 """Short texts by name, for people and for comparison; see `Setup`."""
 
 
-class Phase(IntEnum):
+RELAY_PREFIX = "relay:"
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+def relay_of(way: str) -> PeerId | None:
+    """The key of the relay in a member's address; None: it is a direct way."""
+    key = way.removeprefix(RELAY_PREFIX)
+    return bytes.fromhex(key) if key != way and _KEY.fullmatch(key) else None
+
+
+class CollectivePhase(IntEnum):
     """Where in its collective a payload belongs (`Place.phase`)."""
 
     REDUCE = 0  # ring, reduce-scatter half
     GATHER = 1  # ring, all-gather half
-    SPREAD = 2  # all-gather of sparse payloads, segment = origin's rank
+    ALL_GATHER = 2  # all-gather of sparse payloads, segment = origin's rank
     FOLD = 3  # butterfly, ranks >= Q hand theirs down
     SWAP = 4  # butterfly, hop h pairs rank with rank XOR 2**h
     UNFOLD = 5  # butterfly, the result goes back up
     RESUME = 6  # ring, to the left: what a retry need not send again
-    RAISE = 7  # tree and star, towards rank 0
-    LOWER = 8  # tree and star, the result from rank 0
-    PASS = 9  # hand-off, from a stage to its neighbour
+    TO_ROOT = 7  # tree and star, towards rank 0
+    FROM_ROOT = 8  # tree and star, the result from rank 0
+    ACTIVATION = 9  # hand-off, from a stage to its neighbour
 
 
 class Verdict(IntEnum):
@@ -82,10 +93,10 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PayloadSlot:
     """Where a payload belongs inside one collective."""
 
-    phase: Phase
+    phase: CollectivePhase
     hop: int = 0
     segment: int = 0
     slice: int = 0
@@ -194,7 +205,7 @@ class Enrol:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkup:
+class DiagnosticRequest:
     """From `gridtrain doctor`, no member: call `peer` back at `address` (empty: do not), say how the run
     stands, and let some members expect `peer`.  CheckupReply answers, and Reach where there is an address."""
 
@@ -215,7 +226,7 @@ class Invite:
 
 
 @dataclass(frozen=True, slots=True)
-class Expel:
+class RemoveWorker:
     """Remove a worker for good: its key is refused until it is invited anew, or at all (`ban`)."""
 
     peer: PeerId
@@ -224,7 +235,7 @@ class Expel:
 
 
 @dataclass(frozen=True, slots=True)
-class Pardon:
+class Unban:
     """Lift the ban: the key may be invited again."""
 
     peer: PeerId
@@ -245,13 +256,13 @@ class Join:
     run: str
     name: str
     address: str
-    relay: bool = True
-    again: bool = False
+    can_relay: bool = True
+    is_rejoin: bool = False
     generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class CheckpointInfo:
     """The state of a checkpoint: after which step, with which history; of which blocks of the model.
 
     A model in one piece is one block; so is a stage where a run does not say what its blocks are.
@@ -261,16 +272,16 @@ class Held:
     applied: int
     history: bytes
     ledger: LedgerState
-    blocks: Span = Span(0, 1)
+    layers: Span = Span(0, 1)
     digest: bytes = b""
 
-    def is_of(self, blocks: Span, applied: int, history: bytes) -> bool:
+    def matches(self, blocks: Span, applied: int, history: bytes) -> bool:
         """The state of these blocks, after this step of this history; its digest may not be known yet."""
-        return (self.blocks, self.applied, self.history) == (blocks, applied, history)
+        return (self.layers, self.applied, self.history) == (blocks, applied, history)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class LayerCosts:
     """What one block of a model in stages costs; see `protocol.stage_costs.Layer`, where the units stand."""
 
     parameter_bytes: int
@@ -294,7 +305,7 @@ class StagedModel:
     """
 
     cuts: tuple[int, ...]
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[LayerCosts, ...] = ()
     samples: int = 1
     micro_batches: int = 1
     copies: float = 3.0
@@ -324,36 +335,36 @@ class Setup:
     ledger: LedgerSpec
     batch_size: int
     global_batch_size: int | None
-    held: Held | None = None
-    follows: bool = False
+    checkpoint: CheckpointInfo | None = None
+    can_catch_up: bool = False
     stages: int = 1
-    kept: tuple[Held, ...] = ()
+    stage_checkpoints: tuple[CheckpointInfo, ...] = ()
     model: StagedModel | None = None
     memory_bytes: int = 0
     flops: float = 0.0
-    begins: bytes = b""
+    initial_state_digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StageCheckpointList:
     """The checkpoints of stages on this worker's disk, all of them: replaces what `Setup.kept` said.
 
     `generation`: of the last View that it had heard by then.
     """
 
-    states: tuple[Held, ...]
+    checkpoints: tuple[CheckpointInfo, ...]
     generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class LinkLatencies:
     """Round-trip times in seconds from this worker to the peers that it was told to probe."""
 
     rtt_s: tuple[tuple[PeerId, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class LinkRates:
     """How fast bulk went from this worker to a peer, and from that peer to it, in bytes per second; 0: not
     measured.  Of a link's two ends the more modest one is believed (`protocol.topology`)."""
 
@@ -361,14 +372,18 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class WorkerInfo:
     """What this worker is, for people: its device, versions.  Nothing is decided by it."""
 
     texts: tuple[tuple[str, str], ...]
 
 
+STATE_LEFT = "state_left_bytes"
+"""The metric of a heartbeat that says how many bytes of its state a worker still lacks."""
+
+
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """Sign of life, twice a second, with what `gridtrain status` shows.
 
     `progress` grows whenever the trainer or an exchange moved; a hung trainer's does not.
@@ -378,11 +393,11 @@ class Beat:
     sequence: int
     step: int
     progress: int
-    figures: tuple[tuple[str, float], ...]
+    metrics: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class FreezeReport:
     """Answer to FREEZE: where I stand (commit rule 5).
 
     `applied` is the last step applied (-1: none), `history` the chained digest of all applied
@@ -392,18 +407,18 @@ class Report:
 
     term: int
     generation: int
-    synced: bool
+    is_synced: bool
     applied: int
     history: bytes
     ledger: LedgerState
     prepared: RoundId | None
     digest: bytes
     skip: bool
-    blocks: Span = Span(0, 1)
+    layers: Span = Span(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Seated:
+class CurrentGeneration:
     """Follows every Welcome: the generation I am in, its members and shares in rank order, and its `cuts`.
 
     A coordinator that was started from a backup may not know it (commit rule 11).
@@ -412,7 +427,7 @@ class Seated:
     term: int
     generation: int
     members: tuple[tuple[PeerId, int], ...]
-    cuts: tuple[int, ...] = ()
+    stage_bounds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,7 +440,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Stalled:
+class RoundStalled:
     """A round does not come to an end; these peers are waited for, are not connected, or disagree.
 
     `patience_s`: for how long the suspects showed no sign of life; 0: that is not what they are suspected of.
@@ -433,12 +448,12 @@ class Stalled:
 
     round: RoundId
     suspects: tuple[PeerId, ...]
-    patience_s: float
+    silent_s: float
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Accuse:
+class ViolationReport:
     """`peer` broke the protocol towards this worker, which has dropped it."""
 
     peer: PeerId
@@ -446,7 +461,7 @@ class Accuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class ConnectionLost:
     """The connection to this member of the running generation broke, for a reason that is not mine."""
 
     term: int
@@ -455,7 +470,7 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
-class NoRoute:
+class PeersUnreachable:
     """These members of the generation cannot be reached at the addresses that the Roster gave."""
 
     term: int
@@ -464,7 +479,7 @@ class NoRoute:
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint:
+class ReplicaDigest:
     """Digest of this member's parameters, optimizer and settings after step `step`."""
 
     term: int
@@ -474,7 +489,7 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Caught:
+class CatchUpReport:
     """This worker, which is no member, holds the state after step `applied` and follows the updates."""
 
     applied: int
@@ -489,14 +504,14 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Pausing:
+class TemporaryLeave:
     """As Leave; its owner wants the machine for something else, and the worker means to come back."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class RunFinished:
     """The ledger ended the run on this worker."""
 
     applied: int
@@ -509,7 +524,7 @@ class StatusRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class BundleAsk:
+class BundleRequest:
     """One block of the run's bundle; `digest` is the SHA-256 of the whole, as the status told it."""
 
     digest: bytes
@@ -541,21 +556,21 @@ class Enrolled:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class OperatorReply:
     """Answer to an operator's order, in words."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class Reachability:
     """The coordinator called back: `address` reaches this worker; empty: nobody from outside can."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class Drifted:
+class ReplicaDiverged:
     """This member's fingerprint of `step` is not that of most: it has to get the state anew."""
 
     term: int
@@ -564,25 +579,25 @@ class Drifted:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class CatchUpFrom:
     """Take over the state of these members while they train on, and follow; then say `Caught`."""
 
     term: int
-    donors: tuple[tuple[PeerId, str], ...]
+    sources: tuple[tuple[PeerId, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Donate:
+class ServeCatchUp:
     """Take an image of the state after step `step` or the first one later; `to`: who may have it, and the
     updates since.  The whole list: who is not in it gets no more."""
 
     term: int
     step: int
-    to: tuple[PeerId, ...]
+    receivers: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
+class ExpectProbes:
     """Workers that will measure their links to you.  Connect to those with an address (see `Member`)."""
 
     peers: tuple[tuple[PeerId, str], ...]
@@ -592,11 +607,11 @@ class Expect:
 class Admitted:
     """The set-up fits; measure the round trip to `probe` and answer with Links.  Addresses as in `Member`."""
 
-    probe: tuple[tuple[PeerId, str], ...]
+    probe_targets: tuple[tuple[PeerId, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class BeatReply:
+class HeartbeatReply:
     term: int
     sequence: int
 
@@ -611,11 +626,11 @@ class Freeze:
     term: int
     generation: int
     reason: str
-    without: tuple[PeerId, ...] = ()
+    removed: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class MemberListPage:
     """One page of the members of a coming VIEW, in rank order; pages precede the View."""
 
     term: int
@@ -626,7 +641,7 @@ class Roster:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class MembershipView:
     """The next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
     `decided` is the round the verdict is about (None: no round was open).  `applied`, `history`
@@ -640,17 +655,17 @@ class View:
     generation: int
     world_size: int
     verdict: Verdict
-    decided: RoundId | None
+    decided_round: RoundId | None
     applied: int
     history: bytes
     ledger: LedgerState
     reason: str
     exchange: str = ""
-    cuts: tuple[int, ...] = ()
+    stage_bounds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Spared:
+class StandbyNotice:
     """You are admitted and in no seat of this generation: the model has stages for so many only.
 
     `applied`, `history` and `ledger` are the View's: who was a member before executes the same verdict.
@@ -665,13 +680,13 @@ class Spared:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartGeneration:
     term: int
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class RunStateUpdate:
     """The run is `waiting`, `training`, `paused` or `finished`, and why."""
 
     state: str
@@ -686,10 +701,10 @@ class Rejoin:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckupReply:
+class DiagnosticReply:
     """`probe`: members that expect the asker's key, and where; `payload`: as of StatusReply."""
 
-    probe: tuple[tuple[PeerId, str], ...]
+    probe_targets: tuple[tuple[PeerId, str], ...]
     payload: Any
 
 
@@ -722,7 +737,7 @@ class Data:
 
     round: RoundId
     channel: Channel
-    place: Place
+    slot: PayloadSlot
     skip: bool
     payload: Any
 
@@ -745,7 +760,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RoundProgress:
     """I am alive and working on this round; extends the root's deadline."""
 
     round: RoundId
@@ -753,7 +768,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class MeanAsk:
+class MeanRequest:
     """To the root: my number for the `index`-th average of this step; for people, not for the model."""
 
     term: int
@@ -764,7 +779,7 @@ class MeanAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class MeanTell:
+class MeanReply:
     """From the root: the average over the generation."""
 
     term: int
@@ -784,7 +799,7 @@ class Pong:
     nonce: int
 
 
-BURSTS, BURST_BYTES = 16, 16 * 1024
+BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
 """Messages of one burst, and bytes of each: 256 KiB."""
 
 
@@ -798,7 +813,7 @@ class Burst:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class BurstReceived:
     """The last message of this burst is here: `proof` is how it ends."""
 
     nonce: int
@@ -806,7 +821,7 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
-class BurstAsk:
+class BurstRequest:
     """Send me a burst with this nonce: `gridtrain doctor` measures the way back."""
 
     nonce: int
@@ -821,9 +836,9 @@ class StateRequest:
 
     term: int
     generation: int
-    whole: bool = True
-    have: int = 0
-    digest: bool = False
+    is_whole: bool = True
+    blocks_received: int = 0
+    digest_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -847,7 +862,7 @@ class StateBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceAsk:
+class CheckpointRequest:
     """Send me, with Copy, your checkpoint of these blocks after the View's step.
 
     By the Roster I put my stage together from it.
@@ -855,11 +870,11 @@ class PieceAsk:
 
     term: int
     generation: int
-    blocks: Span
+    layers: Span
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CheckpointBlock:
     """Part `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
 
     The receiver, which holds the next stage (after the last one the first), or has asked for it with
@@ -868,19 +883,19 @@ class Copy:
 
     term: int
     generation: int
-    held: Held
+    checkpoint: CheckpointInfo
     index: int
     total: int
     payload: Any
 
 
 @dataclass(frozen=True, slots=True)
-class ImageAsk:
+class SnapshotRequest:
     """A follower asks a donor for the table of its image."""
 
 
 @dataclass(frozen=True, slots=True)
-class ImageTable:
+class SnapshotDigests:
     """The donor's image is of the state after step `applied`.
 
     `payload`: u64 bytes of the common part, u64 bytes of the donor's own part, then for each block of at most
@@ -893,7 +908,7 @@ class ImageTable:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksAsk:
+class SnapshotBlocksRequest:
     """The follower wants these blocks of the image of `applied`."""
 
     applied: int
@@ -901,37 +916,37 @@ class BlocksAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageBlock:
+class SnapshotBlock:
     applied: int
     index: int
     payload: Any
 
 
 @dataclass(frozen=True, slots=True)
-class UpdatesAsk:
+class UpdatesRequest:
     """The follower wants the updates of all steps after `applied`, and each one to come."""
 
     applied: int
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateLogEntry:
     """What step `step` did; `latest`: the donor's last one.  `payload`: see `runtime.updates`."""
 
     step: int
-    latest: int
+    latest_step: int
     payload: Any
 
 
 @dataclass(frozen=True, slots=True)
-class NoImage:
+class SnapshotUnavailable:
     """The donor cannot give what was asked for (any more)."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class ResidualBlock:
     """Piece `index` of `total` of the residual of a member that leaves, as it stood after step `applied`.
 
     Together they are one sparse payload of fp32 values.  To a neighbour in the ring (`protocol.handover`).
@@ -947,12 +962,12 @@ class HandOver:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOver:
+class ResidualReply:
     """Answer to HandOver, once: all of it is there and fits, or is not wanted."""
 
     term: int
     generation: int
-    taken: bool
+    is_accepted: bool
     reason: str
 
 
@@ -960,7 +975,7 @@ class TakenOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
+class RelayRequest:
     """Pass `payload` on to `to`.  It is sealed for `to`: the relay can neither read nor alter it."""
 
     to: PeerId
@@ -968,7 +983,7 @@ class Relay:
 
 
 @dataclass(frozen=True, slots=True)
-class Relayed:
+class RelayedMessage:
     """What `origin` gave to the relay that sends this."""
 
     origin: PeerId
@@ -976,7 +991,7 @@ class Relayed:
 
 
 @dataclass(frozen=True, slots=True)
-class RelayLost:
+class RelayFailed:
     """The relay could not pass something on to `to`."""
 
     to: PeerId
@@ -988,77 +1003,77 @@ Message = (
     | Credit
     | Enrol
     | Invite
-    | Expel
-    | Pardon
+    | RemoveWorker
+    | Unban
     | Join
     | Setup
-    | Links
-    | Rates
-    | About
-    | Kept
-    | Beat
-    | Report
-    | Seated
+    | LinkLatencies
+    | LinkRates
+    | WorkerInfo
+    | StageCheckpointList
+    | Heartbeat
+    | FreezeReport
+    | CurrentGeneration
     | Ready
-    | Stalled
-    | Accuse
-    | Broken
-    | NoRoute
+    | RoundStalled
+    | ViolationReport
+    | ConnectionLost
+    | PeersUnreachable
     | Leave
-    | Pausing
-    | Checkup
-    | CheckupReply
-    | BurstAsk
-    | Finished
+    | TemporaryLeave
+    | DiagnosticRequest
+    | DiagnosticReply
+    | BurstRequest
+    | RunFinished
     | StatusRequest
-    | BundleAsk
+    | BundleRequest
     | BundleBlock
     | Welcome
     | Refused
     | Enrolled
-    | Done
-    | Reach
-    | Expect
+    | OperatorReply
+    | Reachability
+    | ExpectProbes
     | Admitted
-    | BeatReply
+    | HeartbeatReply
     | Freeze
-    | Roster
-    | View
-    | Spared
-    | Start
-    | RunState
+    | MemberListPage
+    | MembershipView
+    | StandbyNotice
+    | StartGeneration
+    | RunStateUpdate
     | Rejoin
     | StatusReply
     | Data
     | Vote
     | Decision
-    | Progress
-    | MeanAsk
-    | MeanTell
+    | RoundProgress
+    | MeanRequest
+    | MeanReply
     | Ping
     | Pong
     | Burst
-    | Landed
+    | BurstReceived
     | StateRequest
     | StateDigest
     | StateBlock
-    | PieceAsk
-    | Copy
-    | ImageAsk
-    | ImageTable
-    | BlocksAsk
-    | ImageBlock
-    | UpdatesAsk
-    | Update
-    | NoImage
-    | Fingerprint
-    | Drifted
-    | Caught
-    | Fetch
-    | Donate
-    | HandOver
-    | TakenOver
-    | Relay
-    | Relayed
-    | RelayLost
+    | CheckpointRequest
+    | CheckpointBlock
+    | SnapshotRequest
+    | SnapshotDigests
+    | SnapshotBlocksRequest
+    | SnapshotBlock
+    | UpdatesRequest
+    | UpdateLogEntry
+    | SnapshotUnavailable
+    | ReplicaDigest
+    | ReplicaDiverged
+    | CatchUpReport
+    | CatchUpFrom
+    | ServeCatchUp
+    | ResidualBlock
+    | ResidualReply
+    | RelayRequest
+    | RelayedMessage
+    | RelayFailed
 )

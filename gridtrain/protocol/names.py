@@ -5,62 +5,38 @@ name proves nothing: who may come in is decided by keys (`protocol.door`).
 
     "anna", key 1a..  -> anna            1a.. leaves and comes back          -> anna
     "anna", key 2b..  -> anna-2          2b.. comes back, 1a.. is not there  -> anna-2
-
-The coordinator's half is `Names`; a member's is `spoken`, which reads its name in the generation's roster.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from gridtrain.protocol import member_io
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.membership_io import Note
-from gridtrain.protocol.roll import numbered
+from gridtrain.protocol.membership_io import LogEvent
+from gridtrain.protocol.roll import unique_name
 
-MOST_REMEMBERED = 10_000
+MAX_REMEMBERED = 10_000
 
 
-class Names:
+class WorkerNames:
     """See the module's text.  Kept in memory only; members say their given name when they join again."""
 
     def __init__(self) -> None:
-        self._given: dict[m.PeerId, tuple[str, str]] = {}  # what it asked to be called, and what it is called
+        self._assigned: dict[m.PeerId, tuple[str, str]] = {}  # what it asked to be called, and what it is called
 
-    def given(self, peer: m.PeerId, asked: str, taken: Collection[str]) -> str:
+    def assign(self, peer: m.PeerId, asked: str, taken: Collection[str]) -> str:
         """The name of `peer`, which is none of the `taken` ones: those of other workers."""
-        before, name = self._given.pop(peer, ("", ""))
+        before, name = self._assigned.pop(peer, ("", ""))
         if asked not in (before, name) or name in taken:
-            before, name = asked, numbered(asked, taken)
-        self._given[peer] = (before, name)  # at the end: the first ones were not seen for longest
-        if len(self._given) > MOST_REMEMBERED:
-            del self._given[next(iter(self._given))]
+            before, name = asked, unique_name(asked, taken)
+        self._assigned[peer] = (before, name)  # at the end: the first ones were not seen for longest
+        if len(self._assigned) > MAX_REMEMBERED:
+            del self._assigned[next(iter(self._assigned))]
         return name
 
-    def renamed(self, asked: str, name: str) -> list[Note]:
+    def rename_events(self, asked: str, name: str) -> list[LogEvent]:
         """For the owner's log, and for the events of `gridtrain status`."""
         if asked == name:
             return []
         reason = f"another worker is called {asked}"
-        return [Note("info", "renamed", {"name": name, "asked": asked, "reason": reason})]
-
-
-def spoken(
-    asked: str, before: Sequence[m.Member], roster: Sequence[m.Member], rank: int
-) -> list[member_io.Note]:
-    """What a member says of its name, and of newcomers that wanted the same one.
-
-    Args:
-        asked: what it has called itself so far.
-        before, roster: of the generation before, and of this one, in which it has `rank`.
-    """
-    own = roster[rank].name
-    notes = [member_io.Note("named", {"name": own, "asked": asked})] if own != asked else []
-    known = {member.peer for member in before}
-    alike = re.compile(re.escape(own) + r"-[0-9]+")
-    return notes + [
-        member_io.Note("namesake", {"name": own, "other": member.name})
-        for member in roster
-        if member.peer not in known and alike.fullmatch(member.name)
-    ]
+        return [LogEvent("info", "renamed", {"name": name, "asked": asked, "reason": reason})]

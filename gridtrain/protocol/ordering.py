@@ -21,39 +21,46 @@ from dataclasses import dataclass
 from itertools import combinations, islice, permutations
 
 from gridtrain.protocol import costs, gtopk
-from gridtrain.protocol.lines import Network
-from gridtrain.protocol.loads import Cpu, Kind, Load, count_moves, crossed_by, slices_of
+from gridtrain.protocol.lines import NetworkModel
+from gridtrain.protocol.loads import (
+    CpuCosts,
+    ExchangeKind,
+    Workload,
+    count_messages,
+    messages_by_pair,
+    slice_count,
+)
 
 EXACT_MAX_PEERS = 7  # 720 orders for each that may be rank 0
 MOST_ROOTS = 3  # above that
 MAX_EDGES = 150_000  # looked at in one search, about 0.2 s: the coordinator has other things to do
-MOST_SEARCHED = 128  # members; above, they stay as they joined: a search would hold up the coordinator
-FINALISTS, WALKS = 24, 20_000  # so many orders are walked at least; more while they have fewer moves in all
-WALKED_MOVES = 400  # a ring is compared with few slices
+MAX_SEARCHED_PEERS = 128  # members; above, they stay as they joined: a search would hold up the coordinator
+MIN_SIMULATED_ORDERS, SIMULATION_BUDGET = 24, 20_000  # so many orders are walked at least; more while they have fewer moves in all
+SIMULATED_MESSAGES = 400  # a ring is compared with few slices
 
-Order = tuple[int, ...]  # order[rank] is a member's index
-Quick = Callable[[Sequence[int]], float]
+MemberOrder = tuple[int, ...]  # order[rank] is a member's index
+OrderEstimator = Callable[[Sequence[int]], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
+class RankOrderEstimate:
     """The best order found, what an exchange takes with it, and what it takes in the order of joining."""
 
-    order: Order
+    order: MemberOrder
     exchange_s: float
-    joined_s: float
+    join_order_s: float
 
 
-CENTRED = (Kind.STAR, Kind.STAR_GTOPK, Kind.DIRECT)
+ROOT_ONLY_KINDS = (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK, ExchangeKind.DIRECT)
 """All that matters is who is rank 0: of a direct exchange, where the vote is."""
 
-ROUND = (Kind.DENSE, Kind.TOPK)
+RING_KINDS = (ExchangeKind.DENSE, ExchangeKind.TOPK)
 """A ring may begin anywhere, and in a gather all ranks do the same."""
 
 
 def best_order(
-    load: Load, network: Network, cpu: Cpu, firsts: Sequence[int], now: Sequence[int] = ()
-) -> Ordered:
+    load: Workload, network: NetworkModel, cpu: CpuCosts, firsts: Sequence[int], now: Sequence[int] = ()
+) -> RankOrderEstimate:
     """The order of `network`'s members with which `load` is exchanged soonest.
 
     Args:
@@ -62,55 +69,55 @@ def best_order(
         now: the order in which they stand, if they do: where the search begins as well.
     """
     members = range(network.size)
-    walks = WALKS // max(1, count_moves(load, network.size, WALKED_MOVES))
-    if load.kind in CENTRED:
-        roots = _best_lines(network, firsts, max(1, walks))
-    elif load.kind in ROUND or network.size > MOST_SEARCHED:
+    walks = SIMULATION_BUDGET // max(1, count_messages(load, network.size, SIMULATED_MESSAGES))
+    if load.kind in ROOT_ONLY_KINDS:
+        roots = _fastest_peers(network, firsts, max(1, walks))
+    elif load.kind in RING_KINDS or network.size > MAX_SEARCHED_PEERS:
         roots = list(firsts[:1])
     else:
         exact = network.size <= EXACT_MAX_PEERS
-        roots = _best_lines(network, firsts, network.size if exact else MOST_ROOTS)
+        roots = _fastest_peers(network, firsts, network.size if exact else MOST_ROOTS)
     starts = [(first, *(m for m in members if m != first)) for first in roots]
-    quick: Quick | None = None
+    quick: OrderEstimator | None = None
     finalists = starts
-    if 2 < network.size <= MOST_SEARCHED and load.kind not in CENTRED:
-        quick = quick_s(load, network, cpu)
+    if 2 < network.size <= MAX_SEARCHED_PEERS and load.kind not in ROOT_ONLY_KINDS:
+        quick = order_estimator(load, network, cpu)
         stand = [tuple(now)] if sorted(now) == list(members) and now[0] in roots else []
         search = _all_orders if network.size <= EXACT_MAX_PEERS else _improved_orders
-        found = search([*starts, *stand], quick, network, load, max(FINALISTS, walks))
+        found = search([*starts, *stand], quick, network, load, max(MIN_SIMULATED_ORDERS, walks))
         finalists = [starts[0], *stand, *found]
-    timed = {order: walked_s(load, network, cpu, order) for order in dict.fromkeys(finalists)}
+    timed = {order: simulated_exchange_s(load, network, cpu, order) for order in dict.fromkeys(finalists)}
     # Of equal ones that with the faster links in all; if these are equal too the first, that of joining.
     best = min(timed, key=lambda order: timed[order] + (1e-3 * quick(order) if quick else 0.0))
-    return Ordered(best, timed[best], timed[starts[0]])
+    return RankOrderEstimate(best, timed[best], timed[starts[0]])
 
 
-def _best_lines(network: Network, firsts: Sequence[int], most: int) -> list[int]:
+def _fastest_peers(network: NetworkModel, firsts: Sequence[int], most: int) -> list[int]:
     """The first of them, and of the others those whose own lines are the fastest."""
     fast = sorted(firsts[1:], key=lambda member: -min(network.up_Bps[member], network.down_Bps[member]))
     return [firsts[0], *fast[: most - 1]]
 
 
-def walked_s(load: Load, network: Network, cpu: Cpu, order: Sequence[int]) -> float:
+def simulated_exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts, order: Sequence[int]) -> float:
     """Seconds of one exchange in this order, the vote included."""
-    return costs.cost(load, network.ordered(order), cpu, most_moves=WALKED_MOVES).exchange_s
+    return costs.exchange_cost(load, network.reordered(order), cpu, most_moves=SIMULATED_MESSAGES).exchange_s
 
 
-def quick_s(load: Load, network: Network, cpu: Cpu) -> Quick:
+def order_estimator(load: Workload, network: NetworkModel, cpu: CpuCosts) -> OrderEstimator:
     """Seconds of an order by its edges alone: lines that several messages share are not queued for."""
     size = network.size
     members, handling_s = range(size), 2 * cpu.message_s + cpu.wake_s
     alpha_s = [[network.link(a, b).alpha_s + handling_s if a != b else 0.0 for b in members] for a in members]
     byte_s = [[1 / network.path_Bps(a, b) if a != b else 0.0 for b in members] for a in members]
-    make = {Kind.DENSE: _quick_ring, Kind.TOPK: _quick_gather}.get(load.kind, _quick_hops)
+    make = {ExchangeKind.DENSE: _quick_ring, ExchangeKind.TOPK: _quick_gather}.get(load.kind, _quick_hops)
     alone_s = make(load, alpha_s, byte_s)
     if not network.shared_Bps:
         return alone_s
-    crossed = crossed_by(load, size)
+    crossed = messages_by_pair(load, size)
     part = load.unit_bytes / (
-        size if load.kind in (Kind.DENSE, Kind.DIRECT) else 1
+        size if load.kind in (ExchangeKind.DENSE, ExchangeKind.DIRECT) else 1
     )  # of one message of one slice
-    shared = [[network.link(a, b).shared if a != b else () for b in members] for a in members]
+    shared = [[network.link(a, b).shared_links if a != b else () for b in members] for a in members]
 
     def together_s(order: Sequence[int]) -> float:
         """No less than the busiest line that several share."""
@@ -123,12 +130,12 @@ def quick_s(load: Load, network: Network, cpu: Cpu) -> Quick:
     return together_s
 
 
-Table = Sequence[Sequence[float]]  # [src][dst]
+PairTable = Sequence[Sequence[float]]  # [src][dst]
 
 
-def _quick_ring(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
+def _quick_ring(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> OrderEstimator:
     size = len(alpha_s)
-    rounds, slices = 2 * (size - 1), slices_of(load, size)
+    rounds, slices = 2 * (size - 1), slice_count(load, size)
     segment_bytes = load.unit_bytes / size
 
     def seconds(order: Sequence[int]) -> float:
@@ -141,7 +148,7 @@ def _quick_ring(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
     return seconds
 
 
-def _quick_gather(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
+def _quick_gather(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> OrderEstimator:
     size = len(alpha_s)
     hops = [1 << hop for hop in range((size - 1).bit_length())]
 
@@ -157,14 +164,14 @@ def _quick_gather(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
     return seconds
 
 
-def _quick_hops(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
+def _quick_hops(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> OrderEstimator:
     """The butterfly; a tree crosses the same edges."""
     size = len(alpha_s)
     levels: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank in range(size):
         for hop in gtopk.schedule(rank, size):
-            if hop.sends:
-                levels.setdefault((hop.place.phase, hop.place.hop), []).append((rank, hop.partner))
+            if hop.is_sender:
+                levels.setdefault((hop.slot.phase, hop.slot.hop), []).append((rank, hop.partner))
     sends = [levels[key] for key in sorted(levels)]
 
     def seconds(order: Sequence[int]) -> float:
@@ -181,8 +188,8 @@ def _quick_hops(load: Load, alpha_s: Table, byte_s: Table) -> Quick:
 
 
 def _all_orders(
-    starts: Sequence[Order], quick: Quick, network: Network, load: Load, most: int
-) -> list[Order]:
+    starts: Sequence[MemberOrder], quick: OrderEstimator, network: NetworkModel, load: Workload, most: int
+) -> list[MemberOrder]:
     beginnings = {start[0]: start[1:] for start in reversed(starts)}
     orders = (
         (first, *others) for first, joined in reversed(beginnings.items()) for others in permutations(joined)
@@ -191,18 +198,18 @@ def _all_orders(
 
 
 def _improved_orders(
-    given: Sequence[Order], quick: Quick, network: Network, load: Load, most: int
-) -> list[Order]:
+    given: Sequence[MemberOrder], quick: OrderEstimator, network: NetworkModel, load: Workload, most: int
+) -> list[MemberOrder]:
     """Good orders: from each start, two members swap places, or a stretch turns round, while that helps."""
     edges_each = network.size * max(1, (network.size - 1).bit_length())
     trials = max(1, MAX_EDGES // edges_each)
     joined = given[0]
-    starts = [*given, _near_pairs(joined, network, load), _nearest_next(joined, network, load)]
-    found: list[Order] = []
+    starts = [*given, _clustered_order(joined, network, load), _nearest_next(joined, network, load)]
+    found: list[MemberOrder] = []
     for start in starts:
         share = trials // len(starts)
         order, best_s = list(start), quick(start)
-        changes = _changes(network.size)
+        changes = _rank_swaps(network.size)
         since = 0
         for i, j, turn in islice(changes, share):
             tried = list(order)
@@ -220,7 +227,7 @@ def _improved_orders(
     return sorted(found, key=quick)[:most]
 
 
-def _changes(size: int) -> Iterator[tuple[int, int, bool]]:
+def _rank_swaps(size: int) -> Iterator[tuple[int, int, bool]]:
     """All pairs of ranks, rank 0 left alone, again and again."""
     while True:
         for i, j in combinations(range(1, size), 2):
@@ -228,7 +235,7 @@ def _changes(size: int) -> Iterator[tuple[int, int, bool]]:
             yield i, j, True
 
 
-def _apart_s(network: Network, load: Load) -> Callable[[int, int], float]:
+def _pair_exchange_s(network: NetworkModel, load: Workload) -> Callable[[int, int], float]:
     """How long two members take to swap a payload."""
 
     def seconds(a: int, b: int) -> float:
@@ -239,9 +246,9 @@ def _apart_s(network: Network, load: Load) -> Callable[[int, int], float]:
     return seconds
 
 
-def _near_pairs(joined: Order, network: Network, load: Load) -> Order:
+def _clustered_order(joined: MemberOrder, network: NetworkModel, load: Workload) -> MemberOrder:
     """Near members become groups of 2, near groups of 4, and so on: what is far apart meets last."""
-    apart_s = _apart_s(network, load)
+    apart_s = _pair_exchange_s(network, load)
     groups: list[list[int]] = [[member] for member in joined]
     while len(groups) > 1:
         distances = sorted(
@@ -256,11 +263,11 @@ def _near_pairs(joined: Order, network: Network, load: Load) -> Order:
                 merged.append([*groups[i], *groups[j]])
         merged += [group for i, group in enumerate(groups) if i not in taken]
         groups = sorted(merged, key=lambda group: (-len(group), joined.index(group[0])))
-    return _beginning_with(joined[0], groups[0])
+    return _rotated_to(joined[0], groups[0])
 
 
-def _nearest_next(joined: Order, network: Network, load: Load) -> Order:
-    apart_s = _apart_s(network, load)
+def _nearest_next(joined: MemberOrder, network: NetworkModel, load: Workload) -> MemberOrder:
+    apart_s = _pair_exchange_s(network, load)
     order, left = [joined[0]], list(joined[1:])
     while left:
         here = order[-1]
@@ -270,7 +277,7 @@ def _nearest_next(joined: Order, network: Network, load: Load) -> Order:
     return tuple(order)
 
 
-def _beginning_with(first: int, order: Sequence[int]) -> Order:
+def _rotated_to(first: int, order: Sequence[int]) -> MemberOrder:
     """The same groups: where it is a power of two long, each rank XOR where `first` was."""
     size, at = len(order), order.index(first)
     if size & (size - 1) == 0:

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import math
 
-from gridtrain.protocol.attempts import Seat
+from gridtrain.protocol.attempts import RankAssignment
 from gridtrain.protocol.messages import PeerId
-from gridtrain.protocol.wakefulness import no_earlier
+from gridtrain.protocol.wakefulness import extend_start
 
-LATE_S = 10.0
+BLOCK_TIMEOUT_S = 10.0
 """So long nothing may come before the donor is asked.  A block of 1 MiB takes 8 s at 1 Mbit/s."""
 
-MOST_LATE_S = 60.0
+MAX_FIRST_BLOCK_TIMEOUT_S = 60.0
 """The first block passes all newcomers before this one: it has `LATE_S` for each, up to this."""
 
 
-class PassingOn:
+class StateForwarding:
     """One member's place in it.
 
     Args:
@@ -39,49 +39,49 @@ class PassingOn:
         next: to whom this member passes it on; None: to nobody.
     """
 
-    def __init__(self, seat: Seat | None = None, *, chained: bool = False) -> None:
-        self.giver: PeerId | None = None
-        self.next: PeerId | None = None
-        self._moved_s = math.inf  # until the donor has made its copy, nobody has anything to give
-        self._due = 0  # the giver's next block
-        self._first_s = LATE_S  # how long the first one may take
+    def __init__(self, seat: RankAssignment | None = None, *, chained: bool = False) -> None:
+        self.upstream: PeerId | None = None
+        self.downstream: PeerId | None = None
+        self._last_progress_s = math.inf  # until the donor has made its copy, nobody has anything to give
+        self._next_block = 0  # the giver's next block
+        self._first_block_timeout_s = BLOCK_TIMEOUT_S  # how long the first one may take
         if seat is None or not chained:
             return
-        joining = [member.peer for member in seat.roster if member.joining]
-        if seat.me in joining:
-            at = joining.index(seat.me)
-            self._first_s = min(LATE_S * max(1, at), MOST_LATE_S)
-            self.giver = joining[at - 1] if at else None
-            self.next = joining[at + 1] if at + 1 < len(joining) else None
+        joining = [member.peer for member in seat.members if member.joining]
+        if seat.own_id in joining:
+            at = joining.index(seat.own_id)
+            self._first_block_timeout_s = min(BLOCK_TIMEOUT_S * max(1, at), MAX_FIRST_BLOCK_TIMEOUT_S)
+            self.upstream = joining[at - 1] if at else None
+            self.downstream = joining[at + 1] if at + 1 < len(joining) else None
 
     @property
-    def near(self) -> frozenset[PeerId]:
+    def adjacent_peers(self) -> frozenset[PeerId]:
         """To whom this member is to be connected for it, if it can."""
-        return frozenset(peer for peer in (self.giver, self.next) if peer is not None)
+        return frozenset(peer for peer in (self.upstream, self.downstream) if peer is not None)
 
     @property
     def deadline_s(self) -> float:
         """When to go round the giver."""
-        late_s = LATE_S if self._due else self._first_s
-        return self._moved_s + late_s if self.giver is not None else math.inf
+        late_s = BLOCK_TIMEOUT_S if self._next_block else self._first_block_timeout_s
+        return self._last_progress_s + late_s if self.upstream is not None else math.inf
 
-    def moved(self, now_s: float) -> None:
+    def record_progress(self, now_s: float) -> None:
         """Something came."""
-        self._moved_s = now_s
+        self._last_progress_s = now_s
 
-    def second_chance(self, until_s: float) -> None:
+    def extend_timeouts(self, until_s: float) -> None:
         """This member slept: it waits until then at least."""
-        self._moved_s = no_earlier(self._moved_s, LATE_S, until_s)
+        self._last_progress_s = extend_start(self._last_progress_s, BLOCK_TIMEOUT_S, until_s)
 
-    def takes(self, peer: PeerId, index: int, now_s: float) -> bool:
+    def accept_block(self, peer: PeerId, index: int, now_s: float) -> bool:
         """A block came.  Of the giver another one than the next is of no use, and no sign that it gives."""
-        if peer == self.giver:
-            if index != self._due:
+        if peer == self.upstream:
+            if index != self._next_block:
                 return False
-            self._due += 1
-        self.moved(now_s)
+            self._next_block += 1
+        self.record_progress(now_s)
         return True
 
-    def go_round(self) -> None:
+    def bypass_upstream(self) -> None:
         """The donor gives what is lacking."""
-        self.giver = None
+        self.upstream = None

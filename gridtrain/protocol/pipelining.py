@@ -22,15 +22,22 @@ from itertools import accumulate
 
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import cutting
-from gridtrain.protocol.choosing import said_s
-from gridtrain.protocol.lines import Network, Traffic, even
-from gridtrain.protocol.schedule import Action, Kind, ahead_for, divide
-from gridtrain.protocol.stage_costs import Card, Costs, Cut, Layer, Order, Running
+from gridtrain.protocol.choosing import format_seconds
+from gridtrain.protocol.lines import LinkOccupancy, NetworkModel, uniform_network
+from gridtrain.protocol.schedule import Action, ActionKind, ahead_for, divide_samples
+from gridtrain.protocol.stage_costs import (
+    Card,
+    ExecutionSettings,
+    Layer,
+    PartitionCost,
+    ScheduleKind,
+    StageCostModel,
+)
 
 MOST_MICRO_BATCHES = 256
 """Proposed: a bubble of 3 % with 8 stages."""
 
-NEAR = 0.02
+STEP_TIME_TOLERANCE = 0.02
 """A step that is slower by this share is as good, if it has fewer micro-batches or keeps fewer."""
 
 _AHEAD = (0.5, 1.0, 2.0, 4.0)
@@ -38,7 +45,7 @@ _AHEAD = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class StepEstimate:
     """A step, predicted.
 
     Attributes:
@@ -49,8 +56,8 @@ class Outlook:
         sent_bytes: (S,) by each stage in a step.
     """
 
-    cut: Cut
-    running: Running
+    cut: PartitionCost
+    settings: ExecutionSettings
     step_s: float
     bubble: float
     sent_bytes: tuple[int, ...]
@@ -58,45 +65,45 @@ class Outlook:
     @property
     def ideal_bubble(self) -> float:
         """Of as many even stages and no links: (S - 1)/(M + S - 1)."""
-        stages, micro_batches = len(self.cut.stages), self.running.micro_batches
+        stages, micro_batches = len(self.cut.stages), self.settings.micro_batches
         return (stages - 1) / (micro_batches + stages - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class MicroBatchProposal:
     """The number of micro-batches to take, what was compared (ascending), and why."""
 
-    chosen: Outlook
-    others: tuple[Outlook, ...]
+    chosen: StepEstimate
+    alternatives: tuple[StepEstimate, ...]
     reason: str
 
     @property
     def micro_batches(self) -> int:
-        return self.chosen.running.micro_batches
+        return self.chosen.settings.micro_batches
 
 
-def outlook(
-    layers: Sequence[Layer], cards: Sequence[Card], network: Network, running: Running, batch: int, cut: Cut
-) -> Outlook:
+def estimate_step(
+    layers: Sequence[Layer], cards: Sequence[Card], network: NetworkModel, running: ExecutionSettings, batch: int, cut: PartitionCost
+) -> StepEstimate:
     """A step of `batch` samples with this cut, in `running.micro_batches` micro-batches."""
-    walk = _Walk(layers, cards, network, running, divide(batch, running.micro_batches), cut)
+    walk = _StepSimulation(layers, cards, network, running, divide_samples(batch, running.micro_batches), cut)
     step_s = walk.run()
-    return Outlook(cut, running, step_s, 1 - max(walk.computed_s) / step_s, tuple(walk.sent_bytes))
+    return StepEstimate(cut, running, step_s, 1 - max(walk.computed_s) / step_s, tuple(walk.sent_bytes))
 
 
-def propose(
+def propose_micro_batches(
     layers: Sequence[Layer],
     cards: Sequence[Card],
-    network: Network | None,
-    running: Running,
+    network: NetworkModel | None,
+    running: ExecutionSettings,
     batch: int,
     *,
     cuts: Sequence[int] | None = None,
     numbers: Sequence[int] = (),
-    near: float = NEAR,
+    near: float = STEP_TIME_TOLERANCE,
     slack: float = 0.0,
     ahead: float | None = None,
-) -> Proposal:
+) -> MicroBatchProposal:
     """How many micro-batches a step of `batch` samples is best divided into.
 
     Args:
@@ -111,84 +118,84 @@ def propose(
     Raises:
         ConfigError: none fits into the cards' memory, with the reason for the one that comes first.
     """
-    network = network or even(len(cards), 0.0, math.inf)
+    network = network or uniform_network(len(cards), 0.0, math.inf)
     if batch < 1 or any(not 1 <= number <= batch for number in numbers):
         raise ConfigError(
             f"{batch} samples in {list(numbers) or 'any number of'} micro-batches",
             remedy="give at least one sample, and one for each micro-batch",
         )
-    tried: list[Outlook] = []
+    tried: list[StepEstimate] = []
     refused: list[ConfigError] = []
-    for number in sorted(set(numbers)) or numbers_for(batch):
+    for number in sorted(set(numbers)) or micro_batch_candidates(batch):
         try:
-            tried.append(_tried(layers, cards, network, running, batch, number, cuts, near, slack, ahead))
+            tried.append(_best_for_count(layers, cards, network, running, batch, number, cuts, near, slack, ahead))
         except ConfigError as error:
             refused.append(error)
     if not tried:
         raise refused[-1]
     fastest = min(tried, key=lambda each: each.step_s)
     chosen = next(each for each in tried if each.step_s <= fastest.step_s * (1 + near))
-    return Proposal(chosen, tuple(tried), _reason(chosen, tried, batch, refused))
+    return MicroBatchProposal(chosen, tuple(tried), _reason(chosen, tried, batch, refused))
 
 
-def numbers_for(batch: int) -> list[int]:
+def micro_batch_candidates(batch: int) -> list[int]:
     """Ascending; each makes the largest micro-batch smaller than the one before."""
     most = min(batch, MOST_MICRO_BATCHES)
     sizes = {math.ceil(batch / number) for number in range(1, most + 1)}
     return sorted(number for number in {math.ceil(batch / size) for size in sizes} if number <= most)
 
 
-def _tried(
+def _best_for_count(
     layers: Sequence[Layer],
     cards: Sequence[Card],
-    network: Network,
-    running: Running,
+    network: NetworkModel,
+    running: ExecutionSettings,
     batch: int,
     number: int,
     cuts: Sequence[int] | None,
     near: float,
     slack: float,
     fixed: float | None,
-) -> Outlook:
+) -> StepEstimate:
     """The best way to run a step in `number` micro-batches; of 1F1B, the least `ahead` that is as good."""
     running = replace(running, samples=math.ceil(batch / number), micro_batches=number, ahead=fixed or 0.0)
-    cut = _cut(layers, cards, network, running, cuts, slack)
-    found = [outlook(layers, cards, network, running, batch, cut)]
-    if fixed is None and running.order is Order.ONE_F_ONE_B and len(cards) > 2:
-        for ahead in sorted({_ahead(cut, network), *_AHEAD}):
+    cut = _partition_for(layers, cards, network, running, cuts, slack)
+    found = [estimate_step(layers, cards, network, running, batch, cut)]
+    if fixed is None and running.order is ScheduleKind.ONE_F_ONE_B and len(cards) > 2:
+        for ahead in sorted({_ahead_for_slowest_hop(cut, network), *_AHEAD}):
             further = replace(running, ahead=ahead)
-            if further.schedule(len(cards)).actions == found[-1].running.schedule(len(cards)).actions:
+            if further.schedule(len(cards)).actions == found[-1].settings.schedule(len(cards)).actions:
                 continue  # the same with so few micro-batches
             try:
-                cut = _cut(layers, cards, network, further, cuts, slack)
+                cut = _partition_for(layers, cards, network, further, cuts, slack)
             except ConfigError:
                 break  # each one further needs more memory
-            found.append(outlook(layers, cards, network, further, batch, cut))
+            found.append(estimate_step(layers, cards, network, further, batch, cut))
     fastest_s = min(each.step_s for each in found)
     return next(each for each in found if each.step_s <= fastest_s * (1 + near))
 
 
-def _cut(
+def _partition_for(
     layers: Sequence[Layer],
     cards: Sequence[Card],
-    network: Network,
-    running: Running,
+    network: NetworkModel,
+    running: ExecutionSettings,
     cuts: Sequence[int] | None,
     slack: float,
-) -> Cut:
+) -> PartitionCost:
     if cuts is None:
-        return cutting.cut(layers, cards, network, running, slack=slack, may_be=_trains(layers, len(cards)))
-    cut = cutting.at(Costs(layers, cards, network, running), cuts)
+        return cutting.best_partition(layers, cards, network, running, slack=slack, may_be=_has_trainable_check(layers, len(cards)))
+    cut = cutting.partition_at(StageCostModel(layers, cards, network, running), cuts)
     for index, stage in enumerate(cut.stages):
-        if stage.bytes.total > stage.card.memory_bytes:
+        if stage.memory.total > stage.card.memory_bytes:
             raise ConfigError(
-                f"stage {index} needs {stage.bytes.total} bytes of its card's {stage.card.memory_bytes:g}",
+                f"stage {index} needs {stage.memory.total} bytes of its card's {stage.card.memory_bytes:g}",
                 remedy="cut the model anew, or take more micro-batches",
             )
     return cut
 
 
-def _trains(layers: Sequence[Layer], stages: int) -> Callable[[int, int], bool]:
+def _has_trainable_check(layers: Sequence[Layer], stages: int) -> Callable[[int, int], bool]:
     """A stage must have something to train, where anything is known to be trained."""
     before = list(accumulate((layer.trainable > 0 for layer in layers), initial=0))
     if not before[-1]:
@@ -202,7 +209,7 @@ def _trains(layers: Sequence[Layer], stages: int) -> Callable[[int, int], bool]:
     return lambda start, stop: before[stop] > before[start]
 
 
-def _ahead(cut: Cut, network: Network) -> float:
+def _ahead_for_slowest_hop(cut: PartitionCost, network: NetworkModel) -> float:
     """Enough for the slowest hop, if all stages are even and no work waits for another's."""
     forward_s = max(stage.forward_s for stage in cut.stages)
     backward_s = max(stage.backward_s for stage in cut.stages)
@@ -213,51 +220,51 @@ def _ahead(cut: Cut, network: Network) -> float:
     return ahead_for(forward_s, backward_s, max(hops_s)) if forward_s + backward_s > 0 else 0.0
 
 
-def _reason(chosen: Outlook, tried: Sequence[Outlook], batch: int, refused: Sequence[ConfigError]) -> str:
-    running, stages = chosen.running, len(chosen.cut.stages)
+def _reason(chosen: StepEstimate, tried: Sequence[StepEstimate], batch: int, refused: Sequence[ConfigError]) -> str:
+    running, stages = chosen.settings, len(chosen.cut.stages)
     text = (
         f"{running.micro_batches} micro-batches of {running.samples} of {batch} samples over {stages} "
-        f"stages: a step takes {said_s(chosen.step_s)}, {chosen.bubble:.0%} of it bubble "
+        f"stages: a step takes {format_seconds(chosen.step_s)}, {chosen.bubble:.0%} of it bubble "
         f"({chosen.ideal_bubble:.0%} with even stages and no links)"
     )
     if running.ahead:
         text += f", {running.order} running {running.ahead:.3g} ahead for each stage that follows"
-    fewer = [each for each in tried if each.running.micro_batches < running.micro_batches]
-    more = [each for each in tried if each.running.micro_batches > running.micro_batches]
+    fewer = [each for each in tried if each.settings.micro_batches < running.micro_batches]
+    more = [each for each in tried if each.settings.micro_batches > running.micro_batches]
     if fewer:
-        text += f"; {fewer[-1].running.micro_batches} would take {said_s(fewer[-1].step_s)}"
+        text += f"; {fewer[-1].settings.micro_batches} would take {format_seconds(fewer[-1].step_s)}"
     if more:
         best = min(more, key=lambda each: each.step_s)
-        text += f"; {best.running.micro_batches} would take {said_s(best.step_s)}"
+        text += f"; {best.settings.micro_batches} would take {format_seconds(best.step_s)}"
         text += ", hardly less" if best.step_s < chosen.step_s else ", as each costs its overhead and latency"
     if refused:
         text += f"; {len(refused)} other numbers do not fit into memory"
     return text
 
 
-class _Walk:
+class _StepSimulation:
     """The stages work through their lists; each payload goes over the lines in its turn."""
 
     def __init__(
         self,
         layers: Sequence[Layer],
         cards: Sequence[Card],
-        network: Network,
-        running: Running,
+        network: NetworkModel,
+        running: ExecutionSettings,
         sizes: Sequence[int],
-        cut: Cut,
+        cut: PartitionCost,
     ) -> None:
         self._sizes, self._network = sizes, network
         self._by_size = {
-            size: cutting.at(Costs(layers, cards, network, replace(running, samples=size)), cut.cuts).stages
+            size: cutting.partition_at(StageCostModel(layers, cards, network, replace(running, samples=size)), cut.cuts).stages
             for size in set(sizes)
         }
         self._lists = replace(running, micro_batches=len(sizes)).schedule(len(cards)).actions
-        self._traffic = Traffic(network)
+        self._traffic = LinkOccupancy(network)
         self._next = [0] * len(cards)
         self._busy = [False] * len(cards)
-        self._there: list[set[Action]] = [set() for _ in cards]
-        self._there[0] = {Action(Kind.FORWARD, m) for m in range(len(sizes))}
+        self._arrived: list[set[Action]] = [set() for _ in cards]
+        self._arrived[0] = {Action(ActionKind.FORWARD, m) for m in range(len(sizes))}
         self._events: list[tuple[float, int, str, int, Action, float]] = []
         self._count = 0
         self.computed_s = [0.0] * len(cards)
@@ -267,53 +274,53 @@ class _Walk:
         """Until the last backward has ended, in seconds."""
         now_s = 0.0
         for stage in range(len(self._lists)):
-            self._begin(stage, now_s)
+            self._start_next(stage, now_s)
         while self._events:
             now_s, _, what, stage, action, not_before_s = heapq.heappop(self._events)
             match what:
                 case "computed":
                     self._busy[stage] = False
-                    self._pass_on(stage, action, now_s)
+                    self._send_payload(stage, action, now_s)
                 case "reached":
-                    end_s = self._traffic.reach(stage, self._nbytes(stage, action), now_s, not_before_s)
-                    self._at(end_s, "there", stage, action)
+                    end_s = self._traffic.arrive(stage, self._nbytes(stage, action), now_s, not_before_s)
+                    self._schedule_event(end_s, "there", stage, action)
                 case _:
-                    self._there[stage].add(action)
-            self._begin(stage, now_s)
+                    self._arrived[stage].add(action)
+            self._start_next(stage, now_s)
         return now_s
 
-    def _at(self, when_s: float, what: str, stage: int, action: Action, not_before_s: float = 0.0) -> None:
+    def _schedule_event(self, when_s: float, what: str, stage: int, action: Action, not_before_s: float = 0.0) -> None:
         self._count += 1
         heapq.heappush(self._events, (when_s, self._count, what, stage, action, not_before_s))
 
-    def _begin(self, stage: int, now_s: float) -> None:
+    def _start_next(self, stage: int, now_s: float) -> None:
         """The next action, if the stage is free and its payload is there."""
         position = self._next[stage]
         if self._busy[stage] or position == len(self._lists[stage]):
             return
         action = self._lists[stage][position]
-        if action not in self._there[stage]:
+        if action not in self._arrived[stage]:
             return
         of = self._by_size[self._sizes[action.micro_batch]][stage]
-        lasts_s = of.forward_s if action.kind is Kind.FORWARD else of.backward_s
+        lasts_s = of.forward_s if action.kind is ActionKind.FORWARD else of.backward_s
         self._next[stage], self._busy[stage] = position + 1, True
         self.computed_s[stage] += lasts_s
-        self._at(now_s + lasts_s, "computed", stage, action)
+        self._schedule_event(now_s + lasts_s, "computed", stage, action)
 
     def _nbytes(self, to: int, action: Action) -> int:
         """Of the payload that lets stage `to` begin `action`."""
         stages = self._by_size[self._sizes[action.micro_batch]]
-        return stages[to - 1].out_bytes if action.kind is Kind.FORWARD else stages[to + 1].back_bytes
+        return stages[to - 1].out_bytes if action.kind is ActionKind.FORWARD else stages[to + 1].back_bytes
 
-    def _pass_on(self, stage: int, action: Action, now_s: float) -> None:
+    def _send_payload(self, stage: int, action: Action, now_s: float) -> None:
         last = len(self._lists) - 1
-        if action.kind is Kind.FORWARD and stage == last:
-            self._there[stage].add(Action(Kind.BACKWARD, action.micro_batch))
+        if action.kind is ActionKind.FORWARD and stage == last:
+            self._arrived[stage].add(Action(ActionKind.BACKWARD, action.micro_batch))
             return
-        to = stage + 1 if action.kind is Kind.FORWARD else stage - 1
+        to = stage + 1 if action.kind is ActionKind.FORWARD else stage - 1
         if to < 0:
             return
         nbytes = self._nbytes(to, action)
         self.sent_bytes[stage] += nbytes
-        first_s, last_s = self._traffic.leave(stage, to, nbytes, now_s)
-        self._at(first_s, "reached", to, action, last_s)
+        first_s, last_s = self._traffic.depart(stage, to, nbytes, now_s)
+        self._schedule_event(first_s, "reached", to, action, last_s)

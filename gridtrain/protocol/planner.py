@@ -26,23 +26,23 @@ from statistics import median
 from gridtrain.errors import LocalProtocolError
 from gridtrain.protocol.messages import PeerId
 
-EXACT_MAX_PEERS = 8  # 2,520 rings; with 9 it would be 20,160
+MAX_EXACT_PEERS = 8  # 2,520 rings; with 9 it would be 20,160
 MAX_TRIALS = 100_000  # 2-opt exchanges looked at, about 0.1 s: the coordinator has other things to do
 
-Links = Mapping[tuple[PeerId, PeerId], float]
+RoundTrips = Mapping[tuple[PeerId, PeerId], float]
 Ring = tuple[PeerId, ...]
-Cost = Callable[[PeerId, PeerId], float]  # round trip in seconds, the same in both directions
+PairCost = Callable[[PeerId, PeerId], float]  # round trip in seconds, the same in both directions
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RankOrder:
     """`order[rank]` is a member; `reason` says in words why this order."""
 
     order: Ring
     reason: str
 
 
-def order_ring(rtt_s: Links, peers: Sequence[PeerId], first: PeerId) -> Plan:
+def order_ring(rtt_s: RoundTrips, peers: Sequence[PeerId], first: PeerId) -> RankOrder:
     """The ring over `peers` with the fastest slowest edge, and of those the smallest sum.
 
     Equal rings are decided by peer ids, so that the same measurements give the same plan.
@@ -63,27 +63,27 @@ def order_ring(rtt_s: Links, peers: Sequence[PeerId], first: PeerId) -> Plan:
     start = peers.index(first)
     joined = (*peers[start:], *peers[:start])
     if len(peers) <= 2:
-        return Plan(joined, f"ring of {len(peers)}: there is only one order")
+        return RankOrder(joined, f"ring of {len(peers)}: there is only one order")
     links = _both_ways(rtt_s, peers)
     if not links:
-        return Plan(joined, f"ring of {len(peers)} in join order: no round trip is measured")
+        return RankOrder(joined, f"ring of {len(peers)} in join order: no round trip is measured")
 
     usual_s = median(links.values())
 
     def cost_s(a: PeerId, b: PeerId) -> float:
         return links.get((min(a, b), max(a, b)), usual_s)
 
-    find = _best_ring if len(peers) <= EXACT_MAX_PEERS else _two_opt_ring
+    find = _best_ring if len(peers) <= MAX_EXACT_PEERS else _two_opt_ring
     order = find(joined, cost_s)
-    return Plan(order, _reason(order, joined, cost_s, len(links), usual_s))
+    return RankOrder(order, _reason(order, joined, cost_s, len(links), usual_s))
 
 
-def _edges_s(order: Sequence[PeerId], cost_s: Cost) -> list[float]:
+def _edges_s(order: Sequence[PeerId], cost_s: PairCost) -> list[float]:
     """Cost of each edge rank -> rank + 1 of the closed ring, in seconds."""
     return [cost_s(peer, order[(rank + 1) % len(order)]) for rank, peer in enumerate(order)]
 
 
-def _both_ways(rtt_s: Links, peers: Sequence[PeerId]) -> dict[tuple[PeerId, PeerId], float]:
+def _both_ways(rtt_s: RoundTrips, peers: Sequence[PeerId]) -> dict[tuple[PeerId, PeerId], float]:
     """Usable measurements between `peers`, by (smaller id, larger id)."""
     members = set(peers)
     links: dict[tuple[PeerId, PeerId], float] = {}
@@ -94,7 +94,7 @@ def _both_ways(rtt_s: Links, peers: Sequence[PeerId]) -> dict[tuple[PeerId, Peer
     return links
 
 
-def _best_ring(joined: Ring, cost_s: Cost) -> Ring:
+def _best_ring(joined: Ring, cost_s: PairCost) -> Ring:
     """The best of all rings that begin with `joined[0]`; each is looked at in one direction only."""
 
     def key(order: Ring) -> tuple[float, float]:
@@ -105,19 +105,19 @@ def _best_ring(joined: Ring, cost_s: Cost) -> Ring:
     return min(rings, key=key)  # of equal ones the first, which is the smallest by ids
 
 
-def _two_opt_ring(joined: Ring, cost_s: Cost) -> Ring:
+def _two_opt_ring(joined: Ring, cost_s: PairCost) -> Ring:
     """A good ring: nearest neighbours first, then exchanges of two edges until none helps."""
     order = min(
         list(joined), _nearest_neighbours(joined, cost_s), key=lambda ring: max(_edges_s(ring, cost_s))
     )
-    trials = _exchange_edges(order, cost_s, _takes_out_a_slowest, MAX_TRIALS)
-    _exchange_edges(order, cost_s, _lowers_the_sum, trials)
+    trials = _swap_edges(order, cost_s, _removes_slowest_edge, MAX_TRIALS)
+    _swap_edges(order, cost_s, _lowers_sum, trials)
     if order[-1] < order[1]:
         order[1:] = reversed(order[1:])
     return tuple(order)
 
 
-def _nearest_neighbours(joined: Ring, cost_s: Cost) -> list[PeerId]:
+def _nearest_neighbours(joined: Ring, cost_s: PairCost) -> list[PeerId]:
     order, left = [joined[0]], sorted(joined[1:])
     while left:
         here = order[-1]
@@ -127,19 +127,19 @@ def _nearest_neighbours(joined: Ring, cost_s: Cost) -> list[PeerId]:
     return order
 
 
-Pair = tuple[float, float]  # costs in seconds of the two edges that an exchange replaces or makes
+EdgeCosts = tuple[float, float]  # costs in seconds of the two edges that an exchange replaces or makes
 
 
-def _takes_out_a_slowest(old: Pair, new: Pair, slowest_s: float) -> bool:
+def _removes_slowest_edge(old: EdgeCosts, new: EdgeCosts, slowest_s: float) -> bool:
     return max(old) == slowest_s > max(new)
 
 
-def _lowers_the_sum(old: Pair, new: Pair, slowest_s: float) -> bool:
+def _lowers_sum(old: EdgeCosts, new: EdgeCosts, slowest_s: float) -> bool:
     return sum(new) < sum(old) and max(new) <= slowest_s
 
 
-def _exchange_edges(
-    order: list[PeerId], cost_s: Cost, helps: Callable[[Pair, Pair, float], bool], trials: int
+def _swap_edges(
+    order: list[PeerId], cost_s: PairCost, helps: Callable[[EdgeCosts, EdgeCosts, float], bool], trials: int
 ) -> int:
     """Improve `order` in place while an exchange helps; returns how many of the `trials` are left.
 
@@ -163,7 +163,7 @@ def _exchange_edges(
     return trials
 
 
-def _reason(order: Ring, joined: Ring, cost_s: Cost, measured: int, usual_s: float) -> str:
+def _reason(order: Ring, joined: Ring, cost_s: PairCost, measured: int, usual_s: float) -> str:
     planned_s, joined_s = max(_edges_s(order, cost_s)), max(_edges_s(joined, cost_s))
     gain = (
         f" instead of {joined_s * 1e3:.2f} ms in join order" if planned_s < joined_s else ", as in join order"

@@ -24,80 +24,80 @@ from itertools import pairwise
 
 from gridtrain.protocol import messages as m
 
-MOST_AHEAD = 1_000_000
+MAX_AHEAD = 1_000_000
 """Terms, or generations, that a journal may be behind; who tells of more is not believed."""
 
-RAISE_GAP_S = 30.0
+TERM_RAISE_INTERVAL_S = 30.0
 
-Tale = tuple[int, tuple[tuple[m.PeerId, int], ...], tuple[int, ...]]
+GenerationReport = tuple[int, tuple[tuple[m.PeerId, int], ...], tuple[int, ...]]
 """Generation, its members with their shares in rank order, and its cuts where the model has stages."""
 
 
-class Recall:
+class GenerationReports:
     """See the module's text.  `known`: the members of the journal's last generation, `generation`."""
 
     def __init__(self, known: frozenset[m.PeerId] = frozenset(), generation: int = 0) -> None:
-        self.known = known
-        self.generation = generation
-        self.floor = 0  # the next generation is above this one
-        self._told: dict[m.PeerId, Tale] = {}
-        self._heard: set[m.PeerId] = set()
+        self.journaled_members = known
+        self.journaled_generation = generation
+        self.highest_generation = 0  # the next generation is above this one
+        self._reports: dict[m.PeerId, GenerationReport] = {}
+        self._reporters: set[m.PeerId] = set()
 
     @property
-    def behind(self) -> bool:
+    def is_journal_behind(self) -> bool:
         """Somebody knows of a later generation."""
-        return bool(self._heard)
+        return bool(self._reporters)
 
-    def tell(self, peer: m.PeerId, seated: m.Seated) -> bool:
+    def record(self, peer: m.PeerId, seated: m.CurrentGeneration) -> bool:
         """False: it has told its tale before, and nobody may tell another one."""
-        if peer in self._heard:
+        if peer in self._reporters:
             return False
-        self._heard.add(peer)
-        self.floor = max(self.floor, seated.generation)
+        self._reporters.add(peer)
+        self.highest_generation = max(self.highest_generation, seated.generation)
         if peer in dict(seated.members):
-            self._told[peer] = (seated.generation, seated.members, seated.cuts)
+            self._reports[peer] = (seated.generation, seated.members, seated.stage_bounds)
         return True
 
-    def leading(self, may_be: Callable[[tuple[int, ...]], bool]) -> Tale | None:
+    def most_reported(self, may_be: Callable[[tuple[int, ...]], bool]) -> GenerationReport | None:
         """What most tell; of equals the one of more members, then the later one.
 
         Args:
             may_be: whether the run's model may be cut so.
         """
-        votes = Counter(tale for tale in self._told.values() if may_be(tale[2]))
+        votes = Counter(tale for tale in self._reports.values() if may_be(tale[2]))
         return max(votes, key=lambda tale: (votes[tale], len(tale[1]), tale[0]), default=None)
 
 
-class Raises:
+class TermRaise:
     """When the term is raised because of what workers tell."""
 
     def __init__(self) -> None:
-        self._told_term = 0
-        self._at_s = math.inf  # when the highest term that was told is heeded
-        self._next_s = -math.inf  # not before, for the sake of strangers
+        self._reported_term = 0
+        self._due_s = math.inf  # when the highest term that was told is heeded
+        self._next_unknown_s = -math.inf  # not before, for the sake of strangers
 
     @property
     def deadline_s(self) -> float:
         """When `due` has something; infinite: never."""
-        return self._at_s
+        return self._due_s
 
-    def tell(self, term: int, *, known: bool, now_s: float) -> None:
+    def record(self, term: int, *, known: bool, now_s: float) -> None:
         """`known`: the journal names who tells it."""
-        self._told_term = max(self._told_term, term)
-        self._at_s = min(self._at_s, now_s if known else max(now_s, self._next_s))
+        self._reported_term = max(self._reported_term, term)
+        self._due_s = min(self._due_s, now_s if known else max(now_s, self._next_unknown_s))
         if not known:
-            self._next_s = max(self._next_s, self._at_s + RAISE_GAP_S)
+            self._next_unknown_s = max(self._next_unknown_s, self._due_s + TERM_RAISE_INTERVAL_S)
 
-    def due(self, now_s: float) -> int | None:
+    def due_term(self, now_s: float) -> int | None:
         """The highest term that was told, if it is to be heeded now; None: nothing is."""
-        if now_s < self._at_s:
+        if now_s < self._due_s:
             return None
-        self._at_s = math.inf
-        return self._told_term
+        self._due_s = math.inf
+        return self._reported_term
 
 
-def is_credible(seated: m.Seated, term: int, generation: int) -> bool:
+def is_credible(seated: m.CurrentGeneration, term: int, generation: int) -> bool:
     """No worker can know of so much more than the journal, nor of cuts that leave a stage empty."""
-    cuts = seated.cuts
+    cuts = seated.stage_bounds
     is_cut = not cuts or (cuts[0] == 0 and len(cuts) > 1 and all(a < b for a, b in pairwise(cuts)))
-    return is_cut and seated.term <= term + MOST_AHEAD and seated.generation <= generation + MOST_AHEAD
+    return is_cut and seated.term <= term + MAX_AHEAD and seated.generation <= generation + MAX_AHEAD

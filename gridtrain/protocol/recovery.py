@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.ledger_record import ledger_entry, parse_ledger
 from gridtrain.protocol.membership_io import RunPhase
-from gridtrain.protocol.witnesses import State
+from gridtrain.protocol.witnesses import StateId
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class RecoveredRun:
     """The run as the journal left it.
 
     Attributes:
@@ -29,22 +30,22 @@ class Recovered:
             (`protocol.witnesses`).
     """
 
-    reference: m.Setup | None
+    definition: m.Setup | None
     generation: int
-    view: m.View | None
+    view: m.MembershipView | None
     roster: tuple[m.Member, ...]
-    started: bool
-    finished: bool
-    reached: int = 0
-    checkpoints: Mapping[State, Mapping[m.Span, Iterable[bytes]]] = field(default_factory=dict)
+    has_started: bool
+    is_finished: bool
+    highest_step: int = 0
+    checkpoints: Mapping[StateId, Mapping[m.Span, Iterable[bytes]]] = field(default_factory=dict)
 
 
-def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
+def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRun:
     """Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote."""
     reference: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
     state, started, reached = "", False, 0
-    known: dict[State, Mapping[m.Span, Iterable[bytes]]] = {}
+    known: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = {}
     for kind, body in entries:
         match kind:
             case "run":
@@ -57,7 +58,7 @@ def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
                 latest, state = body, ""
             case "state" if "checkpoint" in body:  # the run's state is what it was
                 told = body["checkpoint"]
-                at = told["step"] - 1, bytes.fromhex(told["digest"]), ledger_of(told["ledger"])
+                at = told["step"] - 1, bytes.fromhex(told["digest"]), parse_ledger(told["ledger"])
                 known[at] = {m.Span(*span): [bytes.fromhex(d) for d in them] for span, them in told["blocks"]}
             case "state":
                 state, reached = body["state"], int(body.get("reached", 0))
@@ -65,29 +66,29 @@ def recover(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> Recovered:
                 if "rollback" in body:
                     known = {at: them for at, them in known.items() if at[0] < int(body["rollback"]["to"])}
     if latest is None:
-        return Recovered(reference, 0, None, (), False, False)
+        return RecoveredRun(reference, 0, None, (), False, False)
     view, roster = _view(latest)
     if state == RunPhase.WAITING:
-        return Recovered(reference, view.generation, None, (), False, False, reached, known)
+        return RecoveredRun(reference, view.generation, None, (), False, False, reached, known)
     finished = state == RunPhase.FINISHED
-    return Recovered(reference, view.generation, view, roster, started, finished, checkpoints=known)
+    return RecoveredRun(reference, view.generation, view, roster, started, finished, checkpoints=known)
 
 
-def checkpoint_entry(state: State, digests: Mapping[m.Span, Collection[bytes]]) -> dict[str, Any]:
+def checkpoint_entry(state: StateId, digests: Mapping[m.Span, Collection[bytes]]) -> dict[str, Any]:
     """What the journal says of a checkpoint that most members have told of; a later entry replaces it."""
     applied, history, ledger = state
     blocks = [[[span.start, span.stop], sorted(d.hex() for d in them)] for span, them in digests.items()]
     return {"step": applied + 1, "digest": history.hex(), "ledger": ledger_entry(ledger), "blocks": blocks}
 
 
-def generation_entry(view: m.View, roster: Sequence[m.Member]) -> dict[str, Any]:
+def generation_entry(view: m.MembershipView, roster: Sequence[m.Member]) -> dict[str, Any]:
     """The journal's entry for a generation; JSON-able, and enough for `recover`."""
     return {
         "term": view.term,
         "generation": view.generation,
         "step": view.applied + 1,
         "verdict": view.verdict.name,
-        "decided": asdict(view.decided) if view.decided is not None else None,
+        "decided": asdict(view.decided_round) if view.decided_round is not None else None,
         "digest": view.history.hex(),
         "members": [
             {
@@ -101,12 +102,12 @@ def generation_entry(view: m.View, roster: Sequence[m.Member]) -> dict[str, Any]
         "ledger": ledger_entry(view.ledger),
         "reason": view.reason,
         "exchange": view.exchange,
-        "cuts": list(view.cuts),
+        "cuts": list(view.stage_bounds),
     }
 
 
 def _model(body: Mapping[str, Any]) -> m.StagedModel:
-    blocks = tuple(m.Block(**block) for block in body["blocks"])
+    blocks = tuple(m.LayerCosts(**block) for block in body["blocks"])
     return m.StagedModel(**{**body, "cuts": tuple(body["cuts"]), "blocks": blocks})
 
 
@@ -119,40 +120,19 @@ def _member(line: Mapping[str, Any]) -> m.Member:
     return m.Member(**{**line, **known})
 
 
-def _view(body: Mapping[str, Any]) -> tuple[m.View, tuple[m.Member, ...]]:
+def _view(body: Mapping[str, Any]) -> tuple[m.MembershipView, tuple[m.Member, ...]]:
     roster = tuple(_member(line) for line in body["members"])
-    view = m.View(
+    view = m.MembershipView(
         term=body["term"],
         generation=body["generation"],
         world_size=len(roster),
         verdict=m.Verdict[body["verdict"]],
-        decided=m.RoundId(**body["decided"]) if body["decided"] is not None else None,
+        decided_round=m.RoundId(**body["decided"]) if body["decided"] is not None else None,
         applied=body["step"] - 1,
         history=bytes.fromhex(body["digest"]),
-        ledger=ledger_of(body["ledger"]),
+        ledger=parse_ledger(body["ledger"]),
         reason=body["reason"],
         exchange=body.get("exchange", ""),
-        cuts=tuple(body.get("cuts", ())),
+        stage_bounds=tuple(body.get("cuts", ())),
     )
     return view, roster
-
-
-def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
-    """JSON-able, for journals and checkpoints; `ledger_of` reads it back."""
-    body = asdict(state)
-    if state.holders is not None:
-        body["holders"] = [[peer.hex(), [asdict(s) for s in spans]] for peer, spans in state.holders]
-    return body
-
-
-def ledger_of(body: Mapping[str, Any]) -> m.LedgerState:
-    """Raises `KeyError`, `TypeError` or `ValueError` for what `ledger_entry` did not make."""
-    holders = body["holders"]
-    named = None
-    if holders is not None:
-        named = tuple((bytes.fromhex(peer), _spans(spans)) for peer, spans in holders)
-    return m.LedgerState(**{**body, "requeued": _spans(body["requeued"]), "holders": named})
-
-
-def _spans(lines: Iterable[Mapping[str, int]]) -> tuple[m.Span, ...]:
-    return tuple(m.Span(**line) for line in lines)

@@ -10,48 +10,48 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import assigning, recutting
 from gridtrain.protocol.messages import PeerId, Setup
-from gridtrain.protocol.recutting import Holds, Recut
-from gridtrain.protocol.seating import Cost
+from gridtrain.protocol.recutting import HeldSpans, Repartition
+from gridtrain.protocol.seating import PairCost
 from gridtrain.protocol.stage_costs import Card
 
 
-class Recutter:
+class RepartitionCache:
     """Of one run.  All but `pays` raise `ConfigError` where nothing fits."""
 
     def __init__(self) -> None:
-        self._paying: tuple[Hashable, bool] | None = None
-        self._found: tuple[Hashable, Recut | ConfigError] | None = None
+        self._last_gain: tuple[Hashable, bool] | None = None
+        self._last_result: tuple[Hashable, Repartition | ConfigError] | None = None
 
-    def pays(self, setup: Setup, cuts: tuple[int, ...], stages: int) -> bool:
+    def is_worthwhile(self, setup: Setup, cuts: tuple[int, ...], stages: int) -> bool:
         """See `recutting.pays`; no more stages than the run is defined with."""
         asked = cuts, min(stages, setup.stages)
-        if self._paying is None or self._paying[0] != asked:
-            self._paying = asked, recutting.pays(setup, *asked)
-        return self._paying[1]
+        if self._last_gain is None or self._last_gain[0] != asked:
+            self._last_gain = asked, recutting.is_worth_more_stages(setup, *asked)
+        return self._last_gain[1]
 
-    def fewer(
-        self, setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], holds: Holds
-    ) -> Recut:
+    def fit_fewer_stages(
+        self, setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], holds: HeldSpans
+    ) -> Repartition:
         """See `recutting.fewer`."""
         asked = "fewer", tuple(peers), tuple(cards.values()), tuple(holds.items())
-        return self._kept(asked, lambda: recutting.fewer(setup, peers, cards, holds))
+        return self._cached(asked, lambda: recutting.partition_over_fewer(setup, peers, cards, holds))
 
     def assign(
-        self, setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], cost_s: Cost | None
-    ) -> Recut:
+        self, setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], cost_s: PairCost | None
+    ) -> Repartition:
         """See `assigning.assign`; links change, so only that nothing fits is kept."""
         asked = "begin", tuple(peers), tuple(cards.values())
-        found = self._kept(asked, lambda: assigning.assign(setup, peers, cards, cost_s))
-        self._found = None
+        found = self._cached(asked, lambda: assigning.assign_devices(setup, peers, cards, cost_s))
+        self._last_result = None
         return found
 
-    def _kept(self, asked: Hashable, find: Callable[[], Recut]) -> Recut:
-        if self._found is None or self._found[0] != asked:
+    def _cached(self, asked: Hashable, find: Callable[[], Repartition]) -> Repartition:
+        if self._last_result is None or self._last_result[0] != asked:
             try:
-                self._found = asked, find()
+                self._last_result = asked, find()
             except ConfigError as error:
-                self._found = asked, error
-        found = self._found[1]
+                self._last_result = asked, error
+        found = self._last_result[1]
         if isinstance(found, ConfigError):
             raise found
         return found

@@ -23,45 +23,52 @@ from itertools import accumulate, combinations, pairwise, permutations
 
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.protocol import cutting
-from gridtrain.protocol.messages import MOST_PIECES, PeerId, Setup, Span, StagedModel
-from gridtrain.protocol.seating import Hands
-from gridtrain.protocol.stage_costs import SLACK, Card, Cut, Layer, Order, Running
+from gridtrain.protocol.messages import MAX_CHECKPOINT_SOURCES, PeerId, Setup, Span, StagedModel
+from gridtrain.protocol.seating import StateLocations
+from gridtrain.protocol.stage_costs import (
+    TIME_TOLERANCE,
+    Card,
+    ExecutionSettings,
+    Layer,
+    PartitionCost,
+    ScheduleKind,
+)
 
-MOST_ORDERED = 4
+MAX_ORDERED_WORKERS = 4
 """Workers whose orders along the pipeline are all tried: 24 cuts."""
 
-MOST_BLOCKS_ORDERED = 64
+MAX_ORDERED_LAYERS = 64
 """Of a model that is cut for all of these orders: the coordinator does nothing else meanwhile, and one cut
 takes some 5 ms."""
 
-NOTICEABLE = 1.1
+MIN_SPEEDUP = 1.1
 """More stages are worth a move when the slowest stage becomes faster by this factor."""
 
-MOST_GROUPED = 6
+MAX_GROUPED_WORKERS = 6
 """Workers of which all groups are tried."""
 
-MOST_SAID = 160
+MAX_ERROR_CHARS = 160
 
-Holds = Mapping[PeerId, Sequence[Span]]
+HeldSpans = Mapping[PeerId, Sequence[Span]]
 """Blocks whose state somebody has."""
 
 Pieces = tuple[tuple[Span, int], ...]
 
-Known = dict[tuple[Card, ...], Cut | ConfigError]
+PartitionCache = dict[tuple[Card, ...], PartitionCost | ConfigError]
 """Cuts for cards along the pipeline, so that none is looked for twice."""
 
 
-def cuts_of(setup: Setup) -> tuple[int, ...]:
+def defined_cuts(setup: Setup) -> tuple[int, ...]:
     """As the run is defined: (stages + 1,)."""
     return setup.model.cuts if setup.model is not None else tuple(range(setup.stages + 1))
 
 
-def spans_of(cuts: Sequence[int]) -> list[Span]:
+def stage_spans(cuts: Sequence[int]) -> list[Span]:
     """Of the stages."""
     return [Span(start, stop) for start, stop in pairwise(cuts)]
 
 
-def gaps(spans: Iterable[Span], count: int) -> list[Span]:
+def uncovered_spans(spans: Iterable[Span], count: int) -> list[Span]:
     """Blocks 0 to `count` - 1 that are in none of these."""
     found, reached = [], 0
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
@@ -73,13 +80,13 @@ def gaps(spans: Iterable[Span], count: int) -> list[Span]:
     return [*found, Span(reached, count)]
 
 
-def overlap(a: Span, b: Span) -> int:
+def overlap_layers(a: Span, b: Span) -> int:
     """Blocks in both."""
     return max(0, min(a.stop, b.stop) - max(a.start, b.start))
 
 
 @dataclass(frozen=True, slots=True)
-class Recut:
+class Repartition:
     """Attributes:
     cuts: where the stages begin, and the number of blocks.
     members: who is seated; all that the state is taken from are among them.
@@ -93,7 +100,7 @@ class Recut:
     reason: str = ""
 
 
-def refuse_nonsense(setup: Setup) -> None:
+def check_setup(setup: Setup) -> None:
     """Raises `ConfigError` for cuts and costs that cannot be, before the coordinator computes with them."""
     model = setup.model
     if model is None:
@@ -103,9 +110,9 @@ def refuse_nonsense(setup: Setup) -> None:
             f"cuts {list(model.cuts)[:8]} for {setup.stages} stages", remedy="one more cut than stages"
         )
     layers_of(model)
-    running_of(model)
-    for span in spans_of(model.cuts) if model.blocks else ():
-        if not trains(model)(span.start, span.stop):
+    execution_settings_of(model)
+    for span in stage_spans(model.cuts) if model.blocks else ():
+        if not has_trainable_check(model)(span.start, span.stop):
             raise ConfigError(
                 f"blocks {span.start} to {span.stop - 1} are a stage, and there is nothing to train in it",
                 remedy="cut elsewhere, or into fewer stages",
@@ -136,14 +143,14 @@ def _is_timed(model: StagedModel) -> bool:
     return any(block.forward_s + block.backward_s > 0 for block in model.blocks)
 
 
-def running_of(model: StagedModel) -> Running:
+def execution_settings_of(model: StagedModel) -> ExecutionSettings:
     """Without times messages take none either: there is nothing to compare theirs with."""
-    running = Running() if _is_timed(model) else Running(message_s=0.0)
+    running = ExecutionSettings() if _is_timed(model) else ExecutionSettings(message_s=0.0)
     return replace(
         running,
         samples=model.samples,
         micro_batches=model.micro_batches,
-        order=Order.FILL_DRAIN if model.fill_drain else Order.ONE_F_ONE_B,
+        order=ScheduleKind.FILL_DRAIN if model.fill_drain else ScheduleKind.ONE_F_ONE_B,
         rematerialise=model.rematerialise,
         copies=model.copies,
         input_bytes=model.input_bytes,
@@ -154,12 +161,12 @@ def running_of(model: StagedModel) -> Running:
 # -- how many stages, and where -----------------------------------------------------------------------
 
 
-def fewer(
+def partition_over_fewer(
     setup: Setup,
     peers: Sequence[PeerId],
     cards: Mapping[PeerId, Card],
-    holds: Holds,
-) -> Recut:
+    holds: HeldSpans,
+) -> Repartition:
     """Over fewer workers than the run has stages: into as many stages as fit.
 
     Args:
@@ -173,89 +180,89 @@ def fewer(
     if model is None or not model.blocks:
         raise ConfigError("", remedy="wait for workers")
     refused: ConfigError | None = None
-    known: Known = {}
+    known: PartitionCache = {}
     for count in range(min(len(peers), len(model.blocks), setup.stages), 0, -1):
         for members in _groups(peers, cards, count, holds, model.cuts[-1]):
-            if gaps(_all(holds, members), model.cuts[-1]):
+            if uncovered_spans(_all_spans(holds, members), model.cuts[-1]):
                 continue
             try:
-                cuts, line = _best_line(model, members, cards, holds, known)
+                cuts, line = _best_stage_order(model, members, cards, holds, known)
             except ConfigError as error:
                 refused = refused or error
                 continue
-            reason = f"cut anew into {_stages(count)} at {list(cuts)}"
-            return Recut(cuts, tuple(line), {peer: n for n, peer in enumerate(line)}, reason)
+            reason = f"cut anew into {_format_stage_count(count)} at {list(cuts)}"
+            return Repartition(cuts, tuple(line), {peer: n for n, peer in enumerate(line)}, reason)
     raise refused or ConfigError("nobody has enough of it", remedy="wait for workers")
 
 
 def _groups(
-    peers: Sequence[PeerId], cards: Mapping[PeerId, Card], count: int, holds: Holds, blocks: int
+    peers: Sequence[PeerId], cards: Mapping[PeerId, Card], count: int, holds: HeldSpans, blocks: int
 ) -> Iterable[list[PeerId]]:
     """Of so many workers, those with the most memory first; of many workers these alone, and some who have
     every block with the largest beside them."""
     largest = sorted(peers, key=lambda peer: -cards[peer].memory_bytes)
     groups: Iterable[Sequence[PeerId]] = combinations(largest, count)
-    if len(peers) > MOST_GROUPED:
+    if len(peers) > MAX_GROUPED_WORKERS:
         groups = [largest[:count]]
-        if not gaps(_all(holds, peers), blocks):
-            needed = _cover(largest, holds, blocks)
+        if not uncovered_spans(_all_spans(holds, peers), blocks):
+            needed = _covering_workers(largest, holds, blocks)
             groups.append([*needed, *(peer for peer in largest if peer not in needed)][:count])
     return ([peer for peer in peers if peer in group] for group in groups)
 
 
-def _best_line(
+def _best_stage_order(
     model: StagedModel,
     members: Sequence[PeerId],
     cards: Mapping[PeerId, Card],
-    holds: Holds,
-    known: Known,
+    holds: HeldSpans,
+    known: PartitionCache,
 ) -> tuple[tuple[int, ...], list[PeerId]]:
     """The order along the pipeline whose cut is fastest; of those about as fast, what moves fewest bytes."""
     sizes = [block.parameter_bytes + block.trainable_bytes for block in model.blocks]
-    lines: Iterable[Sequence[PeerId]] = [_in_line(members, holds)]
-    if len(members) <= MOST_ORDERED and len(sizes) <= MOST_BLOCKS_ORDERED:
-        lines = permutations(_in_line(members, holds))
+    lines: Iterable[Sequence[PeerId]] = [_by_held_position(members, holds)]
+    if len(members) <= MAX_ORDERED_WORKERS and len(sizes) <= MAX_ORDERED_LAYERS:
+        lines = permutations(_by_held_position(members, holds))
     found: list[tuple[float, int, tuple[int, ...], list[PeerId]]] = []
     refused: ConfigError | None = None
     for line in lines:
-        cut = cut_for(model, [cards[peer] for peer in line], known)
+        cut = partition_for(model, [cards[peer] for peer in line], known)
         if isinstance(cut, ConfigError):
             refused = refused or cut
             continue
         moved = sum(
             sum(sizes[gap.start + span.start : gap.stop + span.start])
-            for peer, span in zip(line, spans_of(cut.cuts), strict=True)
-            for gap in _lacks(holds.get(peer, ()), span)
+            for peer, span in zip(line, stage_spans(cut.cuts), strict=True)
+            for gap in _missing_spans(holds.get(peer, ()), span)
         )
         found.append((cut.period_s, moved, cut.cuts, list(line)))
     if not found:
         assert refused is not None
         raise refused
     fastest_s = min(period_s for period_s, *_ in found)
-    good = [each for each in found if each[0] <= fastest_s * (1 + SLACK)]
+    good = [each for each in found if each[0] <= fastest_s * (1 + TIME_TOLERANCE)]
     _, _, cuts, order = min(good, key=lambda each: each[1])
     return cuts, order
 
 
-def cut_for(model: StagedModel, cards: Sequence[Card], known: Known) -> Cut | ConfigError:
+def partition_for(model: StagedModel, cards: Sequence[Card], known: PartitionCache) -> PartitionCost | ConfigError:
     """The best cut for these cards in this order; or why there is none."""
     asked = tuple(cards)
     if asked not in known:
-        layers, running = layers_of(model), running_of(model)
+        layers, running = layers_of(model), execution_settings_of(model)
         try:
-            known[asked] = cutting.cut(layers, cards, None, running, slack=SLACK, may_be=trains(model))
+            known[asked] = cutting.best_partition(layers, cards, None, running, slack=TIME_TOLERANCE, may_be=has_trainable_check(model))
         except ConfigError as error:
             known[asked] = error
     return known[asked]
 
 
-def trains(model: StagedModel) -> Callable[[int, int], bool]:
+def has_trainable_check(model: StagedModel) -> Callable[[int, int], bool]:
     """A stage must have something to train."""
     trained = list(accumulate((block.trainable_bytes for block in model.blocks), initial=0))
     return lambda start, stop: trained[stop] > trained[start]
 
 
-def _in_line(members: Sequence[PeerId], holds: Holds) -> list[PeerId]:
+def _by_held_position(members: Sequence[PeerId], holds: HeldSpans) -> list[PeerId]:
     """By the middle of what they hold; who holds nothing comes last."""
 
     def middle(peer: PeerId) -> float:
@@ -265,34 +272,34 @@ def _in_line(members: Sequence[PeerId], holds: Holds) -> list[PeerId]:
     return sorted(members, key=middle)
 
 
-def _lacks(spans: Sequence[Span], wanted: Span) -> list[Span]:
+def _missing_spans(spans: Sequence[Span], wanted: Span) -> list[Span]:
     """Of the blocks wanted, counted from the first of them."""
     inside = [
-        Span(max(0, s.start - wanted.start), s.stop - wanted.start) for s in spans if overlap(s, wanted)
+        Span(max(0, s.start - wanted.start), s.stop - wanted.start) for s in spans if overlap_layers(s, wanted)
     ]
-    return gaps(inside, wanted.stop - wanted.start)
+    return uncovered_spans(inside, wanted.stop - wanted.start)
 
 
-def _all(holds: Holds, members: Collection[PeerId]) -> list[Span]:
+def _all_spans(holds: HeldSpans, members: Collection[PeerId]) -> list[Span]:
     return [span for peer in members for span in holds.get(peer, ())]
 
 
-def pays(setup: Setup, cuts: tuple[int, ...], stages: int) -> bool:
+def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bool:
     """Whether `stages` are noticeably faster than those of `cuts`, on equal cards without memory limits."""
     assert setup.model is not None
-    layers, running = layers_of(setup.model), running_of(setup.model)
+    layers, running = layers_of(setup.model), execution_settings_of(setup.model)
     stages = min(stages, len(layers))
     few, more = (
-        cutting.cut(layers, [Card()] * count, None, running, may_be=trains(setup.model)).period_s
+        cutting.best_partition(layers, [Card()] * count, None, running, may_be=has_trainable_check(setup.model)).period_s
         for count in (len(cuts) - 1, stages)
     )
-    return more * NOTICEABLE <= few
+    return more * MIN_SPEEDUP <= few
 
 
 # -- enough workers, but what they hold is of another cut ------------------------------------------------
 
 
-def at_cuts(cuts: tuple[int, ...], peers: Sequence[PeerId], hands: Hands) -> Recut:
+def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], hands: StateLocations) -> Repartition:
     """Seats for as many replicas as there are workers for; states of other cuts are put together.
 
     Args:
@@ -302,19 +309,19 @@ def at_cuts(cuts: tuple[int, ...], peers: Sequence[PeerId], hands: Hands) -> Rec
     Raises:
         ConfigError: more workers have parts of the state than there are seats, or others alone have some.
     """
-    stages, hands = len(cuts) - 1, within(hands, peers)
-    if not _missing(hands, stages):
-        return Recut(cuts, tuple(peers))
-    needed = _cover(peers, hands.holds, cuts[-1])
+    stages, hands = len(cuts) - 1, restricted_to(hands, peers)
+    if not _missing_stages(hands, stages):
+        return Repartition(cuts, tuple(peers))
+    needed = _covering_workers(peers, hands.held_spans, cuts[-1])
     size = stages * (len(peers) // stages)
     chosen = set([*needed, *(peer for peer in peers if peer not in needed)][:size])
     members = [peer for peer in peers if peer in chosen]
-    hands = within(hands, members)
-    missing = _missing(hands, stages)
-    spans = spans_of(cuts)
-    first = {stage: peer for peer, stage in reversed(list(hands.live.items()))}.values()  # they stay
+    hands = restricted_to(hands, members)
+    missing = _missing_stages(hands, stages)
+    spans = stage_spans(cuts)
+    first = {stage: peer for peer, stage in reversed(list(hands.in_memory.items()))}.values()  # they stay
     assemblers: dict[PeerId, int] = {}
-    offers = [(_most(hands.holds.get(peer, ()), spans[n]), n, peer) for n in missing for peer in members]
+    offers = [(_largest_overlap(hands.held_spans.get(peer, ()), spans[n]), n, peer) for n in missing for peer in members]
     for _, stage, peer in sorted(offers, key=lambda offer: -offer[0]):
         if stage not in assemblers.values() and peer not in assemblers and peer not in first:
             assemblers[peer] = stage
@@ -322,36 +329,36 @@ def at_cuts(cuts: tuple[int, ...], peers: Sequence[PeerId], hands: Hands) -> Rec
         raise ConfigError(
             f"{len(needed)} workers have parts of the state, and there are {size} seats", remedy="wait"
         )
-    return Recut(cuts, tuple(members), assemblers, f"put together anew, cut at {list(cuts)}")
+    return Repartition(cuts, tuple(members), assemblers, f"put together anew, cut at {list(cuts)}")
 
 
-def within(hands: Hands, members: Sequence[PeerId]) -> Hands:
+def restricted_to(hands: StateLocations, members: Sequence[PeerId]) -> StateLocations:
     """What these have."""
     return replace(
         hands,
-        live={p: n for p, n in hands.live.items() if p in members},
-        disks={p: n for p, n in hands.disks.items() if p in members},
-        holds={p: spans for p, spans in hands.holds.items() if p in members},
+        in_memory={p: n for p, n in hands.in_memory.items() if p in members},
+        on_disk={p: n for p, n in hands.on_disk.items() if p in members},
+        held_spans={p: spans for p, spans in hands.held_spans.items() if p in members},
     )
 
 
-def _missing(hands: Hands, stages: int) -> list[int]:
+def _missing_stages(hands: StateLocations, stages: int) -> list[int]:
     """Stages that nobody has as they are."""
-    exact = set(hands.live.values()) | {n for own in hands.disks.values() for n in own} | set(hands.begins)
+    exact = set(hands.in_memory.values()) | {n for own in hands.on_disk.values() for n in own} | set(hands.initial_stages)
     return [n for n in range(stages) if n not in exact]
 
 
-def _most(spans: Sequence[Span], wanted: Span) -> int:
-    return max((overlap(span, wanted) for span in spans), default=0)
+def _largest_overlap(spans: Sequence[Span], wanted: Span) -> int:
+    return max((overlap_layers(span, wanted) for span in spans), default=0)
 
 
-def _cover(peers: Sequence[PeerId], holds: Holds, count: int) -> list[PeerId]:
+def _covering_workers(peers: Sequence[PeerId], holds: HeldSpans, count: int) -> list[PeerId]:
     """Few workers who together have every block."""
     chosen: list[PeerId] = []
-    while lacking := gaps(_all(holds, chosen), count):
+    while lacking := uncovered_spans(_all_spans(holds, chosen), count):
 
         def adds(peer: PeerId, lacking: Sequence[Span] = lacking) -> int:
-            return sum(overlap(span, gap) for span in holds.get(peer, ()) for gap in lacking)
+            return sum(overlap_layers(span, gap) for span in holds.get(peer, ()) for gap in lacking)
 
         best = max(peers, key=adds)
         if not adds(best):
@@ -363,15 +370,15 @@ def _cover(peers: Sequence[PeerId], holds: Holds, count: int) -> list[PeerId]:
     return chosen
 
 
-def pinned(hands: Hands, recut: Recut) -> Hands:
+def with_assemblers(hands: StateLocations, recut: Repartition) -> StateLocations:
     """As `hands`, with assemblers as holders of the stages that they put together."""
-    return replace(hands, live={**hands.live, **recut.assemblers}) if recut.assemblers else hands
+    return replace(hands, in_memory={**hands.in_memory, **recut.assemblers}) if recut.assemblers else hands
 
 
 # -- from what a stage is put together -------------------------------------------------------------------
 
 
-def pieces(recut: Recut, order: Sequence[PeerId], hands: Hands) -> dict[PeerId, Pieces]:
+def assembler_pieces(recut: Repartition, order: Sequence[PeerId], hands: StateLocations) -> dict[PeerId, Pieces]:
     """Of each assembler: the checkpoints that it takes, by their blocks and by whose rank has them.
 
     One that has a stage as it is on its disk, or in memory, needs none.  Few are taken: at each block its
@@ -381,11 +388,11 @@ def pieces(recut: Recut, order: Sequence[PeerId], hands: Hands) -> dict[PeerId, 
     def order_of(offer: tuple[Span, int]) -> tuple[bool, int, int]:
         return offer[1] == mine, min(offer[0].stop, wanted.stop), -offer[1]
 
-    spans = spans_of(recut.cuts)
+    spans = stage_spans(recut.cuts)
     found: dict[PeerId, Pieces] = {}
     for peer, stage in recut.assemblers.items():
-        held = hands.live.get(peer) == stage or stage in hands.disks.get(peer, ())
-        if held or stage in hands.begins:
+        held = hands.in_memory.get(peer) == stage or stage in hands.on_disk.get(peer, ())
+        if held or stage in hands.initial_stages:
             continue
         wanted, mine = spans[stage], order.index(peer)
         taken: list[tuple[Span, int]] = []
@@ -394,14 +401,14 @@ def pieces(recut: Recut, order: Sequence[PeerId], hands: Hands) -> dict[PeerId, 
             offers = [
                 (span, rank)
                 for rank, other in enumerate(order)
-                for span in hands.holds.get(other, ())
+                for span in hands.held_spans.get(other, ())
                 if span.start <= reached < span.stop
             ]
             if not offers:
                 raise LocalProtocolError(f"block {reached} of stage {stage} is in nobody's hands")
-            if len(taken) == MOST_PIECES:
+            if len(taken) == MAX_CHECKPOINT_SOURCES:
                 raise ConfigError(
-                    f"stage {stage} would be put together from more than {MOST_PIECES} checkpoints",
+                    f"stage {stage} would be put together from more than {MAX_CHECKPOINT_SOURCES} checkpoints",
                     remedy="wait for workers",
                 )
             best = max(
@@ -413,10 +420,10 @@ def pieces(recut: Recut, order: Sequence[PeerId], hands: Hands) -> dict[PeerId, 
     return found
 
 
-def said(error: ConfigError) -> str:
+def error_text(error: ConfigError) -> str:
     """For a reason that travels."""
-    return error.reason if len(error.reason) <= MOST_SAID else error.reason[: MOST_SAID - 3] + "..."
+    return error.reason if len(error.reason) <= MAX_ERROR_CHARS else error.reason[: MAX_ERROR_CHARS - 3] + "..."
 
 
-def _stages(count: int) -> str:
+def _format_stage_count(count: int) -> str:
     return "1 stage" if count == 1 else f"{count} stages"

@@ -28,17 +28,17 @@ from __future__ import annotations
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol.collective import (
     AddSlice,
-    Arrived,
+    CollectiveComplete,
     CollectiveEffect,
-    Complete,
+    PayloadReceived,
+    Provenance,
     SendTo,
-    Source,
     StoreSlice,
-    check_due,
+    check_expected,
 )
-from gridtrain.protocol.messages import Phase, Place
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
 
-_LACKS_REDUCE, _LACKS_GATHER, _LACKS_NOTHING = range(3)
+_MISSING_REDUCE, _MISSING_GATHER, _MISSING_NOTHING = range(3)
 """What a rank is still to be sent of one slice, as RESUME says it."""
 
 
@@ -47,16 +47,16 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
     return frozenset({(rank - 1) % world_size, (rank + 1) % world_size}) - {rank}
 
 
-LARGEST_SLICE_BYTES = 2**20
-SMALLEST_SLICE_BYTES = 128 * 1024
+MAX_SLICE_BYTES = 2**20
+MIN_SLICE_BYTES = 128 * 1024
 """A message costs each end some 0.3 ms of computing, in which a line of 1 Gbit/s carries 40 KiB."""
-SLICES = 8
+PREFERRED_SLICES = 8
 """Of a segment, where that makes slices between these sizes: one is under way, one is added, others wait."""
 
 
-def slices_of(segment_bytes: int) -> int:
+def count_slices(segment_bytes: int) -> int:
     """In how many slices a segment of so many bytes travels; the same on all ranks."""
-    slice_bytes = min(LARGEST_SLICE_BYTES, max(SMALLEST_SLICE_BYTES, -(-segment_bytes // SLICES)))
+    slice_bytes = min(MAX_SLICE_BYTES, max(MIN_SLICE_BYTES, -(-segment_bytes // PREFERRED_SLICES)))
     return max(1, -(-segment_bytes // slice_bytes))
 
 
@@ -65,7 +65,7 @@ def ring_message_count(world_size: int, slices: int) -> int:
     return 2 * (world_size - 1) * slices
 
 
-class Ring:
+class RingAllReduce:
     """One all-reduce as rank `rank` of `world_size` sees it; `slices` >= 1 to a segment.
 
     `skip`: this rank's gradient is not finite.  See `gridtrain.protocol.collective.Collective`.
@@ -86,7 +86,7 @@ class Ring:
         "_world_size",
         "attempt",
         "complete",
-        "has",
+        "received",
     )
 
     def __init__(self, rank: int, world_size: int, slices: int, skip: bool) -> None:
@@ -97,12 +97,12 @@ class Ring:
         self._any_skip = skip
         self.complete = False
         self.attempt = 0
-        self.has = b""
+        self.received = b""
         self._right_lacks: bytes | None = None  # of a retry; None: it has not said yet
         self._skipping: set[tuple[int, int]] = set()  # slices that are passed on with a skip
         # What comes next for each slice that is still to pass here.  A rank meets every segment
         # twice, but starts its own (no REDUCE comes) and completes that of its right (no GATHER).
-        self._due: dict[tuple[int, int], Place] = {}
+        self._due: dict[tuple[int, int], PayloadSlot] = {}
         if world_size > 1:
             for segment in range(world_size):
                 first = self._gather_due if segment == rank else self._reduce_due
@@ -114,37 +114,37 @@ class Ring:
             return self._completed()
         if self.attempt:
             left = (self._rank - 1) % self._world_size
-            tell = SendTo(left, Place(Phase.RESUME), False)
+            tell = SendTo(left, PayloadSlot(CollectivePhase.RESUME), False)
             return [tell] if self._due else [tell, *self._completed()]
-        own = (Place(Phase.REDUCE, 0, self._rank, slice_) for slice_ in range(self._slices))
+        own = (PayloadSlot(CollectivePhase.REDUCE, 0, self._rank, slice_) for slice_ in range(self._slices))
         return [self._to_right(place, self._skip) for place in own]
 
-    def retry(self) -> Ring:
+    def next_attempt(self) -> RingAllReduce:
         """The next attempt, with the same contributions: it goes on from what has arrived here."""
-        again = Ring(self._rank, self._world_size, self._slices, self._skip)
+        again = RingAllReduce(self._rank, self._world_size, self._slices, self._skip)
         again.attempt = self.attempt + 1
         again._any_skip, again._due = self._any_skip, dict(self._due)
         again._skipping = set(self._skipping)
-        again.has = bytes(again._lack(segment, slice_) for segment, slice_ in again._keys())
+        again.received = bytes(again._lack(segment, slice_) for segment, slice_ in again._keys())
         return again
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
-        place = event.place
-        if place.phase is Phase.RESUME:
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
+        place = event.slot
+        if place.phase is CollectivePhase.RESUME:
             return self._resume(event)
         self._check(event)
         last_hop = self._world_size - 2
         effects: list[CollectiveEffect] = []
         match place.phase:
-            case Phase.REDUCE:
+            case CollectivePhase.REDUCE:
                 skip = self._skip or event.skip
                 source = self._source(event, place.hop + 1)
                 effects.append(AddSlice(place.segment, place.slice, event.payload, source))
                 if place.hop < last_hop:
-                    onward = Place(Phase.REDUCE, place.hop + 1, place.segment, place.slice)
+                    onward = PayloadSlot(CollectivePhase.REDUCE, place.hop + 1, place.segment, place.slice)
                     self._due[place.segment, place.slice] = self._gather_due(place.segment, place.slice)
                 else:  # everybody's part is in: the sum begins its turn here and need not come back
-                    onward = Place(Phase.GATHER, 0, place.segment, place.slice)
+                    onward = PayloadSlot(CollectivePhase.GATHER, 0, place.segment, place.slice)
                     del self._due[place.segment, place.slice]
                 effects += self._pass_on(onward, skip)
             case _:  # GATHER: `_check` lets nothing else through
@@ -152,7 +152,7 @@ class Ring:
                 source = self._source(event, self._world_size)
                 effects.append(StoreSlice(place.segment, place.slice, event.payload, source))
                 if place.hop < last_hop:
-                    onward = Place(Phase.GATHER, place.hop + 1, place.segment, place.slice)
+                    onward = PayloadSlot(CollectivePhase.GATHER, place.hop + 1, place.segment, place.slice)
                     effects += self._pass_on(onward, skip)
                 del self._due[place.segment, place.slice]
         self._any_skip |= skip
@@ -170,19 +170,19 @@ class Ring:
     def _lack(self, segment: int, slice_: int) -> int:
         due = self._due.get((segment, slice_))
         if due is None:
-            return _LACKS_NOTHING
-        return _LACKS_REDUCE if due.phase is Phase.REDUCE else _LACKS_GATHER
+            return _MISSING_NOTHING
+        return _MISSING_REDUCE if due.phase is CollectivePhase.REDUCE else _MISSING_GATHER
 
-    def _resume(self, event: Arrived) -> list[CollectiveEffect]:
+    def _resume(self, event: PayloadReceived) -> list[CollectiveEffect]:
         """The right neighbour says what it has; it is sent what it lacks and is here already."""
         right = (self._rank + 1) % self._world_size
         awaited = self.attempt > 0 and self._right_lacks is None
-        check_due(self._says, event, (right, Place(Phase.RESUME)) if awaited else None, "no RESUME")
+        check_expected(self._says, event, (right, PayloadSlot(CollectivePhase.RESUME)) if awaited else None, "no RESUME")
         keys, lacks = self._keys(), bytes(event.payload)
-        if len(lacks) != len(keys) or max(lacks) > _LACKS_NOTHING:
+        if len(lacks) != len(keys) or max(lacks) > _MISSING_NOTHING:
             raise RemoteProtocolError(
                 f"{self._says}: RESUME of rank {right} has {len(lacks)} bytes up to {max(lacks, default=0)}; "
-                f"it must have {len(keys)} up to {_LACKS_NOTHING}",
+                f"it must have {len(keys)} up to {_MISSING_NOTHING}",
                 remedy="drop that peer; an honest one of the same version never sends this",
             )
         self._right_lacks = lacks
@@ -194,31 +194,31 @@ class Ring:
     def _missing_at_right(self, segment: int, slice_: int, lack: int, right: int) -> list[CollectiveEffect]:
         mine, hop = self._lack(segment, slice_), (right - segment) % self._world_size
         # It starts its own segment, and the one after its own is complete with the last REDUCE.
-        if lack == (_LACKS_REDUCE if hop == 0 else _LACKS_GATHER if hop == self._world_size - 1 else -1):
+        if lack == (_MISSING_REDUCE if hop == 0 else _MISSING_GATHER if hop == self._world_size - 1 else -1):
             raise RemoteProtocolError(
                 f"{self._says}: RESUME of rank {right} lacks what never is sent of segment {segment}"
             )
-        if lack == _LACKS_REDUCE and mine == _LACKS_NOTHING:
+        if lack == _MISSING_REDUCE and mine == _MISSING_NOTHING:
             raise RemoteProtocolError(
                 f"{self._says}: RESUME of rank {right} lacks a part of segment {segment} that is in its total"
             )
-        if lack == _LACKS_REDUCE and mine == _LACKS_GATHER:
-            place = Place(Phase.REDUCE, hop - 1, segment, slice_)
-        elif lack == _LACKS_GATHER and mine == _LACKS_NOTHING:
-            place = Place(Phase.GATHER, hop, segment, slice_)
+        if lack == _MISSING_REDUCE and mine == _MISSING_GATHER:
+            place = PayloadSlot(CollectivePhase.REDUCE, hop - 1, segment, slice_)
+        elif lack == _MISSING_GATHER and mine == _MISSING_NOTHING:
+            place = PayloadSlot(CollectivePhase.GATHER, hop, segment, slice_)
         else:
             return []  # it has it, or we do not have it yet, and pass it on when it comes
         skip = (segment, slice_) in self._skipping or (segment == self._rank and self._skip)
         return [self._to_right(place, skip)]
 
-    def _pass_on(self, place: Place, skip: bool) -> list[CollectiveEffect]:
+    def _pass_on(self, place: PayloadSlot, skip: bool) -> list[CollectiveEffect]:
         if skip:
             self._skipping.add((place.segment, place.slice))
         if self.attempt:
             if self._right_lacks is None:
                 return []  # it goes out when the right neighbour has said what it has
             lack = self._right_lacks[place.segment * self._slices + place.slice]
-            if lack > (_LACKS_REDUCE if place.phase is Phase.REDUCE else _LACKS_GATHER):
+            if lack > (_MISSING_REDUCE if place.phase is CollectivePhase.REDUCE else _MISSING_GATHER):
                 return []
         return [self._to_right(place, skip)]
 
@@ -228,23 +228,23 @@ class Ring:
     def _says(self) -> str:
         return f"ring, rank {self._rank} of {self._world_size}"
 
-    def _reduce_due(self, segment: int, slice_: int) -> Place:
-        return Place(Phase.REDUCE, (self._rank - segment - 1) % self._world_size, segment, slice_)
+    def _reduce_due(self, segment: int, slice_: int) -> PayloadSlot:
+        return PayloadSlot(CollectivePhase.REDUCE, (self._rank - segment - 1) % self._world_size, segment, slice_)
 
-    def _gather_due(self, segment: int, slice_: int) -> Place:
-        return Place(Phase.GATHER, (self._rank - segment) % self._world_size, segment, slice_)
+    def _gather_due(self, segment: int, slice_: int) -> PayloadSlot:
+        return PayloadSlot(CollectivePhase.GATHER, (self._rank - segment) % self._world_size, segment, slice_)
 
-    def _check(self, event: Arrived) -> None:
-        place = self._due.get((event.place.segment, event.place.slice))
+    def _check(self, event: PayloadReceived) -> None:
+        place = self._due.get((event.slot.segment, event.slot.slice))
         due = None if place is None else ((self._rank - 1) % self._world_size, place)
-        check_due(self._says, event, due, "nothing more of this slice")
+        check_expected(self._says, event, due, "nothing more of this slice")
 
-    def _source(self, event: Arrived, members: int) -> Source:
-        return Source(event.from_rank, members, self._world_size, roundings=members)
+    def _source(self, event: PayloadReceived, members: int) -> Provenance:
+        return Provenance(event.from_rank, members, self._world_size, roundings=members)
 
-    def _to_right(self, place: Place, skip: bool) -> SendTo:
+    def _to_right(self, place: PayloadSlot, skip: bool) -> SendTo:
         return SendTo((self._rank + 1) % self._world_size, place, skip)
 
     def _completed(self) -> list[CollectiveEffect]:
         self.complete = True
-        return [Complete(self._any_skip)]
+        return [CollectiveComplete(self._any_skip)]

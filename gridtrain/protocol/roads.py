@@ -13,41 +13,41 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from gridtrain.protocol.costs import cost
-from gridtrain.protocol.lines import Network
-from gridtrain.protocol.loads import Cpu, Kind, Load
-from gridtrain.protocol.ordering import WALKED_MOVES, best_order
+from gridtrain.protocol.costs import exchange_cost
+from gridtrain.protocol.lines import NetworkModel
+from gridtrain.protocol.loads import CpuCosts, ExchangeKind, Workload
+from gridtrain.protocol.ordering import SIMULATED_MESSAGES, best_order
 
-OPEN, DIRECT = "Dense()", "Dense(topology=direct)"
+OPEN_DENSE, DIRECT_DENSE = "Dense()", "Dense(topology=direct)"
 """What a script says that leaves it open, and what the View says then."""
 
-MOST_BYTES = 1 << 20
+MAX_DIRECT_BYTES = 1 << 20
 """Of the vector.  With 4 MB a ring is faster: bytes count and not hops, and its retry goes on from what has
 arrived."""
 
-MOST_MEMBERS = 16
+MAX_DIRECT_MEMBERS = 16
 """Each has an edge to each other one."""
 
-EVEN = 0.25
+MIN_LINK_SHARE = 0.25
 """A link that carries less than this part of what the lines at its ends do may be one that others share."""
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
+class DenseTopology:
     """`direct`: not round a ring; `reason` in words, empty: there was nothing to choose.
 
     `gain`: how many times as fast a ring is, where one is predicted or known to be better.
     """
 
-    direct: bool
+    is_direct: bool
     reason: str = ""
-    gain: float = 1.0
+    ring_speedup: float = 1.0
 
 
-RING = Road(False)
+RING_TOPOLOGY = DenseTopology(False)
 
 
-def road_of(load: Load | None, size: int, network: Network | None, edges: bool) -> Road:
+def choose_dense_topology(load: Workload | None, size: int, network: NetworkModel | None, edges: bool) -> DenseTopology:
     """How `size` members exchange a dense `load`.
 
     Args:
@@ -55,29 +55,29 @@ def road_of(load: Load | None, size: int, network: Network | None, edges: bool) 
         network: of the members, in any order; None: not measured yet, then bytes and members decide.
         edges: any two of them can connect without a third, as far as is known.
     """
-    if load is None or load.kind not in (Kind.DENSE, Kind.DIRECT) or size < 3 or load.unit_bytes > MOST_BYTES:
-        return RING
-    if size > MOST_MEMBERS:
-        return Road(False, f"round a ring, as {size} members are more than {MOST_MEMBERS}")
+    if load is None or load.kind not in (ExchangeKind.DENSE, ExchangeKind.DIRECT) or size < 3 or load.unit_bytes > MAX_DIRECT_BYTES:
+        return RING_TOPOLOGY
+    if size > MAX_DIRECT_MEMBERS:
+        return DenseTopology(False, f"round a ring, as {size} members are more than {MAX_DIRECT_MEMBERS}")
     if not edges:
-        return Road(False, "round a ring, as not any two members have a connection of their own")
+        return DenseTopology(False, "round a ring, as not any two members have a connection of their own")
     if network is None:
-        return Road(True, f"direct: {load.unit_bytes} bytes are few, and no link is measured")
-    if (thin := _thin(network)) is not None:
-        return Road(
+        return DenseTopology(True, f"direct: {load.unit_bytes} bytes are few, and no link is measured")
+    if (thin := _thinnest_link_share(network)) is not None:
+        return DenseTopology(
             False, f"round a ring, as a link carries {thin:.0%} of what the lines at its ends do", inf
         )
-    ring, direct = (replace(load, kind=kind) for kind in (Kind.DENSE, Kind.DIRECT))
-    ring_s = best_order(ring, network, Cpu(), range(size)).exchange_s
-    direct_s = cost(direct, network, Cpu(), most_moves=WALKED_MOVES).exchange_s
+    ring, direct = (replace(load, kind=kind) for kind in (ExchangeKind.DENSE, ExchangeKind.DIRECT))
+    ring_s = best_order(ring, network, CpuCosts(), range(size)).exchange_s
+    direct_s = exchange_cost(direct, network, CpuCosts(), most_moves=SIMULATED_MESSAGES).exchange_s
     if direct_s >= ring_s:
-        return Road(
+        return DenseTopology(
             False, f"round a ring: {ring_s * 1e3:.3g} ms, direct {direct_s * 1e3:.3g} ms", direct_s / ring_s
         )
-    return Road(True, f"direct: {direct_s * 1e3:.3g} ms, round a ring {ring_s * 1e3:.3g} ms")
+    return DenseTopology(True, f"direct: {direct_s * 1e3:.3g} ms, round a ring {ring_s * 1e3:.3g} ms")
 
 
-def _thin(network: Network) -> float | None:
+def _thinnest_link_share(network: NetworkModel) -> float | None:
     """What part of its ends' lines the thinnest link carries; None: all are even."""
     thinnest = 1.0
     for src in range(network.size):
@@ -85,4 +85,4 @@ def _thin(network: Network) -> float | None:
             lines_Bps = min(network.up_Bps[src], network.down_Bps[dst])
             if src != dst:
                 thinnest = min(thinnest, network.path_Bps(src, dst) / lines_Bps)
-    return thinnest if thinnest < EVEN else None
+    return thinnest if thinnest < MIN_LINK_SHARE else None

@@ -15,11 +15,11 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.forming import Feed
-from gridtrain.protocol.sharing import Shares, Sharing
+from gridtrain.protocol.forming import StateTransferProgress
+from gridtrain.protocol.sharing import BatchShares, WorkerSpeeds
 
-MOST_NAME_BYTES = 64
-AVOIDED_S = 10.0
+MAX_NAME_BYTES = 64
+AVOIDED_PAIR_RTT_S = 10.0
 """A round trip that the planner of the ring avoids where it can."""
 
 
@@ -46,134 +46,134 @@ class Worker:
     name: str
     address: str
     joined_s: float
-    heard_s: float
+    last_heard_s: float
     setup: m.Setup | None = None
-    placed: bool = False
-    admitted: bool = False
-    caught: bool = False
-    probe_until_s: float = math.inf
-    lost_s: float | None = None
-    missed_s: float = -math.inf
-    kept: tuple[m.Held, ...] = ()
-    unwritten: bool = False
-    spare: str = ""
+    is_addressable: bool = False
+    is_admitted: bool = False
+    has_caught_up: bool = False
+    probe_deadline_s: float = math.inf
+    disconnected_s: float | None = None
+    link_broken_s: float = -math.inf
+    checkpoints: tuple[m.CheckpointInfo, ...] = ()
+    is_disk_full: bool = False
+    standby_reason: str = ""
     progress: int = 0
-    moved_s: float = 0.0
-    loading: bool = False
-    feed: Feed = field(default_factory=Feed)
+    progressed_s: float = 0.0
+    is_loading_state: bool = False
+    state_progress: StateTransferProgress = field(default_factory=StateTransferProgress)
     step: int = 0
     figures: dict[str, float] = field(default_factory=dict)
     rtt_s: dict[m.PeerId, float] = field(default_factory=dict)
-    about: dict[str, str] = field(default_factory=dict)
+    info: dict[str, str] = field(default_factory=dict)
 
     @property
-    def follows(self) -> bool:
+    def is_catching_up(self) -> bool:
         """It takes over the state while the members train on, and may not enter yet."""
-        return self.admitted and not self.caught and self.setup is not None and self.setup.follows
+        return self.is_admitted and not self.has_caught_up and self.setup is not None and self.setup.can_catch_up
 
     @property
-    def introduced(self) -> bool:
+    def is_introduced(self) -> bool:
         """It was told to measure its links; whoever comes later measures its own to this one."""
-        return self.admitted or self.probe_until_s < math.inf
+        return self.is_admitted or self.probe_deadline_s < math.inf
 
     @property
-    def enters(self) -> bool:
+    def is_eligible(self) -> bool:
         """It may be in the next generation."""
-        return self.admitted and not self.follows
+        return self.is_admitted and not self.is_catching_up
 
-    def gone(self, limits: Deadlines, now_s: float) -> str:
+    def failure_reason(self, limits: Deadlines, now_s: float) -> str:
         """Why this worker is held for gone; empty: it is not."""
-        if self.lost_s is not None and now_s >= self._back_by_s(limits):
-            both = self._is_missed(limits)
+        if self.disconnected_s is not None and now_s >= self._reconnect_deadline_s(limits):
+            both = self._is_link_broken(limits)
             return (
                 "its connections to this coordinator and to a member broke"
                 if both
                 else "its connection broke and did not come back"
             )
-        silence_s = self._silence_s(limits)
-        return f"silent for {silence_s:.1f} s" if now_s >= self.heard_s + silence_s else ""
+        silence_s = self._heartbeat_timeout_s(limits)
+        return f"silent for {silence_s:.1f} s" if now_s >= self.last_heard_s + silence_s else ""
 
     def deadline_s(self, limits: Deadlines) -> float:
         """When to look at this worker again."""
-        measured_by_s = math.inf if self.admitted else self.probe_until_s
-        return min(self.heard_s + self._silence_s(limits), self._back_by_s(limits), measured_by_s)
+        measured_by_s = math.inf if self.is_admitted else self.probe_deadline_s
+        return min(self.last_heard_s + self._heartbeat_timeout_s(limits), self._reconnect_deadline_s(limits), measured_by_s)
 
-    def _silence_s(self, limits: Deadlines) -> float:
-        return max(limits.silence_s, limits.ready_s) if self.loading else limits.silence_s
+    def _heartbeat_timeout_s(self, limits: Deadlines) -> float:
+        return max(limits.silence_s, limits.ready_s) if self.is_loading_state else limits.silence_s
 
-    def _back_by_s(self, limits: Deadlines) -> float:
+    def _reconnect_deadline_s(self, limits: Deadlines) -> float:
         """Until when a broken connection may come back.
 
         A connection is reset by an end that is alive: where two of one worker break at once, its process has
         ended, as a cut cable or a frozen machine resets nothing.
         """
-        if self.lost_s is None:
+        if self.disconnected_s is None:
             return math.inf
-        return self.lost_s + min(limits.regreet_s, limits.ended_s if self._is_missed(limits) else math.inf)
+        return self.disconnected_s + min(limits.regreet_s, limits.ended_s if self._is_link_broken(limits) else math.inf)
 
-    def _is_missed(self, limits: Deadlines) -> bool:
-        return self.lost_s is not None and abs(self.missed_s - self.lost_s) <= limits.regreet_s
+    def _is_link_broken(self, limits: Deadlines) -> bool:
+        return self.disconnected_s is not None and abs(self.link_broken_s - self.disconnected_s) <= limits.regreet_s
 
-    def line(self, rank: int | None, roster: Sequence[m.Member], now_s: float) -> dict[str, Any]:
+    def status_row(self, rank: int | None, roster: Sequence[m.Member], now_s: float) -> dict[str, Any]:
         """For `gridtrain status`; JSON-able."""
-        admitted = "spare" if self.spare else "admitted"
-        state = "following" if self.follows else admitted if self.admitted else "joining"
+        admitted = "spare" if self.standby_reason else "admitted"
+        state = "following" if self.is_catching_up else admitted if self.is_admitted else "joining"
         state = "active" if rank is not None else state
         return {
             "rank": rank,
             "name": self.name,
             "peer": self.peer.hex(),
-            "state": "suspect" if self.lost_s is not None else state,
+            "state": "suspect" if self.disconnected_s is not None else state,
             "address": self.address,
             "share": roster[rank].share if rank is not None else 0,
-            "spare": self.spare if rank is None else "",
+            "spare": self.standby_reason if rank is None else "",
             "step": self.step,
             "progress": self.progress,
-            "last_heard_s": round(now_s - self.heard_s, 3),
+            "last_heard_s": round(now_s - self.last_heard_s, 3),
             "figures": self.figures,
-            "about": self.about,
+            "about": self.info,
         }
 
 
-def workers(count: int) -> str:
+def worker_count_text(count: int) -> str:
     """For people."""
     return "1 worker" if count == 1 else f"{count} workers"
 
 
-def numbered(name: str, taken: Collection[str]) -> str:
+def unique_name(name: str, taken: Collection[str]) -> str:
     """For people, who have to tell workers apart: "anna", "anna-2", "anna-3"; at most `MOST_NAME_BYTES`."""
     free, number = name, 1
     while free in taken:
         number += 1
         end = f"-{number}"
-        free = name.encode()[: MOST_NAME_BYTES - len(end)].decode(errors="ignore") + end
+        free = name.encode()[: MAX_NAME_BYTES - len(end)].decode(errors="ignore") + end
     return free
 
 
-def latencies(
+def round_trip_times(
     workers: Sequence[Worker], avoided: Collection[tuple[m.PeerId, m.PeerId]] = ()
 ) -> dict[tuple[m.PeerId, m.PeerId], float]:
     """Round trips in seconds by directed pair; `avoided` pairs are not to be neighbours where possible."""
     links = {(worker.peer, other): rtt_s for worker in workers for other, rtt_s in worker.rtt_s.items()}
     if avoided and not links:  # as the ring's planner counts what is not measured like the others
         links = {(one.peer, other.peer): 0.0 for one, other in itertools.combinations(workers, 2)}
-    return links | {pair: AVOIDED_S for pair in avoided}
+    return links | {pair: AVOIDED_PAIR_RTT_S for pair in avoided}
 
 
-def limits(workers: Sequence[Worker]) -> list[int]:
+def batch_limits(workers: Sequence[Worker]) -> list[int]:
     """With a global batch size: the most samples of a step that each can take; 0: any number."""
     return [worker.setup.batch_size if worker.setup is not None else 0 for worker in workers]
 
 
-def shares(workers: Sequence[Worker], global_batch_size: int | None, sharing: Sharing) -> Shares:
+def assign_shares(workers: Sequence[Worker], global_batch_size: int | None, sharing: WorkerSpeeds) -> BatchShares:
     """Batch sizes in the workers' order: each one's own, or the global one dealt out by speed."""
     if global_batch_size is None:
-        return Shares(tuple(limits(workers)), "each worker takes its own batch size")
+        return BatchShares(tuple(batch_limits(workers)), "each worker takes its own batch size")
     peers, names = [worker.peer for worker in workers], [worker.name for worker in workers]
-    return sharing.plan(peers, names, global_batch_size, limits(workers))
+    return sharing.plan_shares(peers, names, global_batch_size, batch_limits(workers))
 
 
-def differences(reference: m.Setup, setup: m.Setup) -> list[str]:
+def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
     """What differs from the run as the first worker defined it, in words."""
     run, here = _described(reference), _described(setup)
     return [

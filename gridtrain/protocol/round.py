@@ -26,7 +26,7 @@ from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol.messages import RoundId, Verdict
 
 ROOT = 0
-HISTORY_START = bytes(32)
+EMPTY_HISTORY = bytes(32)
 _REMEDY = "drop that peer; an honest one of the same version never sends this"
 
 
@@ -35,7 +35,7 @@ def extend_history(history: bytes, digest: bytes) -> bytes:
     return hashlib.blake2b(history + digest, digest_size=32).digest()
 
 
-def largest_party(held: Mapping[int, Hashable]) -> list[int]:
+def largest_agreeing_group(held: Mapping[int, Hashable]) -> list[int]:
     """Of what each rank holds: the ranks of the largest party, of equal ones of that with the lowest rank."""
     parties: dict[Hashable, list[int]] = {}
     for rank in sorted(held):
@@ -61,7 +61,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class VoteCame:
+class VoteReceived:
     rank: int
     yes: bool
     digest: bytes
@@ -69,7 +69,7 @@ class VoteCame:
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionCame:
+class DecisionReceived:
     rank: int
     verdict: Verdict
     reason: str
@@ -81,17 +81,17 @@ class LaterStepSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class ProgressReceived:
     """A sign of life: the member's trainer works, or waits for the others inside of gridtrain.
 
     `stirred`: more than that, something moved (a payload, a step of its computing).
     """
 
     rank: int
-    stirred: bool
+    has_moved: bool
 
 
-RoundEvent = Prepared | Failed | VoteCame | DecisionCame | LaterStepSeen | Moved
+CommitEvent = Prepared | Failed | VoteReceived | DecisionReceived | LaterStepSeen | ProgressReceived
 
 
 # -- effects -----------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class CastVote:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class AnnounceDecision:
     """The root's Decision, to every other member."""
 
     verdict: Verdict
@@ -127,10 +127,10 @@ class Decided:
     silent_s: float = 0.0
 
 
-RoundEffect = CastVote | Announce | Decided
+CommitEffect = CastVote | AnnounceDecision | Decided
 
 
-class Round:
+class TwoPhaseCommit:
     """One attempt, as the member of rank `rank` sees it.
 
     Attributes:
@@ -140,119 +140,119 @@ class Round:
     """
 
     def __init__(self, id: RoundId, rank: int, world_size: int, patience_s: float, now_s: float) -> None:
-        self.id = id
+        self.round_id = id
         self.rank = rank
         self.world_size = world_size
-        self.patience_s = patience_s
-        self.voted: bool | None = None
+        self.timeout_s = patience_s
+        self.vote: bool | None = None
         self.digest = b""
         self.verdict: Verdict | None = None
-        self._votes: dict[int, VoteCame] = {}
-        self._moved_s = dict.fromkeys(range(world_size), now_s)
-        self._stirred_s = now_s
+        self._votes: dict[int, VoteReceived] = {}
+        self._last_progress_s = dict.fromkeys(range(world_size), now_s)
+        self._last_movement_s = now_s
 
     @property
-    def prepared(self) -> bool:
+    def is_prepared(self) -> bool:
         """Voted YES and waiting for the verdict."""
-        return self.voted is True and self.verdict is None
+        return self.vote is True and self.verdict is None
 
     @property
     def deadline_s(self) -> float:
         """When the next laggard's patience runs out; infinite where nobody is waited for."""
         if self.verdict is not None:
             return math.inf
-        quiet_since_s = [self._moved_s[rank] for rank in self._laggards()]
+        quiet_since_s = [self._last_progress_s[rank] for rank in self._laggards()]
         if self.rank == ROOT:
-            quiet_since_s.append(self._stirred_s)
-        return min(quiet_since_s) + self.patience_s
+            quiet_since_s.append(self._last_movement_s)
+        return min(quiet_since_s) + self.timeout_s
 
-    def handle(self, event: RoundEvent, now_s: float) -> list[RoundEffect]:
+    def handle(self, event: CommitEvent, now_s: float) -> list[CommitEffect]:
         match event:
-            case Moved(rank, stirred):
-                self._moved_s[rank] = now_s
-                self._stirred_s = now_s if stirred else self._stirred_s
+            case ProgressReceived(rank, stirred):
+                self._last_progress_s[rank] = now_s
+                self._last_movement_s = now_s if stirred else self._last_movement_s
                 return []
             case Prepared(digest):
-                return self._vote(VoteCame(self.rank, True, digest, ""), now_s)
+                return self._cast_vote(VoteReceived(self.rank, True, digest, ""), now_s)
             case Failed(reason):
                 # After a YES only the root or the coordinator may end the attempt.
-                if self.voted is not None:
+                if self.vote is not None:
                     return []
-                return self._vote(VoteCame(self.rank, False, b"", reason), now_s)
-            case VoteCame():
-                return self._count(event, now_s)
-            case DecisionCame(rank, verdict, reason):
-                return self._obey(rank, verdict, reason)
+                return self._cast_vote(VoteReceived(self.rank, False, b"", reason), now_s)
+            case VoteReceived():
+                return self._count_vote(event, now_s)
+            case DecisionReceived(rank, verdict, reason):
+                return self._accept_decision(rank, verdict, reason)
             case LaterStepSeen():
-                return self._obey(ROOT, Verdict.COMMIT, "a message of the next step proves the commit")
+                return self._accept_decision(ROOT, Verdict.COMMIT, "a message of the next step proves the commit")
 
-    def tick(self, now_s: float) -> list[RoundEffect]:
+    def tick(self, now_s: float) -> list[CommitEffect]:
         """Root: ABORT when patience has run out.  A member only waits: the caller tells the coordinator."""
         if now_s < self.deadline_s or self.rank != ROOT:
             return []
-        late = tuple(r for r in self._laggards() if now_s >= self._moved_s[r] + self.patience_s)
+        late = tuple(r for r in self._laggards() if now_s >= self._last_progress_s[r] + self.timeout_s)
         if late:
-            reason = f"no vote and no sign of life from rank {_listed(late)} for {self.patience_s:.1f} s"
+            reason = f"no vote and no sign of life from rank {_format_ranks(late)} for {self.timeout_s:.1f} s"
         else:
-            reason = f"nothing moved anywhere for {self.patience_s:.1f} s"
-        return self._decide(Verdict.ABORT, reason, late, self.patience_s if late else 0.0)
+            reason = f"nothing moved anywhere for {self.timeout_s:.1f} s"
+        return self._decide(Verdict.ABORT, reason, late, self.timeout_s if late else 0.0)
 
-    def second_chance(self, until_s: float) -> None:
+    def extend_timeouts(self, until_s: float) -> None:
         """This member stood still, and has not read what came: patience lasts until `until_s` at least."""
-        since_s = until_s - self.patience_s
-        self._moved_s = {rank: max(moved_s, since_s) for rank, moved_s in self._moved_s.items()}
-        self._stirred_s = max(self._stirred_s, since_s)
+        since_s = until_s - self.timeout_s
+        self._last_progress_s = {rank: max(moved_s, since_s) for rank, moved_s in self._last_progress_s.items()}
+        self._last_movement_s = max(self._last_movement_s, since_s)
 
     def _laggards(self) -> list[int]:
         if self.rank == ROOT:
             return [rank for rank in range(self.world_size) if rank not in self._votes]
         return [ROOT]
 
-    def _vote(self, vote: VoteCame, now_s: float) -> list[RoundEffect]:
-        if self.voted is not None:
-            raise LocalProtocolError(f"round {self.id}: a second vote of our own; the first was {self.voted}")
+    def _cast_vote(self, vote: VoteReceived, now_s: float) -> list[CommitEffect]:
+        if self.vote is not None:
+            raise LocalProtocolError(f"round {self.round_id}: a second vote of our own; the first was {self.vote}")
         if self.verdict is not None:
             return []
-        self.voted, self.digest = vote.yes, vote.digest
+        self.vote, self.digest = vote.yes, vote.digest
         if self.rank == ROOT:
-            return self._count(vote, now_s)
+            return self._count_vote(vote, now_s)
         return [CastVote(vote.yes, vote.digest, vote.reason)]
 
-    def _count(self, vote: VoteCame, now_s: float) -> list[RoundEffect]:
+    def _count_vote(self, vote: VoteReceived, now_s: float) -> list[CommitEffect]:
         check_vote(vote.rank, self.rank)
-        self._moved_s[vote.rank] = self._stirred_s = now_s
+        self._last_progress_s[vote.rank] = self._last_movement_s = now_s
         if self.verdict is not None:
             return []  # decided once; the caller repeats the decision to late voters
         earlier = self._votes.get(vote.rank)
         if earlier is not None and not _is_same_vote(earlier, vote):
             raise RemoteProtocolError(
-                f"rank {vote.rank} voted twice, and differently, in round {self.id}", remedy=_REMEDY
+                f"rank {vote.rank} voted twice, and differently, in round {self.round_id}", remedy=_REMEDY
             )
         self._votes[vote.rank] = vote
         if not vote.yes:
             return self._decide(Verdict.ABORT, f"rank {vote.rank} voted NO: {vote.reason}", (vote.rank,))
         if len(self._votes) < self.world_size:
             return []
-        right = largest_party({rank: cast.digest for rank, cast in self._votes.items()})
+        right = largest_agreeing_group({rank: cast.digest for rank, cast in self._votes.items()})
         if len(right) == self.world_size:
             return self._decide(Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
         wrong = tuple(sorted(set(self._votes) - set(right)))
-        reason = f"updates differ: ranks {_listed(right)} agree, ranks {_listed(wrong)} hold something else"
+        reason = f"updates differ: ranks {_format_ranks(right)} agree, ranks {_format_ranks(wrong)} hold something else"
         return self._decide(Verdict.ABORT, reason, wrong)
 
     def _decide(
         self, verdict: Verdict, reason: str, suspects: tuple[int, ...] = (), silent_s: float = 0.0
-    ) -> list[RoundEffect]:
+    ) -> list[CommitEffect]:
         self.verdict = verdict
-        return [Announce(verdict, reason), Decided(verdict, reason, suspects, silent_s)]
+        return [AnnounceDecision(verdict, reason), Decided(verdict, reason, suspects, silent_s)]
 
-    def _obey(self, rank: int, verdict: Verdict, reason: str) -> list[RoundEffect]:
+    def _accept_decision(self, rank: int, verdict: Verdict, reason: str) -> list[CommitEffect]:
         check_decision(rank, self.rank)
         if self.verdict is not None:
             return []
-        if verdict is Verdict.COMMIT and self.voted is not True:
+        if verdict is Verdict.COMMIT and self.vote is not True:
             raise RemoteProtocolError(
-                f"rank {rank} sent COMMIT of round {self.id} without the YES of rank {self.rank}",
+                f"rank {rank} sent COMMIT of round {self.round_id} without the YES of rank {self.rank}",
                 remedy=_REMEDY,
             )
         self.verdict = verdict
@@ -283,9 +283,9 @@ def _decides(from_rank: int, rank: int) -> bool:
     return from_rank == ROOT and rank != ROOT
 
 
-def _is_same_vote(earlier: VoteCame, vote: VoteCame) -> bool:
+def _is_same_vote(earlier: VoteReceived, vote: VoteReceived) -> bool:
     return (earlier.yes, earlier.digest) == (vote.yes, vote.digest)
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(rank) for rank in ranks)

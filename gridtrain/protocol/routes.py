@@ -21,18 +21,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from gridtrain.protocol.messages import PeerId
+from gridtrain.protocol.messages import RELAY_PREFIX, PeerId
 
-RELAY = "relay:"
 _NUMERIC = re.compile(r"tcp://(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5}|memory://.+")
 """A name would have to be looked up by whoever dials, and is no more than a worker's word."""
 
-_KEY = re.compile(r"[0-9a-f]{64}")
 MAX_BLOCKED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PeerLocation:
     """Where a worker is.
 
     Attributes:
@@ -42,28 +40,22 @@ class Place:
         relays: it is willing to pass on what others send one another.
     """
 
-    claimed: str
+    claimed_address: str
     host: str
-    proven: str
-    relays: bool = True
+    verified_address: str
+    can_relay: bool = True
 
 
-def candidates(place: Place) -> tuple[str, ...]:
+def dial_back_addresses(place: PeerLocation) -> tuple[str, ...]:
     """Addresses to call a worker back at: the one it claims, and the same port of where it came from."""
-    host, _, port = place.claimed.removeprefix("tcp://").rpartition(":")
-    if not place.claimed.startswith("tcp://") or not place.host or host.strip("[]") == place.host:
-        return (place.claimed,) if place.claimed else ()
+    host, _, port = place.claimed_address.removeprefix("tcp://").rpartition(":")
+    if not place.claimed_address.startswith("tcp://") or not place.host or host.strip("[]") == place.host:
+        return (place.claimed_address,) if place.claimed_address else ()
     seen = f"[{place.host}]" if ":" in place.host else place.host
-    return (place.claimed, f"tcp://{seen}:{port}")
+    return (place.claimed_address, f"tcp://{seen}:{port}")
 
 
-def relay_of(way: str) -> PeerId | None:
-    """The key of the relay in a member's address; None: it is a direct way."""
-    key = way.removeprefix(RELAY)
-    return bytes.fromhex(key) if key != way and _KEY.fullmatch(key) else None
-
-
-class Routes:
+class RouteTable:
     """The places of all workers, and which ways were tried in vain.
 
     Args:
@@ -72,30 +64,30 @@ class Routes:
 
     def __init__(self, coordinator: PeerId) -> None:
         self._coordinator = coordinator
-        self._places: dict[PeerId, Place] = {}
+        self._locations: dict[PeerId, PeerLocation] = {}
         self._blocked: set[tuple[PeerId, PeerId, str]] = set()
 
-    def place(self, peer: PeerId) -> Place | None:
-        return self._places.get(peer)
+    def location(self, peer: PeerId) -> PeerLocation | None:
+        return self._locations.get(peer)
 
-    def reach(self, peer: PeerId) -> str:
+    def reachability_text(self, peer: PeerId) -> str:
         """For people: can others dial it?"""
-        place = self._places.get(peer)
-        return "?" if place is None else "direct" if place.proven else "behind NAT"
+        place = self._locations.get(peer)
+        return "?" if place is None else "direct" if place.verified_address else "behind NAT"
 
-    def is_plain(self, peer: PeerId) -> bool:
+    def is_directly_reachable(self, peer: PeerId) -> bool:
         """Everybody can dial it, and nobody has tried in vain."""
-        place = self._places.get(peer)
-        return place is not None and bool(place.proven) and not self._blocked
+        place = self._locations.get(peer)
+        return place is not None and bool(place.verified_address) and not self._blocked
 
-    def learn(self, peer: PeerId, place: Place) -> None:
+    def set_location(self, peer: PeerId, place: PeerLocation) -> None:
         """The worker is there now; what was tried in vain with another place is forgotten."""
-        if self._places.get(peer) != place:
+        if self._locations.get(peer) != place:
             self.forget(peer)
-            self._places[peer] = place
+            self._locations[peer] = place
 
     def forget(self, peer: PeerId) -> None:
-        self._places.pop(peer, None)
+        self._locations.pop(peer, None)
         self._blocked = {way for way in self._blocked if peer not in way[:2]}
 
     def block(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> str:
@@ -103,7 +95,7 @@ class Routes:
         way = self.address(viewer, other, relays)
         if way and len(self._blocked) < MAX_BLOCKED:
             self._blocked.add((viewer, other, way))
-            if way.startswith(RELAY):
+            if way.startswith(RELAY_PREFIX):
                 self._blocked.add((other, viewer, way))
         return way
 
@@ -113,30 +105,30 @@ class Routes:
         Args:
             relays: members to choose from, in the order of ranks.
         """
-        here, there = self._places.get(viewer), self._places.get(other)
-        if here and there and here.proven and there.proven and not self._blocked:
-            return there.proven if viewer > other else ""  # as below, for a million pairs
+        here, there = self._locations.get(viewer), self._locations.get(other)
+        if here and there and here.verified_address and there.verified_address and not self._blocked:
+            return there.verified_address if viewer > other else ""  # as below, for a million pairs
         forward, backward = self._direct(viewer, other), self._direct(other, viewer)
         if forward and backward:
-            better = (forward.proven, viewer) > (backward.proven, other)
+            better = (forward.is_verified, viewer) > (backward.is_verified, other)
             return forward.address if better else ""
         if forward:
             return forward.address
-        return "" if backward else RELAY + self._relay(viewer, other, relays).hex()
+        return "" if backward else RELAY_PREFIX + self._relay(viewer, other, relays).hex()
 
-    def willing(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
+    def relay_candidates(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
         """Those of `peers` that can serve as relays."""
-        return tuple(p for p in peers if (place := self._places.get(p)) and place.proven and place.relays)
+        return tuple(p for p in peers if (place := self._locations.get(p)) and place.verified_address and place.can_relay)
 
-    def _direct(self, viewer: PeerId, other: PeerId) -> _Way | None:
+    def _direct(self, viewer: PeerId, other: PeerId) -> _Route | None:
         """The best address at which `viewer` can dial `other`."""
-        here, there = self._places.get(viewer), self._places.get(other)
+        here, there = self._locations.get(viewer), self._locations.get(other)
         if there is None:
             return None
-        ways = [_Way(there.proven, True)] if there.proven else []
+        ways = [_Route(there.verified_address, True)] if there.verified_address else []
         near = here is not None and here.host == there.host
-        if near and there.claimed != there.proven and _NUMERIC.fullmatch(there.claimed):
-            ways.append(_Way(there.claimed, False))  # behind the same router, or on the same machine
+        if near and there.claimed_address != there.verified_address and _NUMERIC.fullmatch(there.claimed_address):
+            ways.append(_Route(there.claimed_address, False))  # behind the same router, or on the same machine
         return next((way for way in ways if (viewer, other, way.address) not in self._blocked), None)
 
     def _relay(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> PeerId:
@@ -145,7 +137,7 @@ class Routes:
         first = int.from_bytes(blake2b(pair, digest_size=4).digest(), "big")
         for i in range(len(relays)):
             relay = relays[(first + i) % len(relays)]
-            if relay in (viewer, other) or (viewer, other, RELAY + relay.hex()) in self._blocked:
+            if relay in (viewer, other) or (viewer, other, RELAY_PREFIX + relay.hex()) in self._blocked:
                 continue
             if self._direct(viewer, relay) and self._direct(other, relay):
                 return relay
@@ -153,6 +145,6 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Route:
     address: str
-    proven: bool
+    is_verified: bool

@@ -18,18 +18,18 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.membership_io import Journal, RunPhase, Send
-from gridtrain.protocol.recovery import Recovered
-from gridtrain.protocol.recutting import cuts_of
+from gridtrain.protocol.membership_io import JournalEntry, RunPhase, Send
+from gridtrain.protocol.recovery import RecoveredRun
+from gridtrain.protocol.recutting import defined_cuts
 from gridtrain.protocol.roll import Worker
-from gridtrain.protocol.roll import workers as said
-from gridtrain.protocol.seats import Seats
+from gridtrain.protocol.roll import worker_count_text as said
+from gridtrain.protocol.seats import RankLayout
 
-MOST_STEPS = 2**62
+MAX_STEPS = 2**62
 """What a worker may say of a step has to stay a number of the protocol when something is added to it."""
 
 
-class Run:
+class RunState:
     """See the module's text.
 
     Args:
@@ -63,55 +63,55 @@ class Run:
         self.phase = RunPhase.WAITING
         self._reason = f"waiting for {said(min_workers)}"
         self.generation = 0
-        self.reference: m.Setup | None = None
+        self.definition: m.Setup | None = None
         self.workers: dict[m.PeerId, Worker] = {}
-        self.view: m.View | None = None
-        self.cuts: tuple[int, ...] = ()
-        self.reached = 0
-        self.started = False
-        self.accepted: set[m.PeerId] = set()
-        self.departed: set[m.PeerId] = set()
-        self.finished: set[m.PeerId] = set()
+        self.view: m.MembershipView | None = None
+        self.partition: tuple[int, ...] = ()
+        self.highest_step = 0
+        self.has_started = False
+        self.accepted_workers: set[m.PeerId] = set()
+        self.departed_members: set[m.PeerId] = set()
+        self.finished_members: set[m.PeerId] = set()
         self._min_workers, self._software = min_workers, software
-        self.roster = ()
+        self.member_list = ()
 
-    def take_up(self, recovered: Recovered) -> None:
+    def restore(self, recovered: RecoveredRun) -> None:
         """As an earlier term left it."""
-        self.generation, self.reference = recovered.generation, recovered.reference
+        self.generation, self.definition = recovered.generation, recovered.definition
         view = recovered.view
-        self.reached = view.applied + 1 if view is not None else recovered.reached
-        if recovered.finished:
+        self.highest_step = view.applied + 1 if view is not None else recovered.highest_step
+        if recovered.is_finished:
             self.phase = RunPhase.FINISHED
             self._reason = "the run was finished before the coordinator restarted"
         elif view is not None:
-            self.roster, self.started = recovered.roster, recovered.started
-            self.view, self.cuts = replace(view, term=self.term), view.cuts
+            self.member_list, self.has_started = recovered.roster, recovered.has_started
+            self.view, self.partition = replace(view, term=self.term), view.stage_bounds
             self.phase = RunPhase.PAUSED
-            self._reason = f"the coordinator restarted; waiting for {len(self.roster)} members to come back"
+            self._reason = f"the coordinator restarted; waiting for {len(self.member_list)} members to come back"
 
     # -- members -----------------------------------------------------------------------------------
 
     @property
-    def roster(self) -> tuple[m.Member, ...]:
+    def member_list(self) -> tuple[m.Member, ...]:
         """The generation's members in rank order; (): nobody holds the model."""
-        return self._roster
+        return self._member_list
 
-    @roster.setter
-    def roster(self, members: tuple[m.Member, ...]) -> None:
-        self._roster = members
-        self.order = tuple(member.peer for member in members)  # their keys
-        self.members = frozenset(self.order)
+    @member_list.setter
+    def member_list(self, members: tuple[m.Member, ...]) -> None:
+        self._member_list = members
+        self.member_order = tuple(member.peer for member in members)  # their keys
+        self.members = frozenset(self.member_order)
 
     @property
-    def present(self) -> list[m.PeerId]:
+    def present_members(self) -> list[m.PeerId]:
         """Members that are on the roll, in rank order."""
-        return [peer for peer in self.order if peer in self.workers]
+        return [peer for peer in self.member_order if peer in self.workers]
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         return self.phase is RunPhase.FINISHED
 
-    def is_now(self, term: int, generation: int) -> bool:
+    def is_current(self, term: int, generation: int) -> bool:
         """Of a message: it is about the generation that is."""
         return (term, generation) == (self.term, self.generation)
 
@@ -119,21 +119,21 @@ class Run:
         """Sorts the longest-serving first."""
         return (self.workers[peer].joined_s, peer)
 
-    def eldest_first(self, peers: Collection[m.PeerId]) -> list[m.PeerId]:
+    def sort_by_seniority(self, peers: Collection[m.PeerId]) -> list[m.PeerId]:
         return sorted(peers, key=self.seniority)
 
-    def taking_part(self) -> list[m.PeerId]:
+    def eligible_workers(self) -> list[m.PeerId]:
         """Who may be in the next generation, the longest-serving first."""
         # A member's process that was started anew has no set-up yet: it joins when it has.
         workers = self.workers.values()
-        ready = (w for w in workers if w.enters or (w.peer in self.members and w.setup is not None))
-        return self.eldest_first([w.peer for w in ready])
+        ready = (w for w in workers if w.is_eligible or (w.peer in self.members and w.setup is not None))
+        return self.sort_by_seniority([w.peer for w in ready])
 
     def newcomers(self) -> list[Worker]:
         """Who may enter the next generation, and is in none."""
-        return [w for w in self.workers.values() if w.enters and w.peer not in self.members]
+        return [w for w in self.workers.values() if w.is_eligible and w.peer not in self.members]
 
-    def named(self, peer: m.PeerId) -> str:
+    def display_name(self, peer: m.PeerId) -> str:
         """For people; who is not on the roll has a key only."""
         return self.workers[peer].name if peer in self.workers else peer.hex()[:8]
 
@@ -141,50 +141,50 @@ class Run:
 
     @property
     def is_pipeline(self) -> bool:
-        return self.reference is not None and self.reference.stages > 1
+        return self.definition is not None and self.definition.stages > 1
 
     @property
-    def cut(self) -> tuple[int, ...]:
+    def effective_partition(self) -> tuple[int, ...]:
         """Of the generation: where its stages begin, and the number of blocks."""
-        if self.cuts or self.reference is None:
-            return self.cuts or (0, 1)
-        return cuts_of(self.reference)
+        if self.partition or self.definition is None:
+            return self.partition or (0, 1)
+        return defined_cuts(self.definition)
 
     @property
-    def stages(self) -> int:
+    def stage_count(self) -> int:
         """Of the generation; before there is one, and in one piece, as the run is defined."""
-        return len(self.cut) - 1
+        return len(self.effective_partition) - 1
 
-    def may_be_cut(self, cuts: tuple[int, ...]) -> bool:
+    def is_valid_partition(self, cuts: tuple[int, ...]) -> bool:
         """As a member tells; before the run is defined here nobody can know."""
-        if self.reference is None or not cuts:
+        if self.definition is None or not cuts:
             return True
-        return self.is_pipeline and cuts[-1] == cuts_of(self.reference)[-1]
+        return self.is_pipeline and cuts[-1] == defined_cuts(self.definition)[-1]
 
-    def may_hold(self, blocks: m.Span) -> bool:
+    def can_hold(self, blocks: m.Span) -> bool:
         """Of its seat's stage or, where the model was cut anew and that is not done, of another cut's."""
-        return blocks.start < blocks.stop <= self.cut[-1] if self.is_pipeline else blocks == m.Span(0, 1)
+        return blocks.start < blocks.stop <= self.effective_partition[-1] if self.is_pipeline else blocks == m.Span(0, 1)
 
     def stage_of(self, peer: m.PeerId) -> int:
         """That a member holds by its rank; 0 where that says nothing."""
-        if len(self.order) % self.stages or peer not in self.order:
+        if len(self.member_order) % self.stage_count or peer not in self.member_order:
             return 0
-        return Seats.of(self.stages, len(self.order)).stage_of(self.order.index(peer))
+        return RankLayout.for_world_size(self.stage_count, len(self.member_order)).stage_of(self.member_order.index(peer))
 
     @property
-    def least_workers(self) -> int:
+    def required_workers(self) -> int:
         """To begin with; a run that has begun may be cut anew."""
-        defined = self.reference.stages if self.reference is not None else 1
-        begun = self.is_pipeline and self.reached > 0
+        defined = self.definition.stages if self.definition is not None else 1
+        begun = self.is_pipeline and self.highest_step > 0
         return max(self._min_workers, 1 if begun else defined)
 
     def define(self, setup: m.Setup) -> None:
         """The first worker has told what is trained."""
-        self.reference = setup
-        if not self.may_be_cut(self.cuts):  # as somebody told before the run was defined here
-            self.cuts = ()
+        self.definition = setup
+        if not self.is_valid_partition(self.partition):  # as somebody told before the run was defined here
+            self.partition = ()
 
-    def name_stages(self, stages: int) -> None:
+    def set_stage_requirement(self, stages: int) -> None:
         """While workers are waited for: why of so many."""
         if stages > self._min_workers and self.phase is RunPhase.WAITING:
             self._reason = f"waiting for {said(stages)}: the model has so many stages"
@@ -195,25 +195,25 @@ class Run:
     def reason(self) -> str:
         """Why the run is where it is; while workers are waited for, how many there are."""
         here = len(self.workers)
-        if self.phase is not RunPhase.WAITING or not 0 < here < self.least_workers:
+        if self.phase is not RunPhase.WAITING or not 0 < here < self.required_workers:
             return self._reason
-        return f"{self._reason}; {here} of {self.least_workers} {'has' if here == 1 else 'have'} joined"
+        return f"{self._reason}; {here} of {self.required_workers} {'has' if here == 1 else 'have'} joined"
 
-    def entry(self, phase: RunPhase, reason: str, **more: Any) -> Journal:
-        return Journal("state", {"state": str(phase), "reason": reason, **more})
+    def phase_entry(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:
+        return JournalEntry("state", {"state": str(phase), "reason": reason, **more})
 
-    def enter(self, phase: RunPhase, reason: str, **more: Any) -> Journal:
+    def enter_phase(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:
         """Another phase, for another reason: its entry in the journal."""
         self.phase, self._reason = phase, reason
-        return self.entry(phase, reason, **more)
+        return self.phase_entry(phase, reason, **more)
 
-    def term_entry(self) -> Journal:
+    def term_entry(self) -> JournalEntry:
         """Before anybody is told the term."""
-        return Journal("term", {"term": self.term, "run": self.name, "software": self._software})
+        return JournalEntry("term", {"term": self.term, "run": self.name, "software": self._software})
 
-    def welcome(self, peer: m.PeerId) -> Send:
+    def welcome_message(self, peer: m.PeerId) -> Send:
         return Send(peer, m.Welcome(self.term, self.name, self._software))
 
-    def told(self, peer: m.PeerId) -> Send:
+    def phase_message(self, peer: m.PeerId) -> Send:
         """What a worker is told of the phase."""
-        return Send(peer, m.RunState(str(self.phase), self.reason))
+        return Send(peer, m.RunStateUpdate(str(self.phase), self.reason))

@@ -28,14 +28,14 @@ from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.protocol.messages import Channel
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """What is done with a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
 
 
-class Payload(IntEnum):
+class PayloadKind(IntEnum):
     """`Channel.kind` of what stages send each other; 0 is the exchange of gradients among replicas."""
 
     ACTIVATIONS = 1  # stage s to s + 1, index: the micro-batch
@@ -44,34 +44,34 @@ class Payload(IntEnum):
     TIED_PARAMETERS = 4  # from the lowest of these stages to the others, index: which one
 
 
-def activations(micro_batch: int) -> Channel:
-    return Channel(kind=Payload.ACTIVATIONS, index=micro_batch)
+def activations_channel(micro_batch: int) -> Channel:
+    return Channel(kind=PayloadKind.ACTIVATIONS, index=micro_batch)
 
 
-def gradients(micro_batch: int) -> Channel:
-    return Channel(kind=Payload.GRADIENTS, index=micro_batch)
+def gradients_channel(micro_batch: int) -> Channel:
+    return Channel(kind=PayloadKind.GRADIENTS, index=micro_batch)
 
 
-def tied_gradients(index: int) -> Channel:
-    return Channel(kind=Payload.TIED_GRADIENTS, index=index)
+def tied_gradients_channel(index: int) -> Channel:
+    return Channel(kind=PayloadKind.TIED_GRADIENTS, index=index)
 
 
-def tied_parameters(index: int) -> Channel:
-    return Channel(kind=Payload.TIED_PARAMETERS, index=index)
+def tied_parameters_channel(index: int) -> Channel:
+    return Channel(kind=PayloadKind.TIED_PARAMETERS, index=index)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """One stage's work on one micro-batch."""
 
-    kind: Kind
+    kind: ActionKind
     micro_batch: int
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.micro_batch}"
 
 
-def divide(samples: int, micro_batches: int) -> tuple[int, ...]:
+def divide_samples(samples: int, micro_batches: int) -> tuple[int, ...]:
     """The sizes of the micro-batches of a mini-batch: as even as can be, larger ones first, none empty.
 
     Seven samples in three micro-batches: (3, 2, 2).  Fewer samples than micro-batches: one sample in each,
@@ -95,11 +95,11 @@ class Schedule:
     micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
 
-    def kept(self, stage: int) -> int:
+    def max_in_flight(self, stage: int) -> int:
         """The most micro-batches of which this stage must keep something for their backward at one time."""
         now = most = 0
         for action in self.actions[stage]:
-            now += 1 if action.kind is Kind.FORWARD else -1
+            now += 1 if action.kind is ActionKind.FORWARD else -1
             most = max(most, now)
         return most
 
@@ -147,16 +147,16 @@ def _scheduled(name: str, stages: int, micro_batches: int, warm_up: Sequence[int
         )
     everything = []
     for first in warm_up:
-        actions = [Action(Kind.FORWARD, m) for m in range(first)]
+        actions = [Action(ActionKind.FORWARD, m) for m in range(first)]
         for m in range(first, micro_batches):
-            actions += [Action(Kind.FORWARD, m), Action(Kind.BACKWARD, m - first)]
-        actions += [Action(Kind.BACKWARD, m) for m in range(micro_batches - first, micro_batches)]
+            actions += [Action(ActionKind.FORWARD, m), Action(ActionKind.BACKWARD, m - first)]
+        actions += [Action(ActionKind.BACKWARD, m) for m in range(micro_batches - first, micro_batches)]
         everything.append(tuple(actions))
     return Schedule(name, stages, micro_batches, tuple(everything))
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TimeSlot:
     """When a stage computes an action, if nothing but work and links takes time."""
 
     action: Action
@@ -168,13 +168,13 @@ class Slot:
 class Timetable:
     """`slots[s]`: of stage s, ascending."""
 
-    slots: tuple[tuple[Slot, ...], ...]
+    slots: tuple[tuple[TimeSlot, ...], ...]
 
     @property
     def makespan_s(self) -> float:
         return max((slot.stop_s for slots in self.slots for slot in slots), default=0.0)
 
-    def busy(self, stage: int) -> float:
+    def busy_share(self, stage: int) -> float:
         """The share of the time in which this stage computes; what is missing to 1 is its bubble."""
         if not self.slots[stage]:
             return 0.0
@@ -194,18 +194,18 @@ def timetable(
     A payload occupies its link, one for each direction, for `send_s` and arrives `latency_s` later.  With
     `send_s = latency_s = 0` and even stages both schedules take (M + S - 1)(forward + backward).
     """
-    walk = _Walk(schedule, _each(forward_s, schedule), _each(backward_s, schedule), send_s, latency_s)
+    walk = _ScheduleSimulation(schedule, _per_stage(forward_s, schedule), _per_stage(backward_s, schedule), send_s, latency_s)
     return Timetable(tuple(tuple(slots) for slots in walk.slots))
 
 
-def _each(value_s: float | Sequence[float], schedule: Schedule) -> Sequence[float]:
+def _per_stage(value_s: float | Sequence[float], schedule: Schedule) -> Sequence[float]:
     each = [value_s] * schedule.stages if isinstance(value_s, int | float) else value_s
     if len(each) != schedule.stages:
         raise LocalProtocolError(f"{len(each)} times for {schedule.stages} stages")
     return each
 
 
-class _Walk:
+class _ScheduleSimulation:
     """Works through all lists, whichever stage can go on, until all are done."""
 
     def __init__(
@@ -217,10 +217,10 @@ class _Walk:
         latency_s: float,
     ) -> None:
         self._schedule, self._send_s, self._latency_s = schedule, send_s, latency_s
-        self._lasts_s = {Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s}
+        self._durations_s = {ActionKind.FORWARD: forward_s, ActionKind.BACKWARD: backward_s}
         self._ready_s: dict[tuple[int, Action], float] = {}
-        self._link_free_s: dict[tuple[int, Kind], float] = {}
-        self.slots: list[list[Slot]] = [[] for _ in range(schedule.stages)]
+        self._link_free_s: dict[tuple[int, ActionKind], float] = {}
+        self.slots: list[list[TimeSlot]] = [[] for _ in range(schedule.stages)]
         while any(self._advance(stage) for stage in range(schedule.stages)):
             pass
         if any(len(done) < len(due) for done, due in zip(self.slots, schedule.actions, strict=True)):
@@ -229,33 +229,33 @@ class _Walk:
     def _advance(self, stage: int) -> bool:
         before = len(self.slots[stage])
         for action in self._schedule.actions[stage][before:]:
-            ready_s = self._when_ready(stage, action)
+            ready_s = self._ready_time_s(stage, action)
             if ready_s is None:
                 break
             start_s = max(ready_s, self.slots[stage][-1].stop_s if self.slots[stage] else 0.0)
-            stop_s = start_s + self._lasts_s[action.kind][stage]
-            self.slots[stage].append(Slot(action, start_s, stop_s))
-            self._pass_on(stage, action, stop_s)
+            stop_s = start_s + self._durations_s[action.kind][stage]
+            self.slots[stage].append(TimeSlot(action, start_s, stop_s))
+            self._deliver(stage, action, stop_s)
         return len(self.slots[stage]) > before
 
-    def _when_ready(self, stage: int, action: Action) -> float | None:
-        if action.kind is Kind.FORWARD and stage == 0:
+    def _ready_time_s(self, stage: int, action: Action) -> float | None:
+        if action.kind is ActionKind.FORWARD and stage == 0:
             return 0.0
         return self._ready_s.get((stage, action))
 
-    def _pass_on(self, stage: int, action: Action, stop_s: float) -> None:
+    def _deliver(self, stage: int, action: Action, stop_s: float) -> None:
         """To the neighbour; the last stage turns a forward into its own backward."""
         last = self._schedule.stages - 1
-        if action.kind is Kind.FORWARD and stage == last:
-            self._ready_s[stage, Action(Kind.BACKWARD, action.micro_batch)] = stop_s
+        if action.kind is ActionKind.FORWARD and stage == last:
+            self._ready_s[stage, Action(ActionKind.BACKWARD, action.micro_batch)] = stop_s
             return
         sent_s = max(stop_s, self._link_free_s.get((stage, action.kind), 0.0)) + self._send_s
         self._link_free_s[stage, action.kind] = sent_s
-        neighbour = stage + 1 if action.kind is Kind.FORWARD else stage - 1
+        neighbour = stage + 1 if action.kind is ActionKind.FORWARD else stage - 1
         self._ready_s[neighbour, action] = sent_s + self._latency_s
 
 
-def draw(schedule: Schedule, *, forward: int = 1, backward: int = 1, hop: int = 0) -> str:
+def draw_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 1, hop: int = 0) -> str:
     """The grid, one line for each stage; `forward`, `backward` and `hop` (latency) in columns.
 
     Work longer than one column goes on with `=`; `.` is the bubble.

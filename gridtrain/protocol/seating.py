@@ -22,31 +22,31 @@ from dataclasses import dataclass, field
 from itertools import combinations, permutations, product
 
 from gridtrain.errors import LocalProtocolError
-from gridtrain.protocol.lines import Network
+from gridtrain.protocol.lines import NetworkModel
 from gridtrain.protocol.messages import PeerId, Span
-from gridtrain.protocol.seats import Seats
-from gridtrain.protocol.sharing import Shares, deal
+from gridtrain.protocol.seats import RankLayout
+from gridtrain.protocol.sharing import BatchShares, divide_samples
 
-Cost = Callable[[PeerId, PeerId], float]
+PairCost = Callable[[PeerId, PeerId], float]
 """Seconds from one peer to another and back, the same in both directions."""
 
-MOST_TRIED = 3000
+MAX_ENUMERATED = 3000
 """Seatings that are looked at one by one; where there are more, pairs are exchanged."""
 
-MOST_EXCHANGED = 200_000
+MAX_SWAP_CHECKS = 200_000
 """Members looked at while pairs are exchanged, about 0.1 s: the coordinator has other things to do."""
 
-MOST_PLACED = 64
+MAX_LINK_PLACED_MEMBERS = 64
 """Members that are placed by their links; of more only pairs are exchanged, as far as that goes."""
 
-MOST_NAMED = 8
+MAX_NAMED_WORKERS = 8
 
-USUAL_BYTES = 1 << 20
+DEFAULT_ACTIVATION_BYTES = 1 << 20
 """Of an activation, as the coordinator does not know what crosses a cut."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hands:
+class StateLocations:
     """What is held, by those who may be seated.
 
     Attributes:
@@ -57,15 +57,15 @@ class Hands:
         holds: blocks whose state is in somebody's memory or on its disk, of this or another cut.
     """
 
-    live: Mapping[PeerId, int] = field(default_factory=dict)
-    disks: Mapping[PeerId, Collection[int]] = field(default_factory=dict)
-    begins: Collection[int] = ()
-    stood: Mapping[PeerId, int] = field(default_factory=dict)
-    holds: Mapping[PeerId, tuple[Span, ...]] = field(default_factory=dict)
+    in_memory: Mapping[PeerId, int] = field(default_factory=dict)
+    on_disk: Mapping[PeerId, Collection[int]] = field(default_factory=dict)
+    initial_stages: Collection[int] = ()
+    last_stage: Mapping[PeerId, int] = field(default_factory=dict)
+    held_spans: Mapping[PeerId, tuple[Span, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Seating:
+class RankPlacement:
     """Attributes:
     order: members by rank.
     donors: of those who have to be sent their stage's state, by whose rank.
@@ -77,23 +77,23 @@ class Seating:
     """
 
     order: tuple[PeerId, ...]
-    donors: Mapping[PeerId, int]
-    spares: tuple[PeerId, ...]
+    state_sources: Mapping[PeerId, int]
+    standbys: tuple[PeerId, ...]
     reason: str
     pieces: Mapping[PeerId, tuple[tuple[Span, int], ...]] = field(default_factory=dict)
     digests: Mapping[PeerId, bytes] = field(default_factory=dict)
     piece_digests: Mapping[PeerId, tuple[bytes, ...]] = field(default_factory=dict)
 
 
-def seat(
+def place_ranks(
     stages: int,
     peers: Sequence[PeerId],
-    hands: Hands,
+    hands: StateLocations,
     *,
     speed: Callable[[PeerId], float | None] = lambda peer: None,
-    cost_s: Cost | None = None,
+    cost_s: PairCost | None = None,
     name: Callable[[PeerId], str] = lambda peer: peer.hex()[:8],
-) -> Seating:
+) -> RankPlacement:
     """The seating of as many replicas as there are workers for.
 
     Args:
@@ -106,35 +106,35 @@ def seat(
     """
     if len(peers) < stages or len(set(peers)) != len(peers):
         raise LocalProtocolError(f"{len(peers)} workers cannot sit in {stages} stages")
-    seats = Seats(stages, len(peers) // stages)
-    placed, rest = _holders(seats, peers, hands)
-    _seat_keepers(seats, placed, rest, hands)
+    seats = RankLayout(stages, len(peers) // stages)
+    placed, rest = _place_holders(seats, peers, hands)
+    _place_disk_holders(seats, placed, rest, hands)
     pinned = {peer for row in placed for peer in row}
     free = seats.world_size - len(pinned)
     at = {peer: place for place, peer in enumerate(peers)}
     rest.sort(key=lambda peer: (-(speed(peer) or 0.0), at[peer]))
     chosen, spares = rest[:free], sorted(rest[free:], key=lambda peer: at[peer])
-    _fill(seats, placed, chosen, hands, cost_s if seats.world_size <= MOST_PLACED else None)
+    _fill_vacancies(seats, placed, chosen, hands, cost_s if seats.world_size <= MAX_LINK_PLACED_MEMBERS else None)
     joined = [list(row) for row in placed]
     if cost_s is not None:
-        placed = _nearest(seats, placed, pinned, cost_s)
+        placed = _improve_by_links(seats, placed, pinned, cost_s)
     eldest = min(range(seats.replicas), key=lambda replica: at[placed[0][replica]])
     for row in placed:  # the eldest of stage 0 is the root of the votes
         row[0], row[eldest] = row[eldest], row[0]
     order = tuple(peer for row in placed for peer in row)
-    donors = _donors(seats, order, hands, cost_s)
+    donors = _choose_state_sources(seats, order, hands, cost_s)
     reason = _reason(seats, order, spares, donors, name)
     if cost_s is not None:
-        reason += _gain(seats, joined, placed, cost_s)
-    return Seating(order, donors, tuple(spares), reason)
+        reason += _improvement_text(seats, joined, placed, cost_s)
+    return RankPlacement(order, donors, tuple(spares), reason)
 
 
-def _holders(seats: Seats, peers: Sequence[PeerId], hands: Hands) -> tuple[list[list[PeerId]], list[PeerId]]:
+def _place_holders(seats: RankLayout, peers: Sequence[PeerId], hands: StateLocations) -> tuple[list[list[PeerId]], list[PeerId]]:
     """By stage those who hold it, as many as may stay; and the others."""
     placed: list[list[PeerId]] = [[] for _ in range(seats.stages)]
     rest: list[PeerId] = []
     for peer in peers:
-        stage = hands.live.get(peer)
+        stage = hands.in_memory.get(peer)
         fits = stage is not None and stage < seats.stages and len(placed[stage]) < seats.replicas
         if stage is not None and fits:
             placed[stage].append(peer)
@@ -143,26 +143,26 @@ def _holders(seats: Seats, peers: Sequence[PeerId], hands: Hands) -> tuple[list[
     return placed, rest
 
 
-def _seat_keepers(seats: Seats, placed: list[list[PeerId]], rest: list[PeerId], hands: Hands) -> None:
+def _place_disk_holders(seats: RankLayout, placed: list[list[PeerId]], rest: list[PeerId], hands: StateLocations) -> None:
     """Of a stage that nobody holds in memory, one who has it on its disk must be a member."""
     for peer in list(rest):
-        stood = hands.stood.get(peer, seats.stages)
-        if stood in hands.disks.get(peer, ()) and stood < seats.stages and not placed[stood]:
+        stood = hands.last_stage.get(peer, seats.stages)
+        if stood in hands.on_disk.get(peer, ()) and stood < seats.stages and not placed[stood]:
             rest.remove(peer)
             placed[stood].append(peer)
-    lost = [stage for stage in range(seats.stages) if not placed[stage] and stage not in hands.begins]
-    keepers = {s: [p for p in (*rest, *_all(placed)) if s in hands.disks.get(p, ())] for s in lost}
+    lost = [stage for stage in range(seats.stages) if not placed[stage] and stage not in hands.initial_stages]
+    keepers = {s: [p for p in (*rest, *_all_placed(placed)) if s in hands.on_disk.get(p, ())] for s in lost}
     for stage in sorted(lost, key=lambda stage: len(keepers[stage])):
         if not keepers[stage]:
             raise LocalProtocolError(f"nobody has the state of stage {stage} of {seats.stages}")
-        if not set(keepers[stage]) & set(_all(placed)):
+        if not set(keepers[stage]) & set(_all_placed(placed)):
             # It sits at this stage, so that one disk is read and nothing is sent.
             rest.remove(keepers[stage][0])
             placed[stage].append(keepers[stage][0])
 
 
-def _fill(
-    seats: Seats, placed: list[list[PeerId]], chosen: Sequence[PeerId], hands: Hands, cost_s: Cost | None
+def _fill_vacancies(
+    seats: RankLayout, placed: list[list[PeerId]], chosen: Sequence[PeerId], hands: StateLocations, cost_s: PairCost | None
 ) -> None:
     """The open places, stage by stage: who has it on its disk, else the nearest, else the fastest."""
     left = list(chosen)
@@ -172,7 +172,7 @@ def _fill(
             best = min(
                 left,
                 key=lambda peer: (
-                    stage not in hands.disks.get(peer, ()),
+                    stage not in hands.on_disk.get(peer, ()),
                     min((cost_s(peer, other) for other in near), default=0.0) if cost_s else 0.0,
                 ),
             )
@@ -180,14 +180,14 @@ def _fill(
             row.append(best)
 
 
-def _all(placed: Sequence[Sequence[PeerId]]) -> Iterator[PeerId]:
+def _all_placed(placed: Sequence[Sequence[PeerId]]) -> Iterator[PeerId]:
     return (peer for row in placed for peer in row)
 
 
 # -- links ---------------------------------------------------------------------------------------
 
 
-def price(placed: Sequence[Sequence[PeerId]], cost_s: Cost) -> tuple[float, float]:
+def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tuple[float, float]:
     """(the slowest pipeline + the slowest group of replicas, the sum of all), in seconds.
 
     All pipelines run at once, and then all groups: each time the slowest one counts.
@@ -197,19 +197,19 @@ def price(placed: Sequence[Sequence[PeerId]], cost_s: Cost) -> tuple[float, floa
     return max(pipelines) + max(groups), math.fsum((*pipelines, *groups))
 
 
-def _nearest(
-    seats: Seats, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: Cost
+def _improve_by_links(
+    seats: RankLayout, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: PairCost
 ) -> list[list[PeerId]]:
     """The best of the seatings that leave the pinned members at their stages."""
     loose = [(s, r) for s, row in enumerate(placed) for r, peer in enumerate(row) if peer not in pinned]
     count = math.factorial(len(loose)) * math.factorial(seats.replicas) ** (seats.stages - 1)
-    if count <= MOST_TRIED:
-        return min(_every(seats, placed, loose), key=lambda tried: price(tried, cost_s))
-    return _exchanged(seats, placed, pinned, cost_s)
+    if count <= MAX_ENUMERATED:
+        return min(_enumerate_placements(seats, placed, loose), key=lambda tried: placement_cost_s(tried, cost_s))
+    return _improve_by_swaps(seats, placed, pinned, cost_s)
 
 
-def _every(
-    seats: Seats, placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
+def _enumerate_placements(
+    seats: RankLayout, placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
 ) -> Iterator[list[list[PeerId]]]:
     """The order within stage 0 stays: which pipeline has which number makes no difference."""
     for others in permutations([placed[s][r] for s, r in loose]):
@@ -220,13 +220,13 @@ def _every(
             yield [list(rows[0]), *(list(row) for row in turned)]
 
 
-def _exchanged(
-    seats: Seats, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: Cost
+def _improve_by_swaps(
+    seats: RankLayout, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: PairCost
 ) -> list[list[PeerId]]:
     rows = [list(row) for row in placed]
-    best = price(rows, cost_s)
+    best = placement_cost_s(rows, cost_s)
     places = [(s, r) for s in range(seats.stages) for r in range(seats.replicas)]
-    left = MOST_EXCHANGED // len(places)
+    left = MAX_SWAP_CHECKS // len(places)
     better = True
     while better and left > 0:
         better = False
@@ -236,7 +236,7 @@ def _exchanged(
             if (left := left - 1) < 0:
                 break
             rows[s][r], rows[t][q] = rows[t][q], rows[s][r]
-            if (found := price(rows, cost_s)) < best:
+            if (found := placement_cost_s(rows, cost_s)) < best:
                 best, better = found, True
             else:
                 rows[s][r], rows[t][q] = rows[t][q], rows[s][r]
@@ -246,21 +246,21 @@ def _exchanged(
 # -- states --------------------------------------------------------------------------------------
 
 
-def _donors(seats: Seats, order: Sequence[PeerId], hands: Hands, cost_s: Cost | None) -> dict[PeerId, int]:
+def _choose_state_sources(seats: RankLayout, order: Sequence[PeerId], hands: StateLocations, cost_s: PairCost | None) -> dict[PeerId, int]:
     """Who has to be sent its state, and by whom: the nearest that has it, of equals the lowest rank."""
     donors: dict[PeerId, int] = {}
     keepers_of: dict[int, list[int]] = {}
     for rank, peer in enumerate(order):
-        for stage in hands.disks.get(peer, ()):
+        for stage in hands.on_disk.get(peer, ()):
             keepers_of.setdefault(stage, []).append(rank)
     for rank, peer in enumerate(order):
         stage = seats.stage_of(rank)
-        group = seats.group(stage)
-        holders = [other for other in group if hands.live.get(order[other]) == stage]
+        group = seats.stage_ranks(stage)
+        holders = [other for other in group if hands.in_memory.get(order[other]) == stage]
         keepers = keepers_of.get(stage, [])
-        if hands.live.get(peer) == stage or stage in hands.disks.get(peer, ()):
+        if hands.in_memory.get(peer) == stage or stage in hands.on_disk.get(peer, ()):
             continue
-        if stage in hands.begins and not holders and not keepers:
+        if stage in hands.initial_stages and not holders and not keepers:
             holders = [group[0]]
             if rank == group[0]:
                 continue
@@ -271,7 +271,7 @@ def _donors(seats: Seats, order: Sequence[PeerId], hands: Hands, cost_s: Cost | 
 
 
 def _reason(
-    seats: Seats,
+    seats: RankLayout,
     order: Sequence[PeerId],
     spares: Sequence[PeerId],
     donors: Mapping[PeerId, int],
@@ -282,19 +282,19 @@ def _reason(
         f"{name(peer)} gets stage {seats.stage_of(order.index(peer))} from {name(order[donor])}"
         for peer, donor in donors.items()
     ]
-    text += "; " + (_some(moves) if moves else "nobody has to be sent a state")
-    return f"{text}; spare: {_some([name(peer) for peer in spares])}" if spares else text
+    text += "; " + (_abbreviate(moves) if moves else "nobody has to be sent a state")
+    return f"{text}; spare: {_abbreviate([name(peer) for peer in spares])}" if spares else text
 
 
-def _some(words: Sequence[str]) -> str:
-    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
-    return ", ".join(words[:MOST_NAMED]) + more
+def _abbreviate(words: Sequence[str]) -> str:
+    more = f" and {len(words) - MAX_NAMED_WORKERS} more" if len(words) > MAX_NAMED_WORKERS else ""
+    return ", ".join(words[:MAX_NAMED_WORKERS]) + more
 
 
-def _gain(
-    seats: Seats, before: Sequence[Sequence[PeerId]], after: Sequence[Sequence[PeerId]], cost_s: Cost
+def _improvement_text(
+    seats: RankLayout, before: Sequence[Sequence[PeerId]], after: Sequence[Sequence[PeerId]], cost_s: PairCost
 ) -> str:
-    slow_s, fast_s = price(before, cost_s)[0], price(after, cost_s)[0]
+    slow_s, fast_s = placement_cost_s(before, cost_s)[0], placement_cost_s(after, cost_s)[0]
     if seats.world_size < 3 or not fast_s < slow_s:
         return "; the links make no other order better"
     return (
@@ -303,7 +303,7 @@ def _gain(
     )
 
 
-def stage_shares(most: Sequence[int], seats: Seats, global_batch_size: int | None) -> Shares:
+def stage_shares(most: Sequence[int], seats: RankLayout, global_batch_size: int | None) -> BatchShares:
     """Only who holds the first stage reads samples; the others get what its neighbours send them.
 
     Args:
@@ -311,18 +311,18 @@ def stage_shares(most: Sequence[int], seats: Seats, global_batch_size: int | Non
     """
     rest = (0,) * (seats.world_size - seats.replicas)
     if global_batch_size is None:
-        return Shares((*most[: seats.replicas], *rest), "each pipeline takes its first worker's batch size")
-    counts = deal(global_batch_size, [1.0] * seats.replicas, most[: seats.replicas])
-    return Shares(
+        return BatchShares((*most[: seats.replicas], *rest), "each pipeline takes its first worker's batch size")
+    counts = divide_samples(global_batch_size, [1.0] * seats.replicas, most[: seats.replicas])
+    return BatchShares(
         (*counts, *rest), f"{global_batch_size} samples in even shares over {seats.replicas} pipelines"
     )
 
 
-def pair_cost(network: Network, at: Mapping[PeerId, int]) -> Cost:
+def pair_cost(network: NetworkModel, at: Mapping[PeerId, int]) -> PairCost:
     """Of a message of `USUAL_BYTES` and its answer, by indices in the network."""
 
     def cost_s(a: PeerId, b: PeerId) -> float:
         both = ((at[a], at[b]), (at[b], at[a]))
-        return math.fsum(network.link(*way).alpha_s + USUAL_BYTES / network.path_Bps(*way) for way in both)
+        return math.fsum(network.link(*way).alpha_s + DEFAULT_ACTIVATION_BYTES / network.path_Bps(*way) for way in both)
 
     return cost_s

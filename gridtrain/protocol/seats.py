@@ -21,17 +21,17 @@ from gridtrain.errors import LocalProtocolError
 T = TypeVar("T")
 
 
-def groups(members: Sequence[T], stages: int) -> list[list[T]]:
+def group_by_stage(members: Sequence[T], stages: int) -> list[list[T]]:
     """Who holds the same stage; `members` in rank order.  One group if they cannot hold the stages equally:
     no coordinator has made such a generation, but somebody may tell of one."""
     if not members or len(members) % stages:
         return [list(members)]
-    seats = Seats.of(stages, len(members))
-    return [[members[rank] for rank in seats.group(stage)] for stage in range(stages)]
+    seats = RankLayout.for_world_size(stages, len(members))
+    return [[members[rank] for rank in seats.stage_ranks(stage)] for stage in range(stages)]
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class RankLayout:
     """S stages x R replicas; raises `LocalProtocolError` unless both are at least 1."""
 
     stages: int
@@ -44,7 +44,7 @@ class Seats:
             )
 
     @classmethod
-    def of(cls, stages: int, world_size: int) -> Seats:
+    def for_world_size(cls, stages: int, world_size: int) -> RankLayout:
         """Of a generation; `world_size` must be a multiple of `stages`."""
         if world_size % stages:
             raise LocalProtocolError(f"{world_size} members cannot hold {stages} stages equally often")
@@ -54,7 +54,7 @@ class Seats:
     def world_size(self) -> int:
         return self.stages * self.replicas
 
-    def rank(self, stage: int, replica: int) -> int:
+    def rank_of(self, stage: int, replica: int) -> int:
         return stage * self.replicas + replica
 
     def stage_of(self, rank: int) -> int:
@@ -63,26 +63,26 @@ class Seats:
     def replica_of(self, rank: int) -> int:
         return rank % self.replicas
 
-    def group(self, stage: int) -> tuple[int, ...]:
+    def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold a stage, ascending."""
         return tuple(range(stage * self.replicas, (stage + 1) * self.replicas))
 
-    def pipeline(self, replica: int) -> tuple[int, ...]:
+    def pipeline_ranks(self, replica: int) -> tuple[int, ...]:
         """The ranks of one replica of the whole model, first stage first."""
         return tuple(range(replica, self.world_size, self.replicas))
 
-    def before(self, rank: int) -> int | None:
+    def previous_stage_rank(self, rank: int) -> int | None:
         """Who sends activations to this rank; None: it is in the first stage."""
         return rank - self.replicas if rank >= self.replicas else None
 
-    def keeper(self, rank: int) -> int:
+    def backup_rank(self, rank: int) -> int:
         """Whose disk keeps a copy of this rank's checkpoints: the next stage's, of the last the first's."""
         return (rank + self.replicas) % self.world_size
 
-    def kept_for(self, rank: int) -> int:
+    def backed_up_rank(self, rank: int) -> int:
         """Whose checkpoints this rank's disk keeps a copy of."""
         return (rank - self.replicas) % self.world_size
 
-    def after(self, rank: int) -> int | None:
+    def next_stage_rank(self, rank: int) -> int | None:
         """To whom this rank sends activations; None: it is in the last stage."""
         return rank + self.replicas if rank + self.replicas < self.world_size else None

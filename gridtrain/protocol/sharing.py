@@ -25,34 +25,34 @@ SAMPLES_FIGURE = "computed_samples"
 SECONDS_FIGURE = "computed_s"
 """Figures of a Beat: how much a worker has computed since it came, and in how long."""
 
-FADES = math.exp(-1 / 20)
+OBSERVATION_DECAY = math.exp(-1 / 20)
 """What an observation counts for at the next one: of beats or, where those take longer, of steps."""
 
 MIN_SECONDS_S = 0.05
 MIN_OBSERVATIONS = 8
 """A speed is known from so many beats on, with so much computing in them."""
 
-NOTICEABLE = 1.15
+MIN_SPEEDUP = 1.15
 """Other shares are worth a generation when the longest computing becomes shorter by this factor."""
 
-MOST_TIMES_MEDIAN = 64.0
+MAX_MEDIAN_RATIO = 64.0
 """A speed counts as so many times the median at most: it is the worker's own word."""
 
-MOST_NAMED = 8
+MAX_NAMED_WORKERS = 8
 
 
 @dataclass(slots=True)
-class _Speed:
+class _SpeedEstimate:
     """Decaying sums of what one worker has computed."""
 
     samples: float = 0.0
     seconds_s: float = 0.0
     observations: int = 0
-    told: tuple[float, float] = (0.0, 0.0)  # the latest totals
+    last_totals: tuple[float, float] = (0.0, 0.0)  # the latest totals
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class BatchShares:
     """`counts[i]` samples for the i-th worker; `reason` says in words why."""
 
     counts: tuple[int, ...]
@@ -60,25 +60,25 @@ class Shares:
 
 
 @dataclass(slots=True)
-class Sharing:
+class WorkerSpeeds:
     """What is known of the workers' speeds."""
 
-    _speeds: dict[PeerId, _Speed] = field(default_factory=dict)
+    _speeds: dict[PeerId, _SpeedEstimate] = field(default_factory=dict)
 
     def observe(self, peer: PeerId, figures: Mapping[str, float]) -> None:
         """Take the totals out of a beat's figures; a beat without them, or with nonsense, tells nothing."""
         told = figures.get(SAMPLES_FIGURE, 0.0), figures.get(SECONDS_FIGURE, 0.0)
-        known = self._speeds.setdefault(peer, _Speed())
-        samples, seconds_s = told[0] - known.told[0], told[1] - known.told[1]
+        known = self._speeds.setdefault(peer, _SpeedEstimate())
+        samples, seconds_s = told[0] - known.last_totals[0], told[1] - known.last_totals[1]
         if samples < 0 or seconds_s < 0:  # it began anew
-            self._speeds[peer] = _Speed(told=told)
+            self._speeds[peer] = _SpeedEstimate(last_totals=told)
             return
         if not (0 < samples < math.inf and 0 < seconds_s < math.inf):
             return
-        known.samples = known.samples * FADES + samples
-        known.seconds_s = known.seconds_s * FADES + seconds_s
+        known.samples = known.samples * OBSERVATION_DECAY + samples
+        known.seconds_s = known.seconds_s * OBSERVATION_DECAY + seconds_s
         known.observations += 1
-        known.told = told
+        known.last_totals = told
 
     def forget(self, peer: PeerId) -> None:
         self._speeds.pop(peer, None)
@@ -90,43 +90,43 @@ class Sharing:
             return None
         return min(max(known.samples / known.seconds_s, 1e-6), 1e12)
 
-    def plan(self, peers: Sequence[PeerId], names: Sequence[str], total: int, most: Sequence[int]) -> Shares:
+    def plan_shares(self, peers: Sequence[PeerId], names: Sequence[str], total: int, most: Sequence[int]) -> BatchShares:
         """Shares of `total` for `peers`; who has not been measured counts as the median of the others."""
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
-        counts = tuple(deal(total, self._assumed(peers, measured), most))
+        counts = tuple(divide_samples(total, self._assumed_speeds(peers, measured), most))
         if not measured:
-            return Shares(counts, f"{total} samples in even shares: no speed is measured yet")
+            return BatchShares(counts, f"{total} samples in even shares: no speed is measured yet")
         shown = ", ".join(
             f"{name} {count}" + (f" ({measured[peer]:.3g}/s)" if peer in measured else " (not measured)")
-            for peer, name, count in list(zip(peers, names, counts, strict=True))[:MOST_NAMED]
+            for peer, name, count in list(zip(peers, names, counts, strict=True))[:MAX_NAMED_WORKERS]
         )
-        more = f" and {len(peers) - MOST_NAMED} more" if len(peers) > MOST_NAMED else ""
-        return Shares(counts, f"{total} samples shared by measured speed: {shown}{more}")
+        more = f" and {len(peers) - MAX_NAMED_WORKERS} more" if len(peers) > MAX_NAMED_WORKERS else ""
+        return BatchShares(counts, f"{total} samples shared by measured speed: {shown}{more}")
 
-    def worth(self, peers: Sequence[PeerId], current: Sequence[int], most: Sequence[int]) -> str:
+    def rebalance_reason(self, peers: Sequence[PeerId], current: Sequence[int], most: Sequence[int]) -> str:
         """Why other shares than the current ones are wanted; empty: they are not, or it cannot be known."""
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         busy = [peer for peer, share in zip(peers, current, strict=True) if share > 0]
         if len(peers) < 2 or not busy or any(peer not in measured for peer in busy):
             return ""
-        speeds = self._assumed(peers, measured)
-        now_s = longest_s(current, speeds)
-        then_s = longest_s(deal(sum(current), speeds, most), speeds)
-        if now_s < NOTICEABLE * then_s:
+        speeds = self._assumed_speeds(peers, measured)
+        now_s = slowest_compute_s(current, speeds)
+        then_s = slowest_compute_s(divide_samples(sum(current), speeds, most), speeds)
+        if now_s < MIN_SPEEDUP * then_s:
             return ""
         return f"shares by measured speed make the computing of a step {now_s / then_s:.2f} times as fast"
 
-    def _assumed(self, peers: Sequence[PeerId], measured: Mapping[PeerId, float]) -> list[float]:
+    def _assumed_speeds(self, peers: Sequence[PeerId], measured: Mapping[PeerId, float]) -> list[float]:
         usual = median(measured.values()) if measured else 1.0
-        return [min(measured.get(peer, usual), MOST_TIMES_MEDIAN * usual) for peer in peers]
+        return [min(measured.get(peer, usual), MAX_MEDIAN_RATIO * usual) for peer in peers]
 
 
-def longest_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
+def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
     """How long the slowest worker computes, in seconds."""
     return max(count / speed for count, speed in zip(counts, speeds, strict=True))
 
 
-def deal(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
+def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
     """Whole shares whose sum is `total`, such that the longest count / speed is as short as can be.
 
     Everybody gets at least 1 if there are enough; ties go to the lower index.
@@ -135,7 +135,7 @@ def deal(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
         speeds: all > 0 and finite.
         most: the largest share of each; 0: any.  Where they do not hold the total they count in proportion.
     """
-    limits = _limits(total, most)
+    limits = _share_limits(total, most)
     least = 1 if total >= len(speeds) else 0
     counts = _rounded_down(total, speeds, limits, least)
     # The next sample goes where it is done first: exact, as every count only grows.
@@ -153,7 +153,7 @@ def deal(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
     return counts
 
 
-def _limits(total: int, most: Sequence[int]) -> list[int]:
+def _share_limits(total: int, most: Sequence[int]) -> list[int]:
     limits = [min(limit, total) if limit > 0 else total for limit in most]
     if (room := sum(limits)) >= total:
         return limits

@@ -23,13 +23,13 @@ from enum import StrEnum
 from itertools import pairwise
 
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.lines import Network
+from gridtrain.protocol.lines import NetworkModel
 from gridtrain.protocol.schedule import Schedule, fill_drain, one_forward_one_backward
 
-_PER_s = 10**12  # times are summed as whole picoseconds, so that equal stages are exactly equal
+_PICOSECONDS_PER_s = 10**12  # times are summed as whole picoseconds, so that equal stages are exactly equal
 
 
-STATES = {
+OPTIMIZER_STATE_COPIES = {
     "sgd": 0.0,
     "sgd-momentum": 1.0,
     "rmsprop": 1.0,
@@ -39,11 +39,11 @@ STATES = {
 }
 """How often an optimizer's state holds the parameters."""
 
-SLACK = 0.02
+TIME_TOLERANCE = 0.02
 """Measured times are no more exact than this: within it, a cut that leaves more memory is better."""
 
 
-class Order(StrEnum):
+class ScheduleKind(StrEnum):
     """In which order a stage takes its micro-batches."""
 
     FILL_DRAIN = "fill-drain"
@@ -117,7 +117,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class ExecutionSettings:
     """How the stages are run.
 
     Attributes:
@@ -135,7 +135,7 @@ class Running:
 
     samples: int = 1
     micro_batches: int = 8
-    order: Order = Order.FILL_DRAIN
+    order: ScheduleKind = ScheduleKind.FILL_DRAIN
     rematerialise: bool = True
     copies: float = 3.0
     input_bytes: int = 0
@@ -154,24 +154,24 @@ class Running:
 
     def in_flight(self, stage: int, stages: int) -> int:
         """Micro-batches whose forward is done and whose backward is not: at most, in this stage."""
-        if self.order is Order.FILL_DRAIN:
+        if self.order is ScheduleKind.FILL_DRAIN:
             return self.micro_batches
         behind = stages - stage - 1
         return min(self.micro_batches, math.ceil(behind * (1 + self.ahead)) + 1)
 
-    def computes_again(self, stage: int, stages: int) -> bool:
+    def recomputes_forward(self, stage: int, stages: int) -> bool:
         """Whether backward begins with a second forward: not where it follows on the first at once."""
-        at_once = self.order is Order.ONE_F_ONE_B and stage + 1 == stages
+        at_once = self.order is ScheduleKind.ONE_F_ONE_B and stage + 1 == stages
         return self.rematerialise and not at_once
 
     def schedule(self, stages: int) -> Schedule:
-        if self.order is Order.FILL_DRAIN:
+        if self.order is ScheduleKind.FILL_DRAIN:
             return fill_drain(stages, self.micro_batches)
         return one_forward_one_backward(stages, self.micro_batches, ahead=self.ahead)
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class StageMemory:
     """What a stage holds at most.
 
     Attributes:
@@ -192,7 +192,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageCost:
     """Layers `start` to `stop` - 1 on one card; times are of one micro-batch.
 
     Attributes:
@@ -205,10 +205,10 @@ class Stage:
     stop: int
     forward_s: float
     backward_s: float
-    line_s: float
+    transfer_s: float
     out_bytes: int
     back_bytes: int
-    bytes: Bytes
+    memory: StageMemory
     card: Card
 
     @property
@@ -217,10 +217,10 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PartitionCost:
     """A model in stages.  `period_s` is the slowest stage's time; see the module's text."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageCost, ...]
     period_s: float
 
     @property
@@ -230,13 +230,13 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Costs:
+class StageCostModel:
     """Time and bytes of any stage from sums over prefixes: `stage` s of layers `start` to `stop` - 1."""
 
     layers: Sequence[Layer]
     cards: Sequence[Card]
-    network: Network
-    running: Running
+    network: NetworkModel
+    running: ExecutionSettings
     _forward: list[int] = field(init=False)
     _backward: list[int] = field(init=False)
     _parameters: list[int] = field(init=False)
@@ -245,12 +245,12 @@ class Costs:
     _inputs: list[int] = field(init=False)
     _most_work: _RangeMaximum = field(init=False)
     _most_fixed: _RangeMaximum = field(init=False)
-    _flying: list[int] = field(init=False)  # the following are asked for with each of many cuts
-    _again: list[bool] = field(init=False)
+    _in_flight: list[int] = field(init=False)  # the following are asked for with each of many cuts
+    _recomputes: list[bool] = field(init=False)
     _per_s: list[float] = field(init=False)
     _messages_s: list[float] = field(init=False)
-    _on_Bps: list[float] = field(init=False)
-    _back_Bps: list[float] = field(init=False)
+    _forward_Bps: list[float] = field(init=False)
+    _backward_Bps: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         layers, running = self.layers, self.running
@@ -260,8 +260,8 @@ class Costs:
             )
         forwards_s = [running.samples * each.forward_s + each.overhead_s for each in layers]
         backwards_s = [running.samples * each.backward_s + each.overhead_s for each in layers]
-        self._forward = _sums([round(each_s * _PER_s) for each_s in forwards_s])
-        self._backward = _sums([round(each_s * _PER_s) for each_s in backwards_s])
+        self._forward = _sums([round(each_s * _PICOSECONDS_PER_s) for each_s in forwards_s])
+        self._backward = _sums([round(each_s * _PICOSECONDS_PER_s) for each_s in backwards_s])
         self._parameters = _sums([each.parameter_bytes for each in layers])
         self._trainable = _sums([each.trainable for each in layers])
         self._kept = _sums([each.kept_bytes for each in layers])
@@ -274,13 +274,13 @@ class Costs:
         self._most_work = _RangeMaximum(works)
         self._most_fixed = _RangeMaximum([each.fixed_work_bytes for each in layers])
         stages, path_Bps = len(self.cards), self.network.path_Bps
-        self._flying = [running.in_flight(stage, stages) for stage in range(stages)]
-        self._again = [running.computes_again(stage, stages) for stage in range(stages)]
-        self._per_s = [_PER_s * card.speed for card in self.cards]
+        self._in_flight = [running.in_flight(stage, stages) for stage in range(stages)]
+        self._recomputes = [running.recomputes_forward(stage, stages) for stage in range(stages)]
+        self._per_s = [_PICOSECONDS_PER_s * card.speed for card in self.cards]
         sides = [(stage > 0) + (stage + 1 < stages) for stage in range(stages)]
         self._messages_s = [number * running.message_s for number in sides]
-        self._on_Bps = [path_Bps(stage, stage + 1) for stage in range(stages - 1)]
-        self._back_Bps = [path_Bps(stage + 1, stage) for stage in range(stages - 1)]
+        self._forward_Bps = [path_Bps(stage, stage + 1) for stage in range(stages - 1)]
+        self._backward_Bps = [path_Bps(stage + 1, stage) for stage in range(stages - 1)]
 
     def forward_s(self, stage: int, start: int, stop: int) -> float:
         return self._seconds(self._forward[stop] - self._forward[start], stage)
@@ -288,7 +288,7 @@ class Costs:
     def backward_s(self, stage: int, start: int, stop: int) -> float:
         """With the second forward where activations are re-materialised."""
         work = self._backward[stop] - self._backward[start]
-        if self._again[stage]:
+        if self._recomputes[stage]:
             work += self._forward[stop] - self._forward[start]
         return self._seconds(work, stage)
 
@@ -299,31 +299,31 @@ class Costs:
     def _seconds(self, work: int, stage: int) -> float:
         return work / self._per_s[stage] + self._messages_s[stage]
 
-    def crossing(self, at: int) -> tuple[int, int]:
+    def boundary_bytes(self, at: int) -> tuple[int, int]:
         """Bytes of one micro-batch over a cut before layer `at`: activations on, gradients back."""
         layer = self.layers[at - 1]
         return self.running.samples * layer.output_bytes, self.running.samples * layer.gradient
 
-    def line_s(self, stage: int, start: int, stop: int) -> float:
+    def transfer_s(self, stage: int, start: int, stop: int) -> float:
         up_s = down_s = 0.0
         if stage > 0:
-            on, back = self.crossing(start)
-            up_s += back / self._back_Bps[stage - 1]
-            down_s += on / self._on_Bps[stage - 1]
+            on, back = self.boundary_bytes(start)
+            up_s += back / self._backward_Bps[stage - 1]
+            down_s += on / self._forward_Bps[stage - 1]
         if stage + 1 < len(self.cards):
-            on, back = self.crossing(stop)
-            up_s += on / self._on_Bps[stage]
-            down_s += back / self._back_Bps[stage]
+            on, back = self.boundary_bytes(stop)
+            up_s += on / self._forward_Bps[stage]
+            down_s += back / self._backward_Bps[stage]
         return max(up_s, down_s)
 
     def edge_s(self, stage: int, stop: int) -> float:
         """Of the stage's time and of the next one's, at least, if the model is cut there between them."""
-        on, back = self.crossing(stop)
-        return max(on / self._on_Bps[stage], back / self._back_Bps[stage])
+        on, back = self.boundary_bytes(stop)
+        return max(on / self._forward_Bps[stage], back / self._backward_Bps[stage])
 
     def time_s(self, stage: int, start: int, stop: int) -> float:
         """Of the objective."""
-        compute_s, line_s = self.compute_s(stage, start, stop), self.line_s(stage, start, stop)
+        compute_s, line_s = self.compute_s(stage, start, stop), self.transfer_s(stage, start, stop)
         return max(compute_s, line_s) if self.running.overlap else compute_s + line_s
 
     def fixed_bytes(self, start: int, stop: int) -> int:
@@ -331,24 +331,24 @@ class Costs:
         trainable = self._trainable[stop] - self._trainable[start]
         return self._parameters[stop] - self._parameters[start] + math.ceil(self.running.copies * trainable)
 
-    def least_bytes(self, stage: int, start: int, stop: int) -> int:
+    def lower_bound_bytes(self, stage: int, start: int, stop: int) -> int:
         """At most `total_bytes`, and grows as `start` falls or `stop` rises: without what is at the ends."""
         kept = self._kept[stop] - self._kept[start]
         if not self.running.rematerialise:
-            kept *= self._flying[stage]
+            kept *= self._in_flight[stage]
         work = self.running.samples * (kept + self._most_work(start, stop)) + self._most_fixed(start, stop)
         return self.fixed_bytes(start, stop) + work
 
-    def bytes(self, stage: int, start: int, stop: int) -> Bytes:
-        return Bytes(*self._bytes(stage, start, stop))
+    def memory(self, stage: int, start: int, stop: int) -> StageMemory:
+        return StageMemory(*self._memory_parts(stage, start, stop))
 
     def total_bytes(self, stage: int, start: int, stop: int) -> int:
-        return sum(self._bytes(stage, start, stop))
+        return sum(self._memory_parts(stage, start, stop))
 
-    def _bytes(self, stage: int, start: int, stop: int) -> tuple[int, int, int, int]:
+    def _memory_parts(self, stage: int, start: int, stop: int) -> tuple[int, int, int, int]:
         """As in `Bytes`."""
         stages, running = len(self.cards), self.running
-        samples, flying = running.samples, self._flying[stage]
+        samples, flying = running.samples, self._in_flight[stage]
         entering = self._inputs[start + 1] - self._inputs[start]
         leaving = self._inputs[stop + 1] - self._inputs[stop]
         kept = self._kept[stop] - self._kept[start]
@@ -364,17 +364,17 @@ class Costs:
         copies = self.fixed_bytes(start, stop) - parameters
         return parameters, copies, activations, 2 * samples * transit
 
-    def stage(self, stage: int, start: int, stop: int) -> Stage:
+    def stage_cost(self, stage: int, start: int, stop: int) -> StageCost:
         last = stage + 1 == len(self.cards)
-        return Stage(
+        return StageCost(
             start,
             stop,
             self.forward_s(stage, start, stop),
             self.backward_s(stage, start, stop),
-            self.line_s(stage, start, stop),
-            0 if last else self.crossing(stop)[0],
-            self.crossing(start)[1] if stage else 0,
-            self.bytes(stage, start, stop),
+            self.transfer_s(stage, start, stop),
+            0 if last else self.boundary_bytes(stop)[0],
+            self.boundary_bytes(start)[1] if stage else 0,
+            self.memory(stage, start, stop),
             self.cards[stage],
         )
 

@@ -19,30 +19,30 @@ from typing import Any
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.roll import Worker
 
-STALLS_BEFORE_REMOVAL, STALLS_BEFORE_YOUNGEST = 3, 6
+STALLS_BEFORE_REMOVAL, STALLS_BEFORE_REMOVING_NEWEST = 3, 6
 
 
-class Stalls:
+class StalledStep:
     """Of the latest step that stalled: in how many generations, and in how many each was suspected."""
 
     def __init__(self, patience_floor_s: float) -> None:
-        self._floor_s = patience_floor_s
+        self._min_patience_s = patience_floor_s
         self._step = -1
-        self._times = 0
-        self._suspected: Counter[m.PeerId] = Counter()
+        self._stall_count = 0
+        self._suspicions: Counter[m.PeerId] = Counter()
 
-    def told(self, step: int, members: Collection[m.PeerId], stalled: m.Stalled) -> int:
+    def record(self, step: int, members: Collection[m.PeerId], stalled: m.RoundStalled) -> int:
         """In how many generations the step has stalled by now."""
         if step != self._step:
-            self._step, self._times = step, 0
-            self._suspected.clear()
-        self._times += 1
-        self._suspected.update(set(members) & set(stalled.suspects))
-        return self._times
+            self._step, self._stall_count = step, 0
+            self._suspicions.clear()
+        self._stall_count += 1
+        self._suspicions.update(set(members) & set(stalled.suspects))
+        return self._stall_count
 
-    def at_fault(
+    def find_at_fault(
         self,
-        stalled: m.Stalled,
+        stalled: m.RoundStalled,
         members: Collection[m.PeerId],
         workers: Mapping[m.PeerId, Worker],
         seniority: Callable[[m.PeerId], Any],
@@ -56,18 +56,18 @@ class Stalls:
         """
         here = set(members) & set(workers)
         step, reason = self._step, stalled.reason
-        if self._times >= STALLS_BEFORE_YOUNGEST and len(here) > 1:
+        if self._stall_count >= STALLS_BEFORE_REMOVING_NEWEST and len(here) > 1:
             text = (
-                f"step {step} failed in {self._times} generations, and who joined last goes first: {reason}"
+                f"step {step} failed in {self._stall_count} generations, and who joined last goes first: {reason}"
             )
             return {max(here, key=seniority): text}
-        patience_s = max(stalled.patience_s, self._floor_s)
+        patience_s = max(stalled.silent_s, self._min_patience_s)
         found: dict[m.PeerId, str] = {}
         for peer in stalled.suspects:
             if peer not in workers:
                 continue
-            if stalled.patience_s > 0 and patience_s <= now_s - workers[peer].moved_s:
+            if stalled.silent_s > 0 and patience_s <= now_s - workers[peer].progressed_s:
                 found[peer] = "showed no progress while others waited"
-            elif self._suspected[peer] >= STALLS_BEFORE_REMOVAL:
-                found[peer] = f"held up step {step} {self._suspected[peer]} times: {reason}"
+            elif self._suspicions[peer] >= STALLS_BEFORE_REMOVAL:
+                found[peer] = f"held up step {step} {self._suspicions[peer]} times: {reason}"
         return found

@@ -23,17 +23,17 @@ from __future__ import annotations
 
 from gridtrain.protocol.collective import (
     AddSlice,
-    Adopt,
-    Arrived,
+    CollectiveComplete,
     CollectiveEffect,
-    Complete,
+    PayloadReceived,
+    Provenance,
+    ReplacePayload,
     SendTo,
-    Source,
-    StoreOf,
+    StoreFromRank,
     StoreSlice,
-    check_due,
+    check_expected,
 )
-from gridtrain.protocol.messages import Phase, Place
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
 
 ROOT = 0
 
@@ -56,28 +56,28 @@ class SparseStar:
         self._world_size = world_size
         self._skip = skip
         others = range(1, world_size) if rank == ROOT else (ROOT,)
-        place = _raised if rank == ROOT else _lowered
+        place = _to_root_slot if rank == ROOT else _from_root_slot
         self._missing = {other: place(other) for other in others}
         self.complete = False
 
     def start(self, now_s: float) -> list[CollectiveEffect]:
         if self._rank != ROOT:
-            return [SendTo(ROOT, _raised(self._rank), self._skip)]
+            return [SendTo(ROOT, _to_root_slot(self._rank), self._skip)]
         return [] if self._missing else self._completed()
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
         place = self._missing.get(event.from_rank)
         due = None if place is None else (event.from_rank, place)
-        check_due(f"star, rank {self._rank} of {self._world_size}", event, due, "nothing (more) of this rank")
+        check_expected(f"star, rank {self._rank} of {self._world_size}", event, due, "nothing (more) of this rank")
         del self._missing[event.from_rank]
         self._skip |= event.skip
         if self._rank != ROOT:
-            source = Source(ROOT, self._world_size, self._world_size, roundings=2)
-            return [Adopt(event.payload, source), *self._completed()]
-        stored = StoreOf(event.from_rank, event.payload, Source(event.from_rank, 1, self._world_size, 1))
+            source = Provenance(ROOT, self._world_size, self._world_size, roundings=2)
+            return [ReplacePayload(event.payload, source), *self._completed()]
+        stored = StoreFromRank(event.from_rank, event.payload, Provenance(event.from_rank, 1, self._world_size, 1))
         if self._missing:
             return [stored]
-        lowers = [SendTo(rank, _lowered(ROOT), self._skip) for rank in range(1, self._world_size)]
+        lowers = [SendTo(rank, _from_root_slot(ROOT), self._skip) for rank in range(1, self._world_size)]
         return [stored, *lowers, *self._completed()]
 
     def waiting_for(self) -> frozenset[int]:
@@ -85,16 +85,16 @@ class SparseStar:
 
     def _completed(self) -> list[CollectiveEffect]:
         self.complete = True
-        return [Complete(self._skip)]
+        return [CollectiveComplete(self._skip)]
 
 
-def _raised(rank: int, index: int = 0) -> Place:
-    return Place(Phase.RAISE, 0, rank, index)
+def _to_root_slot(rank: int, index: int = 0) -> PayloadSlot:
+    return PayloadSlot(CollectivePhase.TO_ROOT, 0, rank, index)
 
 
-def _lowered(rank: int, index: int = 0) -> Place:
+def _from_root_slot(rank: int, index: int = 0) -> PayloadSlot:
     """`rank`: the sender, who is always the root."""
-    return Place(Phase.LOWER, 0, rank, index)
+    return PayloadSlot(CollectivePhase.FROM_ROOT, 0, rank, index)
 
 
 class DenseStar:
@@ -130,13 +130,13 @@ class DenseStar:
             return self._completed()
         if self._rank == ROOT:
             return []
-        return [SendTo(ROOT, _raised(self._rank, i), self._skip) for i in range(self._slices)]
+        return [SendTo(ROOT, _to_root_slot(self._rank, i), self._skip) for i in range(self._slices)]
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
-        sender, index = event.from_rank, event.place.slice
-        place = (_raised if self._rank == ROOT else _lowered)(sender, index)
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
+        sender, index = event.from_rank, event.slot.slice
+        place = (_to_root_slot if self._rank == ROOT else _from_root_slot)(sender, index)
         due = (sender, place) if (sender, index) in self._missing else None
-        check_due(
+        check_expected(
             f"star, rank {self._rank} of {self._world_size}", event, due, "nothing (more) of this slice"
         )
         self._missing.remove((sender, index))
@@ -146,18 +146,18 @@ class DenseStar:
     def waiting_for(self) -> frozenset[int]:
         return frozenset(sender for sender, _ in self._missing)
 
-    def _store(self, event: Arrived, index: int) -> list[CollectiveEffect]:
-        source = Source(ROOT, self._world_size, self._world_size, roundings=self._world_size)
+    def _store(self, event: PayloadReceived, index: int) -> list[CollectiveEffect]:
+        source = Provenance(ROOT, self._world_size, self._world_size, roundings=self._world_size)
         return [StoreSlice(0, index, event.payload, source), *self._count_off()]
 
-    def _add(self, event: Arrived, index: int) -> list[CollectiveEffect]:
+    def _add(self, event: PayloadReceived, index: int) -> list[CollectiveEffect]:
         """Add it; send the slice on when it is whole."""
-        source = Source(event.from_rank, 1, self._world_size, roundings=1)
+        source = Provenance(event.from_rank, 1, self._world_size, roundings=1)
         effects: list[CollectiveEffect] = [AddSlice(0, index, event.payload, source)]
         self._lacks[index] -= 1
         if self._lacks[index]:
             return effects
-        effects += [SendTo(rank, _lowered(ROOT, index), self._skip) for rank in range(1, self._world_size)]
+        effects += [SendTo(rank, _from_root_slot(ROOT, index), self._skip) for rank in range(1, self._world_size)]
         return effects + self._count_off()
 
     def _count_off(self) -> list[CollectiveEffect]:
@@ -166,4 +166,4 @@ class DenseStar:
 
     def _completed(self) -> list[CollectiveEffect]:
         self.complete = True
-        return [Complete(self._skip)]
+        return [CollectiveComplete(self._skip)]

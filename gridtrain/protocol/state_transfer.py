@@ -12,91 +12,99 @@ or goes from one newcomer to the next (`protocol.passing_on`).
 from __future__ import annotations
 
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Seat
-from gridtrain.protocol.lasting import Lasting
-from gridtrain.protocol.member_io import Effect, GiveState, Note, PassOn, Post, TakeBlock, TakeDigest
-from gridtrain.protocol.neighbours import donor_of
-from gridtrain.protocol.passing_on import PassingOn
+from gridtrain.protocol.attempts import RankAssignment
+from gridtrain.protocol.lasting import MemberContext
+from gridtrain.protocol.member_io import (
+    ExpectStateDigest,
+    ForwardState,
+    LogEvent,
+    MemberEffect,
+    Send,
+    SendState,
+    StoreStateBlock,
+)
+from gridtrain.protocol.neighbours import choose_state_source
+from gridtrain.protocol.passing_on import StateForwarding
 
 
-class StateTransfer:
+class IncomingState:
     """Both sides of it, of one member in one generation.
 
     Args:
         chained: newcomers pass on to each other what comes.
     """
 
-    def __init__(self, seat: Seat, lasting: Lasting, *, chained: bool) -> None:
-        self.passing = PassingOn(seat, chained=chained)
-        self._seat = seat
-        self._lasting = lasting
-        self._holding = lasting.holding
-        self._asked: dict[m.PeerId, m.StateRequest] = {}  # to be answered once it is synced
+    def __init__(self, seat: RankAssignment, lasting: MemberContext, *, chained: bool) -> None:
+        self.forwarding = StateForwarding(seat, chained=chained)
+        self._rank_assignment = seat
+        self._context = lasting
+        self._replica_state = lasting.replica_state
+        self._pending_requests: dict[m.PeerId, m.StateRequest] = {}  # to be answered once it is synced
 
     # -- of the state that is lacking here ---------------------------------------------------------
 
     @property
-    def donor(self) -> m.PeerId | None:
+    def source(self) -> m.PeerId | None:
         """Who gives this member the state that it lacks."""
-        rank = donor_of(self._seat, self._lasting.in_stages) if not self._holding.synced else None
-        return self._seat.roster[rank].peer if rank is not None else None
+        rank = choose_state_source(self._rank_assignment, self._context.is_pipelined) if not self._replica_state.is_synced else None
+        return self._rank_assignment.members[rank].peer if rank is not None else None
 
-    def ask(self, of: m.PeerId | None = None) -> list[Effect]:
+    def request(self, of: m.PeerId | None = None) -> list[MemberEffect]:
         """`of`: this one alone has just been connected.  The loop says how much is here already."""
-        seat, donor, giver = self._seat, self.donor, self.passing.giver
-        if self._holding.synced or self._lasting.checkpoints.reloading:
+        seat, donor, giver = self._rank_assignment, self.source, self.forwarding.upstream
+        if self._replica_state.is_synced or self._context.checkpoints.loading:
             return []
-        whole = not self._lasting.following.donors  # a follower has the rest, or will have it
+        whole = not self._context.catch_up.sources  # a follower has the rest, or will have it
         asks: list[tuple[m.PeerId | None, m.StateRequest]] = [
-            (donor, m.StateRequest(seat.term, seat.generation, whole, digest=whole and giver is not None))
+            (donor, m.StateRequest(seat.term, seat.generation, whole, digest_only=whole and giver is not None))
         ]
         asks += [(giver, m.StateRequest(seat.term, seat.generation))] if whole else []
-        up = self._lasting.edges.up
-        return [Post(peer, ask) for peer, ask in asks if peer in up and of in (None, peer) and peer]
+        up = self._context.peer_links.connected
+        return [Send(peer, ask) for peer, ask in asks if peer in up and of in (None, peer) and peer]
 
-    def go_round(self, reason: str) -> list[Effect]:
+    def bypass_forwarder(self, reason: str) -> list[MemberEffect]:
         """Whoever was to pass the state on to this member does not: the donor gives it."""
-        giver = self.passing.giver
-        self.passing.go_round()
+        giver = self.forwarding.upstream
+        self.forwarding.bypass_upstream()
         fields = {"peer": giver.hex()[:8] if giver is not None else "", "reason": reason}
-        return [Note("not_passed_on", fields), *self.ask()]
+        return [LogEvent("not_passed_on", fields), *self.request()]
 
-    def block(self, peer: m.PeerId, block: m.StateBlock, now_s: float) -> list[Effect]:
-        if self._holding.synced or peer not in (self.donor, self.passing.giver):
+    def receive_block(self, peer: m.PeerId, block: m.StateBlock, now_s: float) -> list[MemberEffect]:
+        if self._replica_state.is_synced or peer not in (self.source, self.forwarding.upstream):
             return []
-        if not self.passing.takes(peer, block.index, now_s):
+        if not self.forwarding.accept_block(peer, block.index, now_s):
             return []
         if block.index == block.total - 1:
-            self._holding.loading()
-        return [TakeBlock(peer, block)]
+            self._replica_state.state_loading()
+        return [StoreStateBlock(peer, block)]
 
-    def digest(self, peer: m.PeerId, told: m.StateDigest, now_s: float) -> list[Effect]:
-        if peer != self.donor:
+    def receive_digest(self, peer: m.PeerId, told: m.StateDigest, now_s: float) -> list[MemberEffect]:
+        if peer != self.source:
             return []
-        self.passing.moved(now_s)
-        return [TakeDigest(told.generation, told.digest)]
+        self.forwarding.record_progress(now_s)
+        return [ExpectStateDigest(told.generation, told.digest)]
 
     # -- of the state that is here -----------------------------------------------------------------
 
-    def give(self, peer: m.PeerId, asked: m.StateRequest) -> list[Effect]:
+    def serve(self, peer: m.PeerId, asked: m.StateRequest) -> list[MemberEffect]:
         """What a joining member needs: our state, later if we have none yet, or a checkpoint of its stage."""
-        seat, checkpoints = self._seat, self._lasting.checkpoints
+        seat, checkpoints = self._rank_assignment, self._context.checkpoints
         rank = seat.rank_of(peer)
-        stage = seat.seats.stage_of(rank) if rank is not None else 0
-        kept = checkpoints.on_disk(seat.blocks_of(stage)) if stage != seat.stage else None
+        stage = seat.layout.stage_of(rank) if rank is not None else 0
+        kept = checkpoints.find(seat.layers_of_stage(stage)) if stage != seat.stage else None
         if stage != seat.stage and kept is None:
-            note = Note("no_such_stage", {"stage": stage, "peer": peer.hex()[:8]})
-            return [note, *checkpoints.tell()]
-        if peer == self.passing.next and not asked.digest and seat.roster[seat.rank].joining:
-            return [PassOn(peer, seat.term, seat.generation, asked.have)]
-        if kept is None and not self._holding.synced:
-            self._asked[peer] = asked
+            note = LogEvent("no_such_stage", {"stage": stage, "peer": peer.hex()[:8]})
+            return [note, *checkpoints.report()]
+        if peer == self.forwarding.downstream and not asked.digest_only and seat.members[seat.rank].joining:
+            return [ForwardState(peer, seat.term, seat.generation, asked.blocks_received)]
+        if kept is None and not self._replica_state.is_synced:
+            self._pending_requests[peer] = asked
             return []
-        return [GiveState(peer, seat.term, seat.generation, asked.whole, kept, asked.have, asked.digest)]
+        return [SendState(peer, seat.term, seat.generation, asked.is_whole, kept, asked.blocks_received, asked.digest_only)]
 
-    def give_late(self) -> list[Effect]:
+    def serve_pending(self) -> list[MemberEffect]:
         """To whom it was not given, as it was not here yet."""
-        asked, self._asked = self._asked, {}
-        if not self._lasting.in_stages:
+        asked, self._pending_requests = self._pending_requests, {}
+        if not self._context.is_pipelined:
             return []
-        return [effect for peer, request in asked.items() for effect in self.give(peer, request)]
+        return [effect for peer, request in asked.items() for effect in self.serve(peer, request)]

@@ -26,93 +26,93 @@ from dataclasses import dataclass
 
 from gridtrain.protocol.messages import PeerId
 
-STRIKES = 3
-GRACE_S = 5.0
+VIOLATIONS_BEFORE_REMOVAL = 3
+CONFIRMATION_TIMEOUT_S = 5.0
 """Two members that attack everybody at once are accused by everybody within this."""
 
 MAX_ACCUSED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class ViolationRecord:
     """accuser None: the coordinator saw it itself."""
 
     accuser: PeerId | None
     reason: str
 
 
-def is_struck_out(strikes: int) -> bool:
-    return strikes >= STRIKES
+def exceeds_limit(strikes: int) -> bool:
+    return strikes >= VIOLATIONS_BEFORE_REMOVAL
 
 
-def is_common_end(alone_with: Collection[PeerId]) -> bool:
+def is_common_accuser(alone_with: Collection[PeerId]) -> bool:
     """An accuser that nobody confirms about two different members is what these stories share."""
     return len(alone_with) >= 2
 
 
-class StrikeBook:
+class ViolationLog:
     """See the module's text.  Bounded: `MAX_ACCUSED` members (the longest known is forgotten), and
     `STRIKES` strikes from each accuser."""
 
     def __init__(self) -> None:
-        self._strikes: dict[PeerId, list[Strike]] = {}
+        self._records: dict[PeerId, list[ViolationRecord]] = {}
         self._suspects: dict[PeerId, float] = {}  # and until when they may be confirmed
 
-    def add(self, accused: PeerId, strike: Strike) -> bool:
+    def add(self, accused: PeerId, strike: ViolationRecord) -> bool:
         """False: it is not written down, and changes nothing."""
-        strikes = self._strikes.get(accused, [])
+        strikes = self._records.get(accused, [])
         same = sum(known.accuser == strike.accuser for known in strikes)
-        if accused == strike.accuser or same >= STRIKES or strike.accuser in self._suspects:
+        if accused == strike.accuser or same >= VIOLATIONS_BEFORE_REMOVAL or strike.accuser in self._suspects:
             return False
-        if not strikes and len(self._strikes) >= MAX_ACCUSED:
-            del self._strikes[next(iter(self._strikes))]
-        self._strikes[accused] = [*strikes, strike]
+        if not strikes and len(self._records) >= MAX_ACCUSED:
+            del self._records[next(iter(self._records))]
+        self._records[accused] = [*strikes, strike]
         return True
 
-    def judge(self, now_s: float) -> list[PeerId]:
+    def review_suspects(self, now_s: float) -> list[PeerId]:
         """Look at the suspects again; those whose time is up."""
         alone: dict[PeerId, list[PeerId]] = {}
-        for accused, strikes in self._strikes.items():
+        for accused, strikes in self._records.items():
             accusers = {strike.accuser for strike in strikes}
             if len(accusers) == 1 and (accuser := accusers.pop()) is not None:
                 alone.setdefault(accuser, []).append(accused)
-        common = sorted(accuser for accuser, alone_with in alone.items() if is_common_end(alone_with))
-        self._suspects = {accuser: self._suspects.get(accuser, now_s + GRACE_S) for accuser in common}
+        common = sorted(accuser for accuser, alone_with in alone.items() if is_common_accuser(alone_with))
+        self._suspects = {accuser: self._suspects.get(accuser, now_s + CONFIRMATION_TIMEOUT_S) for accuser in common}
         return [accuser for accuser, until_s in self._suspects.items() if now_s >= until_s]
 
     def accused_by(self, accuser: PeerId) -> list[PeerId]:
         return [
             accused
-            for accused, strikes in self._strikes.items()
+            for accused, strikes in self._records.items()
             if any(strike.accuser == accuser for strike in strikes)
         ]
 
-    def suspected(self, accuser: PeerId | None) -> bool:
+    def is_suspected(self, accuser: PeerId | None) -> bool:
         return accuser in self._suspects
 
-    def struck_out(self) -> list[PeerId]:
+    def members_over_limit(self) -> list[PeerId]:
         """All who have had enough, by the word of those who are not suspected."""
-        return [accused for accused in self._strikes if is_struck_out(self.count(accused))]
+        return [accused for accused in self._records if exceeds_limit(self.count(accused))]
 
     def count(self, accused: PeerId) -> int:
         """Strikes that count."""
-        return sum(not self.suspected(strike.accuser) for strike in self._strikes.get(accused, ()))
+        return sum(not self.is_suspected(strike.accuser) for strike in self._records.get(accused, ()))
 
-    def of(self, accused: PeerId) -> Sequence[Strike]:
-        return self._strikes.get(accused, ())
+    def records_of(self, accused: PeerId) -> Sequence[ViolationRecord]:
+        return self._records.get(accused, ())
 
-    def accused(self) -> list[PeerId]:
-        return list(self._strikes)
+    def accused_members(self) -> list[PeerId]:
+        return list(self._records)
 
-    def withdraw(self, accuser: PeerId) -> None:
+    def withdraw_accusations(self, accuser: PeerId) -> None:
         """All that it said."""
         self._suspects.pop(accuser, None)
-        for accused, strikes in list(self._strikes.items()):
+        for accused, strikes in list(self._records.items()):
             kept = [strike for strike in strikes if strike.accuser != accuser]
             if kept:
-                self._strikes[accused] = kept
+                self._records[accused] = kept
             else:
-                del self._strikes[accused]
+                del self._records[accused]
 
-    def forgive(self, accused: PeerId) -> None:
-        self._strikes.pop(accused, None)
+    def clear(self, accused: PeerId) -> None:
+        self._records.pop(accused, None)

@@ -15,7 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, SendTo
+from gridtrain.protocol.collective import (
+    Collective,
+    CollectiveComplete,
+    CollectiveEffect,
+    PayloadReceived,
+    SendTo,
+)
 
 
 class Subgroup:
@@ -30,37 +36,37 @@ class Subgroup:
         self.complete = False
 
     def start(self, now_s: float) -> list[CollectiveEffect]:
-        return self._outwards(self._inner.start(now_s))
+        return self._to_global_ranks(self._inner.start(now_s))
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
         sender = self._within.get(event.from_rank)
         if sender is None:
             raise RemoteProtocolError(
-                f"rank {event.from_rank} sent {event.place} in an exchange of ranks {self._ranks} alone",
+                f"rank {event.from_rank} sent {event.slot} in an exchange of ranks {self._ranks} alone",
                 remedy="drop that peer; an honest one of the same version never sends this",
             )
-        return self._outwards(self._inner.handle(replace(event, from_rank=sender), now_s))
+        return self._to_global_ranks(self._inner.handle(replace(event, from_rank=sender), now_s))
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset(self._ranks[rank] for rank in self._inner.waiting_for())
 
-    def _outwards(self, effects: list[CollectiveEffect]) -> list[CollectiveEffect]:
+    def _to_global_ranks(self, effects: list[CollectiveEffect]) -> list[CollectiveEffect]:
         self.complete = self._inner.complete
-        return [self._told(effect) for effect in effects]
+        return [self._to_global_rank(effect) for effect in effects]
 
-    def _told(self, effect: CollectiveEffect) -> CollectiveEffect:
+    def _to_global_rank(self, effect: CollectiveEffect) -> CollectiveEffect:
         """A workspace's own ranks stay those within: only who sent, and to whom, is the wire's affair."""
         match effect:
             case SendTo(to_rank):
                 return replace(effect, to_rank=self._ranks[to_rank])
-            case Complete():
+            case CollectiveComplete():
                 return effect
             case _:
-                source = replace(effect.source, rank=self._ranks[effect.source.rank])
-                return replace(effect, source=source)
+                source = replace(effect.provenance, rank=self._ranks[effect.provenance.rank])
+                return replace(effect, provenance=source)
 
 
-def edges_within(
+def neighbours_within(
     neighbours: Callable[[int, int], frozenset[int]], ranks: Sequence[int], rank: int
 ) -> frozenset[int]:
     """Ranks to which `rank` needs an edge for an exchange among `ranks`."""

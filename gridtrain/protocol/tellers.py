@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 from gridtrain.protocol.messages import PeerId
 
-LONGEST_S = 86_400.0
-MOST_REMEMBERED = 4096  # who brought orders about; they are remembered beyond their leaving
+MAX_BACKOFF_S = 86_400.0
+MAX_REMEMBERED = 4096  # who brought orders about; they are remembered beyond their leaving
 
-Rate = tuple[PeerId, float, float]  # as in `Rates`: to whom, there, back
+LinkRate = tuple[PeerId, float, float]  # as in `Rates`: to whom, there, back
 
 
-class Tellers:
+class LinkReports:
     """Bounded by what is known of links, and by `MOST_REMEMBERED`.
 
     Args:
@@ -31,60 +31,60 @@ class Tellers:
     """
 
     def __init__(self, pause_s: float) -> None:
-        self._pause_s = pause_s
-        self._introduced: dict[PeerId, int] = {}  # how often
-        self._count = 0
-        self._words: dict[tuple[PeerId, PeerId, bool], tuple[int, int]] = {}  # when it counted last
-        self._news: set[PeerId] = set()
-        self._waits: dict[PeerId, tuple[float, float]] = {}  # until when, and how long that is
+        self._initial_backoff_s = pause_s
+        self._introduction_of: dict[PeerId, int] = {}  # how often
+        self._introduction_count = 0
+        self._last_accepted: dict[tuple[PeerId, PeerId, bool], tuple[int, int]] = {}  # when it counted last
+        self._changed_reporters: set[PeerId] = set()
+        self._backoff: dict[PeerId, tuple[float, float]] = {}  # until when, and how long that is
 
-    def introduced(self, peer: PeerId) -> None:
+    def record_introduction(self, peer: PeerId) -> None:
         """It is told to measure, and so are its links."""
-        self._count += 1
-        self._introduced[peer] = self._count
+        self._introduction_count += 1
+        self._introduction_of[peer] = self._introduction_count
 
-    def heeded(self, peer: PeerId, rates: Sequence[Rate]) -> list[Rate]:
+    def accept(self, peer: PeerId, rates: Sequence[LinkRate]) -> list[LinkRate]:
         """What counts of its words; 0 takes the place of a rate that does not."""
         heeded = []
         for other, there_Bps, back_Bps in rates:
-            there = there_Bps if there_Bps > 0 and self._counts(peer, other, True) else 0.0
-            back = back_Bps if back_Bps > 0 and self._counts(peer, other, False) else 0.0
+            there = there_Bps if there_Bps > 0 and self._is_new(peer, other, True) else 0.0
+            back = back_Bps if back_Bps > 0 and self._is_new(peer, other, False) else 0.0
             if there or back:
                 heeded.append((other, there, back))
         return heeded
 
-    def changed(self, peer: PeerId) -> None:
+    def mark_changed(self, peer: PeerId) -> None:
         """Something that it told is new."""
-        self._news.add(peer)
+        self._changed_reporters.add(peer)
 
-    def due(self, now_s: float) -> frozenset[PeerId]:
+    def due_reporters(self, now_s: float) -> frozenset[PeerId]:
         """Who has told something new, and need not wait."""
-        return frozenset(peer for peer in self._news if now_s >= self._waits.get(peer, (now_s, 0.0))[0])
+        return frozenset(peer for peer in self._changed_reporters if now_s >= self._backoff.get(peer, (now_s, 0.0))[0])
 
-    def looked(self, tellers: frozenset[PeerId], now_s: float, *, found: bool) -> None:
+    def record_evaluation(self, tellers: frozenset[PeerId], now_s: float, *, found: bool) -> None:
         """An order was looked for because of these; `found`: there is to be another one."""
-        self._news -= tellers
+        self._changed_reporters -= tellers
         for peer in tellers if found else ():
-            _, before_s = self._waits.pop(peer, (0.0, 0.0))
-            wait_s = min(LONGEST_S, 2 * before_s or self._pause_s)
-            self._waits[peer] = now_s + wait_s, wait_s
-        while len(self._waits) > MOST_REMEMBERED:
-            del self._waits[min(self._waits, key=lambda peer: self._waits[peer])]
+            _, before_s = self._backoff.pop(peer, (0.0, 0.0))
+            wait_s = min(MAX_BACKOFF_S, 2 * before_s or self._initial_backoff_s)
+            self._backoff[peer] = now_s + wait_s, wait_s
+        while len(self._backoff) > MAX_REMEMBERED:
+            del self._backoff[min(self._backoff, key=lambda peer: self._backoff[peer])]
 
-    def planned(self) -> None:
+    def clear_changes(self) -> None:
         """Ranks are given anew, with all that is known."""
-        self._news.clear()
+        self._changed_reporters.clear()
 
     def forget(self, peer: PeerId) -> None:
         """It has left; how long it has to wait is kept."""
-        self._introduced.pop(peer, None)
-        self._words = {word: at for word, at in self._words.items() if peer not in word}
-        self._news.discard(peer)
+        self._introduction_of.pop(peer, None)
+        self._last_accepted = {word: at for word, at in self._last_accepted.items() if peer not in word}
+        self._changed_reporters.discard(peer)
 
-    def _counts(self, peer: PeerId, other: PeerId, there: bool) -> bool:
-        at = self._introduced.get(peer, 0), self._introduced.get(other, 0)
+    def _is_new(self, peer: PeerId, other: PeerId, there: bool) -> bool:
+        at = self._introduction_of.get(peer, 0), self._introduction_of.get(other, 0)
         word = peer, other, there
-        if self._words.get(word) == at:
+        if self._last_accepted.get(word) == at:
             return False
-        self._words[word] = at
+        self._last_accepted[word] = at
         return True

@@ -15,34 +15,34 @@ from __future__ import annotations
 from gridtrain.protocol import allgather
 from gridtrain.protocol.allgather import AllGather
 from gridtrain.protocol.collective import CollectiveEffect, SendTo
-from gridtrain.protocol.messages import Phase, Place
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
 
-MOST_TOLD = 8
+MAX_DIRECT_MEMBERS = 8
 """Part of the protocol: members up to which each tells each."""
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
     """Ranks to which this one needs an edge."""
-    if world_size > MOST_TOLD:
+    if world_size > MAX_DIRECT_MEMBERS:
         return allgather.neighbours(rank, world_size)
     return frozenset(range(world_size)) - {rank}
 
 
-def telling(rank: int, world_size: int, skip: bool) -> AllGather:
+def make_allgather(rank: int, world_size: int, skip: bool) -> AllGather:
     """The collective, as rank `rank` of `world_size` sees it; `Place.segment` is the origin's rank."""
-    return (AllGather if world_size > MOST_TOLD else Telling)(rank, world_size, skip)
+    return (AllGather if world_size > MAX_DIRECT_MEMBERS else DirectAllGather)(rank, world_size, skip)
 
 
-class Telling(AllGather):
+class DirectAllGather(AllGather):
     """As `AllGather`, but nobody passes on what another one says: all of it is hop 0."""
 
     __slots__ = ()
 
-    def _arrival(self, origin: int) -> tuple[int, Place]:
-        return origin, Place(Phase.SPREAD, 0, origin)
+    def _arrival(self, origin: int) -> tuple[int, PayloadSlot]:
+        return origin, PayloadSlot(CollectivePhase.ALL_GATHER, 0, origin)
 
     def _pass_on(self, origin: int, skip: bool) -> list[CollectiveEffect]:
         if origin != self._rank:
             return []
         others = (rank for rank in range(self._world_size) if rank != origin)
-        return [SendTo(rank, Place(Phase.SPREAD, 0, origin), skip) for rank in others]
+        return [SendTo(rank, PayloadSlot(CollectivePhase.ALL_GATHER, 0, origin), skip) for rank in others]

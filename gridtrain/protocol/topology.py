@@ -20,70 +20,76 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from gridtrain.protocol.lines import Link, Network
-from gridtrain.protocol.loads import VALUE_BYTES, Cpu, Kind, Load, crossed_by
+from gridtrain.protocol.lines import LinkModel, NetworkModel
+from gridtrain.protocol.loads import VALUE_BYTES, CpuCosts, ExchangeKind, Workload, messages_by_pair
 from gridtrain.protocol.messages import PeerId, Setup
-from gridtrain.protocol.ordering import CENTRED, MOST_SEARCHED, Ordered, best_order, walked_s
-from gridtrain.protocol.planner import Plan, order_ring
+from gridtrain.protocol.ordering import (
+    MAX_SEARCHED_PEERS,
+    ROOT_ONLY_KINDS,
+    RankOrderEstimate,
+    best_order,
+    simulated_exchange_s,
+)
+from gridtrain.protocol.planner import RankOrder, order_ring
 
-WORTH = 1.2
+MIN_SPEEDUP = 1.2
 """Another order is worth a generation if the exchange is predicted to take so many times less."""
 
-MOST_REPLANNED = 64  # members; above the order stays until somebody comes or goes
-MOST_LISTED = 32  # members whose links the status shows
-USUAL_Bps = 12.5e6  # 100 Mbit/s: what a line counts as where nothing has been measured
+MAX_REPLANNED_MEMBERS = 64  # members; above the order stays until somebody comes or goes
+MAX_LISTED_MEMBERS = 32  # members whose links the status shows
+DEFAULT_LINK_Bps = 12.5e6  # 100 Mbit/s: what a line counts as where nothing has been measured
 MOST_Bps, LEAST_Bps = 1e11, 1e3
-MOST_ALONE_Bps = 125e6
+MAX_UNCONFIRMED_Bps = 125e6
 """1 Gbit/s: what one end alone has told counts as no more where nobody else has told anything.  A loop that
 was too busy to answer in time is just the one that reads a burst from a buffer, in no time."""
 
 """What a rate counts as at most and at least: it is a worker's word."""
 
-Pair = tuple[PeerId, PeerId]
+PeerPair = tuple[PeerId, PeerId]
 _KINDS = {
-    ("dense", ""): Kind.DENSE,
-    ("dense", "ring"): Kind.DENSE,
-    ("dense", "direct"): Kind.DIRECT,
-    ("dense", "star"): Kind.STAR,
-    ("topk", ""): Kind.TOPK,
-    ("gtopk", ""): Kind.GTOPK,
-    ("gtopk", "butterfly"): Kind.GTOPK,
-    ("gtopk", "tree"): Kind.TREE,
-    ("gtopk", "star"): Kind.STAR_GTOPK,
+    ("dense", ""): ExchangeKind.DENSE,
+    ("dense", "ring"): ExchangeKind.DENSE,
+    ("dense", "direct"): ExchangeKind.DIRECT,
+    ("dense", "star"): ExchangeKind.STAR,
+    ("topk", ""): ExchangeKind.TOPK,
+    ("gtopk", ""): ExchangeKind.GTOPK,
+    ("gtopk", "butterfly"): ExchangeKind.GTOPK,
+    ("gtopk", "tree"): ExchangeKind.TREE,
+    ("gtopk", "star"): ExchangeKind.STAR_GTOPK,
 }
 _EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
 _PARAMETERS = re.compile(r"(\d{1,18}) parameters")
-_SHAPES = {
-    Kind.DENSE: "ring",
-    Kind.DIRECT: "direct exchange",
-    Kind.TOPK: "all-gather",
-    Kind.GTOPK: "butterfly",
-    Kind.TREE: "tree",
+_TOPOLOGY_NAMES = {
+    ExchangeKind.DENSE: "ring",
+    ExchangeKind.DIRECT: "direct exchange",
+    ExchangeKind.TOPK: "all-gather",
+    ExchangeKind.GTOPK: "butterfly",
+    ExchangeKind.TREE: "tree",
 }
 
 
-def load_of(setup: Setup | None) -> Load | None:
+def workload_of(setup: Setup | None) -> Workload | None:
     """What a run exchanges, from the facts on which all its workers agree; None: it does not say."""
     facts = dict(setup.facts) if setup is not None else {}
     exchange = _EXCHANGE.search(facts.get("exchange", ""))
     parameters = _PARAMETERS.match(facts.get("model", ""))
     if exchange is None or parameters is None or int(parameters[1]) < 1:
         return None
-    return named(exchange[1], exchange[2], int(parameters[1]))
+    return parse_workload(exchange[1], exchange[2], int(parameters[1]))
 
 
 def is_star(setup: Setup | None) -> bool:
     """Whether everything goes over rank 0."""
-    load = load_of(setup)
-    return load is not None and load.kind in (Kind.STAR, Kind.STAR_GTOPK)
+    load = workload_of(setup)
+    return load is not None and load.kind in (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK)
 
 
-def named(exchange: str, options: str, parameters: int, encrypted: bool = True) -> Load | None:
+def parse_workload(exchange: str, options: str, parameters: int, encrypted: bool = True) -> Workload | None:
     """ "GTopK" and "density=0.01, values=fp16, topology=tree" as a load; None: there is no such exchange."""
     said = dict(option.strip().partition("=")[::2] for option in options.split(",") if "=" in option)
     kind = _KINDS.get((exchange.lower(), said.get("topology", "")))
-    if kind is None or not kind.sparse:
-        return Load(kind, parameters, encrypted=encrypted) if kind is not None else None
+    if kind is None or not kind.is_sparse:
+        return Workload(kind, parameters, encrypted=encrypted) if kind is not None else None
     try:
         density = float(said.get("density", "nan"))
     except ValueError:
@@ -91,11 +97,11 @@ def named(exchange: str, options: str, parameters: int, encrypted: bool = True) 
     values = said.get("values", "fp16")
     if not 0 < density <= 1 or values not in VALUE_BYTES:
         return None
-    return Load(kind, parameters, density, values, encrypted)
+    return Workload(kind, parameters, density, values, encrypted)
 
 
 @dataclass(slots=True)
-class Measured:
+class LinkMeasurements:
     """Links between workers, as they have told of them.
 
     Attributes:
@@ -104,66 +110,66 @@ class Measured:
             word.
     """
 
-    rtt_s: Mapping[Pair, float] = field(default_factory=dict)
-    sent_Bps: dict[Pair, float] = field(default_factory=dict)
-    came_Bps: dict[Pair, float] = field(default_factory=dict)
+    rtt_s: Mapping[PeerPair, float] = field(default_factory=dict)
+    sent_Bps: dict[PeerPair, float] = field(default_factory=dict)
+    received_Bps: dict[PeerPair, float] = field(default_factory=dict)
 
-    def told(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> bool:
+    def record(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> bool:
         """`rates`: to whom, bytes per second there, bytes per second from there; 0: not measured.
 
         Returns whether anything is new.
         """
         new = False
         for other, there_Bps, back_Bps in rates:
-            words = ((self.sent_Bps, (peer, other), there_Bps), (self.came_Bps, (other, peer), back_Bps))
+            words = ((self.sent_Bps, (peer, other), there_Bps), (self.received_Bps, (other, peer), back_Bps))
             for known, pair, rate_Bps in words if other != peer else ():
                 bounded_Bps = min(max(rate_Bps, LEAST_Bps), MOST_Bps)
                 if rate_Bps > 0 and known.get(pair) != bounded_Bps:
                     known[pair], new = bounded_Bps, True
         return new
 
-    def without(self, peer: PeerId) -> Measured:
+    def without_reporter(self, peer: PeerId) -> LinkMeasurements:
         """The same without what this worker has told, of whichever links."""
-        return Measured(
+        return LinkMeasurements(
             {pair: rtt_s for pair, rtt_s in self.rtt_s.items() if pair[0] != peer},
             {pair: rate_Bps for pair, rate_Bps in self.sent_Bps.items() if pair[0] != peer},
-            {pair: rate_Bps for pair, rate_Bps in self.came_Bps.items() if pair[1] != peer},
+            {pair: rate_Bps for pair, rate_Bps in self.received_Bps.items() if pair[1] != peer},
         )
 
     def forget(self, peer: PeerId) -> None:
-        for known in (self.sent_Bps, self.came_Bps):
+        for known in (self.sent_Bps, self.received_Bps):
             for pair in [pair for pair in known if peer in pair]:
                 del known[pair]
 
     def rate_Bps(self, a: PeerId, b: PeerId) -> float | None:
         """From a to b, by the more modest of both ends; None: neither has said."""
-        words = [known[a, b] for known in (self.sent_Bps, self.came_Bps) if (a, b) in known]
+        words = [known[a, b] for known in (self.sent_Bps, self.received_Bps) if (a, b) in known]
         return min(words, default=None)
 
-    def network(self, peers: Sequence[PeerId], *, bounded: bool = True) -> Network | None:
+    def build_network(self, peers: Sequence[PeerId], *, bounded: bool = True) -> NetworkModel | None:
         """Of these members, in their order; None: nothing is measured between them.
 
         A link that is not measured counts as the median of the others.  A line is as fast as the fastest that
         went over it.  `bounded`: what one end alone has told counts as no more than the others' median.
         """
         at = {peer: index for index, peer in enumerate(peers)}
-        trips = self._trips(at)
+        trips = self._round_trips(at)
         rates = self._rates(at, bounded)
         if not trips and not rates:
             return None
         usual_s = median(trips.values()) if trips else 0.0
-        usual_Bps = median(rates.values()) if rates else USUAL_Bps
+        usual_Bps = median(rates.values()) if rates else DEFAULT_LINK_Bps
         up_Bps, down_Bps = [0.0] * len(at), [0.0] * len(at)
         for (a, b), rate_Bps in rates.items():
             up_Bps[a], down_Bps[b] = max(up_Bps[a], rate_Bps), max(down_Bps[b], rate_Bps)
 
-        def link(a: int, b: int) -> Link:  # made when asked for: 1000 members have a million
+        def link(a: int, b: int) -> LinkModel:  # made when asked for: 1000 members have a million
             trip_s = trips.get((min(a, b), max(a, b)), usual_s)
-            return Link(trip_s / 2, rates.get((a, b), usual_Bps if rates else math.inf))
+            return LinkModel(trip_s / 2, rates.get((a, b), usual_Bps if rates else math.inf))
 
-        return Network(link, [rate or usual_Bps for rate in up_Bps], [rate or usual_Bps for rate in down_Bps])
+        return NetworkModel(link, [rate or usual_Bps for rate in up_Bps], [rate or usual_Bps for rate in down_Bps])
 
-    def _trips(self, at: Mapping[PeerId, int]) -> dict[tuple[int, int], float]:
+    def _round_trips(self, at: Mapping[PeerId, int]) -> dict[tuple[int, int], float]:
         """By (smaller index, larger index) of members: the larger of what both say."""
         trips: dict[tuple[int, int], float] = {}
         for (a, b), seconds in self.rtt_s.items():
@@ -175,7 +181,7 @@ class Measured:
     def _rates(self, at: Mapping[PeerId, int], bounded: bool) -> dict[tuple[int, int], float]:
         """By directed pair of members' indices."""
         words: dict[tuple[int, int], dict[int, float]] = {}  # by who said so
-        for known, end in ((self.sent_Bps, 0), (self.came_Bps, 1)):
+        for known, end in ((self.sent_Bps, 0), (self.received_Bps, 1)):
             for (a, b), rate_Bps in known.items():
                 if a in at and b in at:
                     pair = at[a], at[b]
@@ -185,32 +191,32 @@ class Measured:
             return rates
         lone = {pair: next(iter(said)) for pair, said in words.items() if len(said) == 1}
         bounds = {
-            who: median([r for pair, r in rates.items() if lone.get(pair) != who] or [MOST_ALONE_Bps])
+            who: median([r for pair, r in rates.items() if lone.get(pair) != who] or [MAX_UNCONFIRMED_Bps])
             for who in set(lone.values())
         }
         return {pair: min(r, bounds[lone[pair]]) if pair in lone else r for pair, r in rates.items()}
 
-    def listed(self, roster: Sequence[PeerId]) -> list[list[float | int | None]]:
+    def link_rows(self, roster: Sequence[PeerId]) -> list[list[float | int | None]]:
         """[rank, other rank, round trip in s, bytes per second] of the first members; JSON-able."""
-        shown = list(enumerate(roster[:MOST_LISTED]))
+        shown = list(enumerate(roster[:MAX_LISTED_MEMBERS]))
         every = [
-            [i, j, self._trip_s(a, b), self.rate_Bps(a, b)] for i, a in shown for j, b in shown if i != j
+            [i, j, self._round_trip_s(a, b), self.rate_Bps(a, b)] for i, a in shown for j, b in shown if i != j
         ]
         return [link for link in every if link[2] is not None or link[3] is not None]
 
-    def _trip_s(self, a: PeerId, b: PeerId) -> float | None:
+    def _round_trip_s(self, a: PeerId, b: PeerId) -> float | None:
         """The larger of what both say."""
         words = [self.rtt_s[pair] for pair in ((a, b), (b, a)) if pair in self.rtt_s]
         return max((s for s in words if math.isfinite(s) and s >= 0), default=None)
 
 
-def plan(
-    load: Load | None,
-    measured: Measured,
+def plan_rank_order(
+    load: Workload | None,
+    measured: LinkMeasurements,
     peers: Sequence[PeerId],
     firsts: Sequence[PeerId],
     roster: Sequence[PeerId] = (),
-) -> Plan:
+) -> RankOrder:
     """The order of ranks for what the run exchanges.
 
     Args:
@@ -219,24 +225,24 @@ def plan(
         firsts: who may be rank 0, the one that is if it makes no difference first.
         roster: the order in which members stand; those who are new come last in it.
     """
-    rates = bool(measured.sent_Bps or measured.came_Bps)
-    network = measured.network(peers) if len(peers) > 2 else None
-    if load is None or network is None or (load.kind is Kind.DENSE and not rates):
+    rates = bool(measured.sent_Bps or measured.received_Bps)
+    network = measured.build_network(peers) if len(peers) > 2 else None
+    if load is None or network is None or (load.kind is ExchangeKind.DENSE and not rates):
         return order_ring(measured.rtt_s, peers, firsts[0])
-    found = _best(load, network, peers, firsts, roster)
+    found = _search_best_order(load, network, peers, firsts, roster)
     order = tuple(peers[member] for member in found.order)
-    return Plan(order, _reason(load, network, found.order, found.exchange_s, found.joined_s, rates))
+    return RankOrder(order, _reason(load, network, found.order, found.exchange_s, found.join_order_s, rates))
 
 
-def as_joined(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> Plan:
+def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
     """The order of joining, as the owner wants it; rank 0 is the first of `firsts`, who may be it."""
     order = (firsts[0], *(peer for peer in peers if peer != firsts[0]))
-    return Plan(order, "ranks by the order of joining, as ordered")
+    return RankOrder(order, "ranks by the order of joining, as ordered")
 
 
-def worth(
-    load: Load | None,
-    measured: Measured,
+def reorder_reason(
+    load: Workload | None,
+    measured: LinkMeasurements,
     roster: Sequence[PeerId],
     peers: Sequence[PeerId] = (),
 ) -> str:
@@ -245,16 +251,16 @@ def worth(
     Args:
         peers: the same members in the order of joining, by default as they stand; all hold the state.
     """
-    if load is None or not 2 < len(roster) <= MOST_REPLANNED or not (measured.sent_Bps or measured.came_Bps):
+    if load is None or not 2 < len(roster) <= MAX_REPLANNED_MEMBERS or not (measured.sent_Bps or measured.received_Bps):
         return ""
     peers = peers or roster
-    network = measured.network(peers)
+    network = measured.build_network(peers)
     if network is None:
         return ""
     stand = [peers.index(peer) for peer in roster]
-    now_s = walked_s(load, network, Cpu(), stand)
-    found = _best(load, network, peers, peers, roster)  # as `plan` will look for it
-    if now_s < WORTH * found.exchange_s or not _holds(load, measured, peers, stand, found.order):
+    now_s = simulated_exchange_s(load, network, CpuCosts(), stand)
+    found = _search_best_order(load, network, peers, peers, roster)  # as `plan` will look for it
+    if now_s < MIN_SPEEDUP * found.exchange_s or not _is_corroborated(load, measured, peers, stand, found.order):
         return ""
     return (
         f"links have changed: another order makes an exchange {now_s / found.exchange_s:.2f} times as fast "
@@ -262,48 +268,48 @@ def worth(
     )
 
 
-def _holds(
-    load: Load, measured: Measured, peers: Sequence[PeerId], now: Sequence[int], then: Sequence[int]
+def _is_corroborated(
+    load: Workload, measured: LinkMeasurements, peers: Sequence[PeerId], now: Sequence[int], then: Sequence[int]
 ) -> bool:
     """Whether it is worth it without the words of any one member as well, so that none can bring it about."""
     for peer in peers:
-        network = measured.without(peer).network(peers, bounded=False)
+        network = measured.without_reporter(peer).build_network(peers, bounded=False)
         if network is None:
             return False
-        if walked_s(load, network, Cpu(), now) < WORTH * walked_s(load, network, Cpu(), then):
+        if simulated_exchange_s(load, network, CpuCosts(), now) < MIN_SPEEDUP * simulated_exchange_s(load, network, CpuCosts(), then):
             return False
     return True
 
 
-def _best(
-    load: Load,
-    network: Network,
+def _search_best_order(
+    load: Workload,
+    network: NetworkModel,
     peers: Sequence[PeerId],
     firsts: Sequence[PeerId],
     roster: Sequence[PeerId],
-) -> Ordered:
+) -> RankOrderEstimate:
     """For `plan` and `worth` the same search, so that the one finds what the other has promised."""
     at = {peer: index for index, peer in enumerate(peers)}
     stand = [at[peer] for peer in roster if peer in at]
     stand += sorted(set(range(len(peers))) - set(stand)) if stand else []
-    return best_order(load, network, Cpu(), [at[peer] for peer in firsts], stand)
+    return best_order(load, network, CpuCosts(), [at[peer] for peer in firsts], stand)
 
 
 def _reason(
-    load: Load, network: Network, order: Sequence[int], exchange_s: float, joined_s: float, rates: bool
+    load: Workload, network: NetworkModel, order: Sequence[int], exchange_s: float, joined_s: float, rates: bool
 ) -> str:
-    shape = f"{_SHAPES.get(load.kind, 'star')} of {len(order)}"
+    shape = f"{_TOPOLOGY_NAMES.get(load.kind, 'star')} of {len(order)}"
     gain = f" instead of {_ms(joined_s)} in join order" if exchange_s < joined_s else ", as in join order"
     text = f"{shape} ordered by predicted time: {_ms(exchange_s)} an exchange{gain}"
-    if len(order) > MOST_SEARCHED and load.kind not in CENTRED:
+    if len(order) > MAX_SEARCHED_PEERS and load.kind not in ROOT_ONLY_KINDS:
         text = (
-            f"{shape} in join order, as above {MOST_SEARCHED} members no better one is looked for: "
+            f"{shape} in join order, as above {MAX_SEARCHED_PEERS} members no better one is looked for: "
             f"{_ms(exchange_s)} an exchange"
         )
     if not rates:
-        return f"{text} (no rate is measured; lines count as {USUAL_Bps * 8 / 1e6:.0f} Mbit/s)"
-    ordered = network.ordered(order)
-    thin_Bps, src, dst = min((ordered.path_Bps(a, b), a, b) for a, b in crossed_by(load, len(order)))
+        return f"{text} (no rate is measured; lines count as {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s)"
+    ordered = network.reordered(order)
+    thin_Bps, src, dst = min((ordered.path_Bps(a, b), a, b) for a, b in messages_by_pair(load, len(order)))
     return f"{text}; its thinnest link is {_rate(thin_Bps)}, rank {src} to {dst}"
 
 

@@ -19,8 +19,8 @@ members that can only be leaves.  It takes twice as many hops as the butterfly, 
 
 from __future__ import annotations
 
-from gridtrain.protocol.hops import Hop, Hops
-from gridtrain.protocol.messages import Phase, Place
+from gridtrain.protocol.hops import Hop, HopExchange
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
 
 
 def schedule(rank: int, world_size: int) -> list[Hop]:
@@ -31,11 +31,11 @@ def schedule(rank: int, world_size: int) -> list[Hop]:
     hops = [_merge(rank, world_size, hop) for hop in children]
     if rank:
         parent = rank - (1 << own)
-        result = Place(Phase.LOWER, own)
-        hops.append(Hop(Place(Phase.RAISE, own), parent, sends=True, receives=False))
-        hops.append(Hop(result, parent, False, True, members=world_size, roundings=height + 1))
+        result = PayloadSlot(CollectivePhase.FROM_ROOT, own)
+        hops.append(Hop(PayloadSlot(CollectivePhase.TO_ROOT, own), parent, is_sender=True, is_receiver=False))
+        hops.append(Hop(result, parent, False, True, contributors=world_size, roundings=height + 1))
     hops += [
-        Hop(Place(Phase.LOWER, hop), rank + (1 << hop), sends=True, receives=False)
+        Hop(PayloadSlot(CollectivePhase.FROM_ROOT, hop), rank + (1 << hop), is_sender=True, is_receiver=False)
         for hop in reversed(children)
     ]
     return hops
@@ -44,12 +44,12 @@ def schedule(rank: int, world_size: int) -> list[Hop]:
 def _merge(rank: int, world_size: int, hop: int) -> Hop:
     child = rank + (1 << hop)
     return Hop(
-        Place(Phase.RAISE, hop),
+        PayloadSlot(CollectivePhase.TO_ROOT, hop),
         child,
-        sends=False,
-        receives=True,
+        is_sender=False,
+        is_receiver=True,
         owner_modulus=1,
-        members=min(1 << hop, world_size - child),
+        contributors=min(1 << hop, world_size - child),
         roundings=hop + 1,  # the child's own encoding, and one for each of its merges
     )
 
@@ -59,7 +59,7 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
     return frozenset(hop.partner for hop in schedule(rank, world_size))
 
 
-class Tree(Hops):
+class TreeExchange(HopExchange):
     """One gTop-k exchange by `schedule`.  `skip`: this rank's gradient is not finite."""
 
     __slots__ = ()

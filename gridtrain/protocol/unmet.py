@@ -14,13 +14,13 @@ import math
 from collections.abc import Collection
 
 from gridtrain.protocol.messages import PeerId
-from gridtrain.protocol.wakefulness import no_earlier
+from gridtrain.protocol.wakefulness import extend_start
 
-MOST_NAMED = 1024
+MAX_UNREACHABLE = 1024
 """What the list of one message holds."""
 
 
-class Unmet:
+class UnreachableSources:
     """See the module's text.
 
     Args:
@@ -31,19 +31,19 @@ class Unmet:
         self._route_s = route_s
         self._since_s = math.inf  # infinite: nothing was told since, or it was said
 
-    def told(self, now_s: float) -> None:
+    def restart(self, now_s: float) -> None:
         """How to reach the donors; or one that was up is gone, and may come back by the same way."""
         self._since_s = now_s
 
-    def second_chance(self, until_s: float) -> None:
+    def extend_timeouts(self, until_s: float) -> None:
         """This worker slept: it waits until then at least."""
-        self._since_s = no_earlier(self._since_s, self._route_s, until_s)
+        self._since_s = extend_start(self._since_s, self._route_s, until_s)
 
     def deadline_s(self, donors: Collection[PeerId], up: Collection[PeerId]) -> float:
         """When to look: infinite where one of the donors is up, as one is enough."""
         return math.inf if not donors or any(peer in up for peer in donors) else self._since_s + self._route_s
 
-    def named(
+    def take_unreachable(
         self, donors: Collection[PeerId], others: Collection[PeerId], up: Collection[PeerId], now_s: float
     ) -> tuple[PeerId, ...]:
         """Of whom to say so, once: of the donors first, and of who else was announced, as one of these could
@@ -51,4 +51,4 @@ class Unmet:
         if now_s < self.deadline_s(donors, up):
             return ()
         self._since_s = math.inf
-        return tuple(peer for peer in dict.fromkeys((*donors, *others)) if peer not in up)[:MOST_NAMED]
+        return tuple(peer for peer in dict.fromkeys((*donors, *others)) if peer not in up)[:MAX_UNREACHABLE]

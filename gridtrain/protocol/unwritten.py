@@ -14,18 +14,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.recutting import spans_of
-from gridtrain.protocol.seating import Seating
+from gridtrain.protocol.recutting import stage_spans
+from gridtrain.protocol.seating import RankPlacement
 from gridtrain.protocol.verdict import Outcome
-from gridtrain.protocol.witnesses import Disks
+from gridtrain.protocol.witnesses import ReportedCheckpoints
 
 
-def not_written(
-    view: m.View,
+def failed_to_write(
+    view: m.MembershipView,
     roster: Sequence[m.Member],
     peer: m.PeerId,
-    report: m.Report | None,
-    kept: Collection[m.Held],
+    report: m.FreezeReport | None,
+    kept: Collection[m.CheckpointInfo],
 ) -> bool:
     """Whether this member was to put its memory aside for `view`, and cannot.
 
@@ -34,19 +34,19 @@ def not_written(
         kept: what it says of its disk since; it says nothing before that is written, or cannot be.
     """
     order = [member.peer for member in roster]
-    if report is None or not report.synced or peer not in order:
+    if report is None or not report.is_synced or peer not in order:
         return False
-    if any(held.is_of(report.blocks, view.applied, view.history) for held in kept):
+    if any(held.matches(report.layers, view.applied, view.history) for held in kept):
         return False
-    return any((report.blocks, order.index(peer)) in member.pieces for member in roster)
+    return any((report.layers, order.index(peer)) in member.pieces for member in roster)
 
 
-def leans_on(
-    seated: Seating,
+def depends_on_unwritten(
+    seated: RankPlacement,
     outcome: Outcome,
     full: Collection[m.PeerId],
     blocks_of: Mapping[m.PeerId, m.Span],
-    disks: Disks,
+    disks: ReportedCheckpoints,
 ) -> bool:
     """Whether somebody puts its stage together from what one of `full` has in memory alone.
 
@@ -56,12 +56,12 @@ def leans_on(
     at = outcome.applied, outcome.history
     for blocks, rank in {piece for pieces in seated.pieces.values() for piece in pieces}:
         giver = seated.order[rank]
-        written = any(held.is_of(blocks, *at) for held in disks.get(giver, ()))
+        written = any(held.matches(blocks, *at) for held in disks.get(giver, ()))
         if giver in full and blocks_of.get(giver) == blocks and not written:
             return True
     return False
 
 
-def cut_of(blocks: Collection[m.Span], *cuts: tuple[int, ...]) -> tuple[int, ...]:
+def find_partition(blocks: Collection[m.Span], *cuts: tuple[int, ...]) -> tuple[int, ...]:
     """The first of the cuts in which all these are stages; (): none."""
-    return next((one for one in cuts if one and set(blocks) <= set(spans_of(one))), ())
+    return next((one for one in cuts if one and set(blocks) <= set(stage_spans(one))), ())

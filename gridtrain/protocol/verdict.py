@@ -31,15 +31,15 @@ class Outcome:
     """
 
     verdict: m.Verdict
-    decided: m.RoundId | None
+    decided_round: m.RoundId | None
     applied: int
     history: bytes
     ledger: m.LedgerState
     holders: frozenset[m.PeerId]
 
 
-def judge(
-    reports: Mapping[m.PeerId, m.Report],
+def decide_outcome(
+    reports: Mapping[m.PeerId, m.FreezeReport],
     spec: m.LedgerSpec,
     shares: Sequence[tuple[m.PeerId, int]],
     *,
@@ -54,9 +54,9 @@ def judge(
         in_stages: the model has stages, so that a gradient is of all members of a pipeline: an aborted step
             is handed out anew as a whole, and computed anew.
     """
-    applied = _highest_believed([report.applied for report in reports.values()])
+    applied = _highest_credible_step([report.applied for report in reports.values()])
     reports = {peer: report for peer, report in reports.items() if report.applied <= applied}
-    first = _most_told([report for report in reports.values() if report.applied == applied])
+    first = _majority_report([report for report in reports.values() if report.applied == applied])
     history, state = first.history, first.ledger
     verdict, decided = m.Verdict.ABORT, None
     prepared = {(report.prepared, report.digest) for report in reports.values()}
@@ -64,15 +64,15 @@ def judge(
         verdict, decided, applied = m.Verdict.COMMIT, first.prepared, applied + 1
         history = extend_history(history, first.digest)
         state = ledger.commit(spec, state, ledger.assign(spec, state, shares), skipped=first.skip)
-    elif not ledger.finished(spec, state):
+    elif not ledger.is_finished(spec, state):
         kept_by = () if in_stages else set(reports)
         state = ledger.reassign(spec, state, ledger.assign(spec, state, shares), kept_by)
-        state = ledger.released(spec, state) if in_stages else state
+        state = ledger.release_holders(spec, state) if in_stages else state
     holders = frozenset(peer for peer, report in reports.items() if _will_hold(report, applied, history))
     return Outcome(verdict, decided, applied, history, state, holders)
 
 
-def _highest_believed(applied: Sequence[int]) -> int:
+def _highest_credible_step(applied: Sequence[int]) -> int:
     """The highest step that can be true, the longest-serving member's claim first.
 
     A step takes the YES of all, so honest members of a generation are at most one step apart.  Who claims
@@ -82,13 +82,13 @@ def _highest_believed(applied: Sequence[int]) -> int:
     return max(claim for claim in applied if claim <= middle + 1)
 
 
-def _most_told(reports: Sequence[m.Report]) -> m.Report:
+def _majority_report(reports: Sequence[m.FreezeReport]) -> m.FreezeReport:
     """The report whose history and ledger most members tell; the longest-serving one's among equals."""
     told = [(report.history, report.ledger) for report in reports]
     return max(reports, key=lambda report: told.count((report.history, report.ledger)))
 
 
-def _will_hold(report: m.Report, applied: int, history: bytes) -> bool:
+def _will_hold(report: m.FreezeReport, applied: int, history: bytes) -> bool:
     """Will this member hold the state without being sent it?"""
     if report.applied == applied:
         return report.history == history

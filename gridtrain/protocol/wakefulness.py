@@ -14,32 +14,32 @@ from __future__ import annotations
 
 import math
 
-OVERSLEPT_S = 0.5
+STALL_THRESHOLD_S = 0.5
 """A loop that runs is never so late: it waits for messages until the deadline, and no longer."""
 
 
-class Wakefulness:
+class LoopStallDetector:
     """To be told of each call with the deadline that stood before it."""
 
-    __slots__ = ("_called_s",)
+    __slots__ = ("_last_call_s",)
 
     def __init__(self) -> None:
-        self._called_s = math.inf
+        self._last_call_s = math.inf
 
-    def is_late(self, now_s: float) -> bool:
+    def may_have_stalled(self, now_s: float) -> bool:
         """Cheap, and False nearly always: only then `overslept` has anything to find."""
-        return now_s - self._called_s > OVERSLEPT_S
+        return now_s - self._last_call_s > STALL_THRESHOLD_S
 
-    def overslept(self, deadline_s: float, now_s: float) -> float:
+    def measure_stall(self, deadline_s: float, now_s: float) -> float:
         """For how long the deadline had passed when we came to look; 0.0: we were awake."""
-        late_s = now_s - max(deadline_s, min(self._called_s, now_s))
-        self._called_s = now_s
-        return late_s if late_s > OVERSLEPT_S else 0.0
+        late_s = now_s - max(deadline_s, min(self._last_call_s, now_s))
+        self._last_call_s = now_s
+        return late_s if late_s > STALL_THRESHOLD_S else 0.0
 
-    def called(self, now_s: float) -> None:
-        self._called_s = now_s
+    def record_call(self, now_s: float) -> None:
+        self._last_call_s = now_s
 
 
-def no_earlier(since_s: float, patience_s: float, until_s: float) -> float:
+def extend_start(since_s: float, patience_s: float, until_s: float) -> float:
     """`since_s`, moved so that patience with it lasts until `until_s` at least."""
     return max(since_s, until_s - patience_s)

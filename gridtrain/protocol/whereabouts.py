@@ -16,14 +16,15 @@ from dataclasses import replace
 from itertools import combinations
 
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.membership_io import CallBack, Effect, Note, Send
+from gridtrain.protocol.membership_io import DialBack, Effect, LogEvent, Send
+from gridtrain.protocol.messages import RELAY_PREFIX, relay_of
 from gridtrain.protocol.roll import Worker
-from gridtrain.protocol.routes import RELAY, Place, Routes, candidates, relay_of
+from gridtrain.protocol.routes import PeerLocation, RouteTable, dial_back_addresses
 
-MOST_LISTED = 32  # members whose relays the status shows
+MAX_LISTED = 32  # members whose relays the status shows
 
 
-class Whereabouts:
+class AddressBook:
     """See the module's text.
 
     Args:
@@ -31,80 +32,80 @@ class Whereabouts:
     """
 
     def __init__(self, coordinator: m.PeerId) -> None:
-        self._routes = Routes(coordinator)
+        self._route_table = RouteTable(coordinator)
         self._hosts: dict[m.PeerId, str] = {}  # where the connections that stand come from
         self._relays: tuple[m.PeerId, ...] = ()  # of the generation
-        self._given_up: set[frozenset[m.PeerId]] = set()  # pairs whose way of the generation does not work
-        self._as_told: dict[tuple[m.PeerId, str], tuple[m.Member, m.Member]] = {}  # of it, too: see _with
+        self._blocked_pairs: set[frozenset[m.PeerId]] = set()  # pairs whose way of the generation does not work
+        self._address_cache: dict[tuple[m.PeerId, str], tuple[m.Member, m.Member]] = {}  # of it, too: see _with
 
-    def came(self, peer: m.PeerId, host: str) -> None:
+    def on_connected(self, peer: m.PeerId, host: str) -> None:
         self._hosts[peer] = host
 
-    def went(self, peer: m.PeerId) -> None:
+    def on_disconnected(self, peer: m.PeerId) -> None:
         self._hosts.pop(peer, None)
 
     def forget(self, peer: m.PeerId) -> None:
-        self._routes.forget(peer)
+        self._route_table.forget(peer)
 
-    def reach(self, peer: m.PeerId) -> str:
+    def reachability_text(self, peer: m.PeerId) -> str:
         """For people: can others dial it?"""
-        return self._routes.reach(peer)
+        return self._route_table.reachability_text(peer)
 
-    def locate(self, worker: Worker, relays: bool) -> list[Effect]:
+    def request_dial_back(self, worker: Worker, relays: bool) -> list[Effect]:
         """Call back, to learn whether others can reach the worker; nothing if it is where it was."""
-        here = Place(worker.address, self._hosts.get(worker.peer, ""), "", relays)
-        known = self._routes.place(worker.peer)
-        if known is not None and replace(known, proven="") == here:
-            worker.placed = True
+        here = PeerLocation(worker.address, self._hosts.get(worker.peer, ""), "", relays)
+        known = self._route_table.location(worker.peer)
+        if known is not None and replace(known, verified_address="") == here:
+            worker.is_addressable = True
             return []
-        self._routes.learn(worker.peer, here)
-        worker.placed = False
-        return [CallBack(worker.peer, candidates(here))]
+        self._route_table.set_location(worker.peer, here)
+        worker.is_addressable = False
+        return [DialBack(worker.peer, dial_back_addresses(here))]
 
-    def called_back(self, worker: Worker, address: str) -> list[Effect]:
+    def on_dial_back_result(self, worker: Worker, address: str) -> list[Effect]:
         """The answer; nothing if it is about a place where the worker is no more."""
-        place = self._routes.place(worker.peer)
-        if place is None or worker.placed or (address and address not in candidates(place)):
+        place = self._route_table.location(worker.peer)
+        if place is None or worker.is_addressable or (address and address not in dial_back_addresses(place)):
             return []  # in the last case it has joined again from elsewhere, and another answer follows
-        self._routes.learn(worker.peer, replace(place, proven=address))
-        worker.placed = True
-        fields = {"name": worker.name, "reachable": bool(address), "address": address or place.claimed}
-        return [Note("info", "called_back", fields), Send(worker.peer, m.Reach(address))]
+        self._route_table.set_location(worker.peer, replace(place, verified_address=address))
+        worker.is_addressable = True
+        fields = {"name": worker.name, "reachable": bool(address), "address": address or place.claimed_address}
+        return [LogEvent("info", "called_back", fields), Send(worker.peer, m.Reachability(address))]
 
     def introduce(self, newcomer: m.PeerId, others: Sequence[m.PeerId]) -> list[Effect]:
         """The newcomer measures its links to the others, which are told to expect it."""
-        relays = self._routes.willing(others)
+        relays = self._route_table.relay_candidates(others)
         effects: list[Effect] = []
         for other in others:
-            way = self._routes.address(other, newcomer, relays)
+            way = self._route_table.address(other, newcomer, relays)
             relay = relay_of(way)
             expected = [(newcomer, way)]
             if relay is not None and relay in others:
-                expected.append((relay, self._routes.address(other, relay, relays)))
-            effects.append(Send(other, m.Expect(tuple(expected))))
-        probe = tuple((other, self._routes.address(newcomer, other, relays)) for other in others)
+                expected.append((relay, self._route_table.address(other, relay, relays)))
+            effects.append(Send(other, m.ExpectProbes(tuple(expected))))
+        probe = tuple((other, self._route_table.address(newcomer, other, relays)) for other in others)
         return [*effects, Send(newcomer, m.Admitted(probe))]
 
-    def lend(
+    def introduce_pending_member(
         self, guest: m.PeerId, members: Sequence[m.PeerId], most: int
     ) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
         """Some members expect a guest that wants to measure its line to them; they need not dial it."""
-        places = ((peer, self._routes.place(peer)) for peer in members)
-        probe = [(peer, place.proven) for peer, place in places if place is not None and place.proven][:most]
-        return [Send(peer, m.Expect(((guest, ""),))) for peer, _ in probe], tuple(probe)
+        places = ((peer, self._route_table.location(peer)) for peer in members)
+        probe = [(peer, place.verified_address) for peer, place in places if place is not None and place.verified_address][:most]
+        return [Send(peer, m.ExpectProbes(((guest, ""),))) for peer, _ in probe], tuple(probe)
 
     def address(self, viewer: m.PeerId, other: m.PeerId) -> str:
         """How the one reaches the other, over the relays of the generation if it has to be."""
-        return self._routes.address(viewer, other, self._relays)
+        return self._route_table.address(viewer, other, self._relays)
 
-    def relayed(self, roster: Sequence[m.PeerId]) -> list[list[int]]:
+    def relayed_pairs(self, roster: Sequence[m.PeerId]) -> list[list[int]]:
         """For people: [rank, other rank, rank of the relay or -1: the coordinator] of the first members."""
-        shown = roster[:MOST_LISTED]
-        if all(self._routes.is_plain(peer) for peer in shown):
+        shown = roster[:MAX_LISTED]
+        if all(self._route_table.is_directly_reachable(peer) for peer in shown):
             return []
         rank_of = {peer: rank for rank, peer in enumerate(roster)}
         ways = [
-            (a, b, relay_of(self._routes.address(shown[a], shown[b], self._relays)))
+            (a, b, relay_of(self._route_table.address(shown[a], shown[b], self._relays)))
             for a in range(len(shown))
             for b in range(a + 1, len(shown))
         ]
@@ -113,42 +114,42 @@ class Whereabouts:
     def all_direct(self, members: Sequence[m.PeerId]) -> bool:
         """Any two of them can connect without a third, as far as is known."""
         pairs = combinations(members, 2)
-        return all(relay_of(self._routes.address(viewer, other, ())) is None for viewer, other in pairs)
+        return all(relay_of(self._route_table.address(viewer, other, ())) is None for viewer, other in pairs)
 
-    def plan(self, members: Iterable[m.PeerId]) -> None:
+    def begin_generation(self, members: Iterable[m.PeerId]) -> None:
         """A generation of these is being made."""
-        self._as_told.clear()
-        self._given_up.clear()
-        self._relays = self._routes.willing(members)
+        self._address_cache.clear()
+        self._blocked_pairs.clear()
+        self._relays = self._route_table.relay_candidates(members)
 
-    def told(self, viewer: m.PeerId, roster: Iterable[m.Member]) -> tuple[m.Member, ...]:
+    def members_for(self, viewer: m.PeerId, roster: Iterable[m.Member]) -> tuple[m.Member, ...]:
         """The roster with each member's address as `viewer` is to use it."""
         return tuple(
-            self._with(x, self._routes.address(viewer, x.peer, self._relays) if x.peer != viewer else "")
+            self._with_address(x, self._route_table.address(viewer, x.peer, self._relays) if x.peer != viewer else "")
             for x in roster
         )
 
-    def _with(self, member: m.Member, address: str) -> m.Member:
+    def _with_address(self, member: m.Member, address: str) -> m.Member:
         """The member with this address, made once: of N members N are told.  Over a relay hardly two of them
         are told the same."""
-        if address.startswith(RELAY):
+        if address.startswith(RELAY_PREFIX):
             return replace(member, address=address)
-        known = self._as_told.get((member.peer, address))
+        known = self._address_cache.get((member.peer, address))
         if known is None or known[0] is not member:
-            known = self._as_told[member.peer, address] = member, replace(member, address=address)
+            known = self._address_cache[member.peer, address] = member, replace(member, address=address)
         return known[1]
 
-    def go_round(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
+    def reroute(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
         """A worker outside of the generation is connected with none of these, whoever of the two was to dial;
         returns the ways that are not taken again."""
         pairs = ((newcomer, other) for other in others)
         ways = [
-            self._routes.block(*pair, self._relays) or self._routes.block(*pair[::-1], self._relays)
+            self._route_table.block(*pair, self._relays) or self._route_table.block(*pair[::-1], self._relays)
             for pair in pairs
         ]
         return list(dict.fromkeys(ways))
 
-    def meet(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[Effect]:
+    def connect(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[Effect]:
         """These are told how to connect with a worker outside of the generation, which is told the rest."""
         told: dict[m.PeerId, dict[m.PeerId, str]] = {}
         for other in others:
@@ -159,13 +160,13 @@ class Whereabouts:
                 ends += [(relay, other), (other, relay), (relay, newcomer), (newcomer, relay)]
             for viewer, seen in ends:
                 told.setdefault(viewer, {})[seen] = self.address(viewer, seen)
-        return [Send(viewer, m.Expect(tuple(ways.items()))) for viewer, ways in told.items()]
+        return [Send(viewer, m.ExpectProbes(tuple(ways.items()))) for viewer, ways in told.items()]
 
-    def give_up(self, viewer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
+    def block_routes(self, viewer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
         """These could not be reached as planned; returns the ways that are not taken again.
 
         Once for each pair in a generation: the way after that one nobody was told yet.
         """
-        new = [other for other in others if frozenset((viewer, other)) not in self._given_up]
-        self._given_up |= {frozenset((viewer, other)) for other in new}
-        return [self._routes.block(viewer, other, self._relays) for other in new]
+        new = [other for other in others if frozenset((viewer, other)) not in self._blocked_pairs]
+        self._blocked_pairs |= {frozenset((viewer, other)) for other in new}
+        return [self._route_table.block(viewer, other, self._relays) for other in new]

@@ -24,26 +24,26 @@ from types import MappingProxyType
 from gridtrain.protocol import ledger
 from gridtrain.protocol import messages as m
 
-MOST_KNOWN = 64
+MAX_CONFIRMED = 64
 """More than any disk holds; of more the oldest are forgotten."""
 
-State = tuple[int, bytes, m.LedgerState]
+StateId = tuple[int, bytes, m.LedgerState]
 """Step, history, and the ledger with which the run goes on from there."""
 
-Disks = Mapping[m.PeerId, Sequence[m.Held]]
+ReportedCheckpoints = Mapping[m.PeerId, Sequence[m.CheckpointInfo]]
 
 
-def state_of(spec: m.LedgerSpec, held: m.Held) -> State:
+def state_id(spec: m.LedgerSpec, held: m.CheckpointInfo) -> StateId:
     """What a checkpoint is of, whichever stage it holds."""
-    return held.applied, held.history, ledger.released(spec, held.ledger)
+    return held.applied, held.history, ledger.release_holders(spec, held.ledger)
 
 
-def told(spec: m.LedgerSpec, disks: Disks) -> Counter[State]:
+def count_reports(spec: m.LedgerSpec, disks: ReportedCheckpoints) -> Counter[StateId]:
     """How many tell of each state."""
-    return Counter(state for states in disks.values() for state in {state_of(spec, h) for h in states})
+    return Counter(state for states in disks.values() for state in {state_id(spec, h) for h in states})
 
 
-class Known:
+class ConfirmedState:
     """What is known of one state: by a stage's blocks, the digests that those told who had trained it."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Known:
         self.digests = {blocks: set(them) for blocks, them in digests.items()}
 
 
-class Witnesses:
+class CheckpointQuorum:
     """What is borne out, of one run.
 
     Args:
@@ -61,14 +61,14 @@ class Witnesses:
     """
 
     def __init__(
-        self, known: Mapping[State, Mapping[m.Span, Iterable[bytes]]] = MappingProxyType({})
+        self, known: Mapping[StateId, Mapping[m.Span, Iterable[bytes]]] = MappingProxyType({})
     ) -> None:
-        self._known = {state: Known(0, digests) for state, digests in known.items()}
-        self._forget()
+        self._confirmed = {state: ConfirmedState(0, digests) for state, digests in known.items()}
+        self._evict_oldest()
 
-    def hear(
-        self, spec: m.LedgerSpec, generation: int, seated: Mapping[m.PeerId, m.Span], disks: Disks
-    ) -> list[tuple[State, Mapping[m.Span, Collection[bytes]]]]:
+    def update(
+        self, spec: m.LedgerSpec, generation: int, seated: Mapping[m.PeerId, m.Span], disks: ReportedCheckpoints
+    ) -> list[tuple[StateId, Mapping[m.Span, Collection[bytes]]]]:
         """What is known anew, to be journalled: what more than half of the members tell of by now, with the
         digest that whoever sits in a stage tells of its own.
 
@@ -76,51 +76,51 @@ class Witnesses:
             seated: the members of this generation and the blocks of their stages.
         """
         theirs = {peer: disks.get(peer, ()) for peer in seated}
-        count = told(spec, theirs)
-        changed = [s for s in count if 2 * count[s] > len(seated) and s not in self._known]
-        self._known |= {state: Known(generation) for state in changed}
+        count = count_reports(spec, theirs)
+        changed = [s for s in count if 2 * count[s] > len(seated) and s not in self._confirmed]
+        self._confirmed |= {state: ConfirmedState(generation) for state in changed}
         for peer, states in theirs.items():
             for held in states:
-                state = state_of(spec, held)
-                known = self._known.get(state)
-                if known is None or known.generation != generation or held.blocks != seated[peer]:
+                state = state_id(spec, held)
+                known = self._confirmed.get(state)
+                if known is None or known.generation != generation or held.layers != seated[peer]:
                     continue  # who sits there later may have been given anything
-                digests = known.digests.setdefault(held.blocks, set())
+                digests = known.digests.setdefault(held.layers, set())
                 if held.digest and held.digest not in digests:
                     digests.add(held.digest)
                     changed += [state] if state not in changed else []
-        self._forget()
-        return [(s, self._known[s].digests) for s in sorted(changed, key=lambda s: s[:2]) if s in self._known]
+        self._evict_oldest()
+        return [(s, self._confirmed[s].digests) for s in sorted(changed, key=lambda s: s[:2]) if s in self._confirmed]
 
-    def _forget(self) -> None:
-        for state in sorted(self._known, key=lambda state: state[0])[:-MOST_KNOWN]:
-            del self._known[state]
+    def _evict_oldest(self) -> None:
+        for state in sorted(self._confirmed, key=lambda state: state[0])[:-MAX_CONFIRMED]:
+            del self._confirmed[state]
 
-    def back_to(self, applied: int) -> None:
+    def roll_back(self, applied: int) -> None:
         """The run goes back: what came after is of a history that was given up."""
-        self._known = {state: known for state, known in self._known.items() if state[0] <= applied}
+        self._confirmed = {state: known for state, known in self._confirmed.items() if state[0] <= applied}
 
-    def trust(self, held: m.Held) -> bool:
+    def is_trusted(self, held: m.CheckpointInfo) -> bool:
         """It may be what it is said to be: no other bits of this stage are known."""
-        for state, known in self._known.items():
-            digests = known.digests.get(held.blocks)
+        for state, known in self._confirmed.items():
+            digests = known.digests.get(held.layers)
             if state[:2] == (held.applied, held.history) and digests:
                 return held.digest in digests
         return True
 
-    def bear_out(self, spec: m.LedgerSpec, disks: Disks) -> frozenset[State]:
+    def confirmed_states(self, spec: m.LedgerSpec, disks: ReportedCheckpoints) -> frozenset[StateId]:
         """Of what those with `disks` tell: what the run has come by, or most of them say."""
-        theirs = told(spec, disks)
-        return frozenset(s for s, count in theirs.items() if s in self._known or 2 * count > len(disks))
+        theirs = count_reports(spec, disks)
+        return frozenset(s for s, count in theirs.items() if s in self._confirmed or 2 * count > len(disks))
 
 
-class Nothing:
+class ReporterMajority:
     """Of a coordinator that knows of no step at all: there is nothing that a tale could undo.
 
     Who has nothing on its disk has no say then, as somebody who is new tells nothing about an old run.
     """
 
-    def bear_out(self, spec: m.LedgerSpec, disks: Disks) -> frozenset[State]:
+    def confirmed_states(self, spec: m.LedgerSpec, disks: ReportedCheckpoints) -> frozenset[StateId]:
         """As `Witnesses`: what most of those say who tell of anything."""
         tellers = sum(bool(states) for states in disks.values())
-        return frozenset(s for s, count in told(spec, disks).items() if 2 * count > tellers)
+        return frozenset(s for s, count in count_reports(spec, disks).items() if 2 * count > tellers)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from gridtrain.protocol.messages import PeerId
-from gridtrain.transport.base import Standing
+from gridtrain.transport.base import ConnectionRole
 
 
-class Acquaintances:
+class PeerAllowlist:
     """A `Gate` whose answers change with the generations.
 
     Args:
@@ -24,8 +24,8 @@ class Acquaintances:
         self._keys = frozenset((coordinator,))
         self._relays = relays
 
-    def __call__(self, key: PeerId) -> Standing:
-        return Standing.PEER if key in self._keys else Standing.STRANGER
+    def __call__(self, key: PeerId) -> ConnectionRole:
+        return ConnectionRole.MEMBER if key in self._keys else ConnectionRole.STRANGER
 
     def replace(self, keys: Collection[PeerId]) -> None:
         self._keys = frozenset(keys)

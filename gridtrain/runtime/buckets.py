@@ -18,23 +18,23 @@ import numpy as np
 
 from gridtrain.protocol.messages import Channel
 from gridtrain.runtime.buffers import (
-    ButterflyWorkspace,
-    DenseWorkspace,
-    GatherWorkspace,
-    Workspace,
-    seal_of,
+    AllGatherBuffer,
+    ButterflyBuffer,
+    CollectiveBuffer,
+    DenseRingBuffer,
+    sparse_digest,
 )
-from gridtrain.runtime.stars import DenseStarWorkspace
+from gridtrain.runtime.stars import DenseStarBuffer
 from gridtrain.sparsify.merge import FloatArray
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
-BucketWorkspace = DenseWorkspace | DenseStarWorkspace | GatherWorkspace | ButterflyWorkspace
+BucketBuffer = DenseRingBuffer | DenseStarBuffer | AllGatherBuffer | ButterflyBuffer
 
 Bounds = tuple[int, ...]
 """Where buckets begin, and at last where the vector ends: 0 = bounds[0] < bounds[1] < ... = n."""
 
 
-class BucketedWorkspace:
+class BucketedBuffer:
     """The workspaces of all buckets of one vector, in its order: all dense or all sparse.
 
     Args:
@@ -42,47 +42,47 @@ class BucketedWorkspace:
         parts: one workspace for each.
     """
 
-    def __init__(self, bounds: Bounds, parts: Sequence[BucketWorkspace]) -> None:
+    def __init__(self, bounds: Bounds, parts: Sequence[BucketBuffer]) -> None:
         self.parts = tuple(parts)
         self.n = bounds[-1]
         self._starts = bounds[:-1]
 
     @property
     def is_sparse(self) -> bool:
-        return isinstance(self.parts[0], GatherWorkspace | ButterflyWorkspace)
+        return isinstance(self.parts[0], AllGatherBuffer | ButterflyBuffer)
 
     @property
-    def update(self) -> Sparse:
+    def update(self) -> SparseVector:
         """Of a sparse exchange that is complete: indices in the whole vector, ascending."""
         updates = [
-            part.update for part in self.parts if isinstance(part, GatherWorkspace | ButterflyWorkspace)
+            part.update for part in self.parts if isinstance(part, AllGatherBuffer | ButterflyBuffer)
         ]
         moved = [update.indices + start for update, start in zip(updates, self._starts, strict=True)]
-        return Sparse(np.concatenate(moved), np.concatenate([update.values for update in updates]))
+        return SparseVector(np.concatenate(moved), np.concatenate([update.values for update in updates]))
 
     @property
     def update_N(self) -> FloatArray:
         """Of a dense exchange that is complete: a new array of shape (n,)."""
         return np.concatenate(
-            [part.update_N for part in self.parts if isinstance(part, DenseWorkspace | DenseStarWorkspace)]
+            [part.update_N for part in self.parts if isinstance(part, DenseRingBuffer | DenseStarBuffer)]
         )
 
-    def seal(self) -> bytes:
+    def compute_digest(self) -> bytes:
         """See `buffers.Workspace.seal`."""
-        seals = [part.seal() for part in self.parts]
-        return seal_of(self.update) if self.is_sparse else blake2b(b"".join(seals), digest_size=32).digest()
+        seals = [part.compute_digest() for part in self.parts]
+        return sparse_digest(self.update) if self.is_sparse else blake2b(b"".join(seals), digest_size=32).digest()
 
 
-def by_channel(workspaces: Sequence[Workspace | BucketedWorkspace]) -> dict[Channel, Workspace]:
+def buffers_by_channel(workspaces: Sequence[CollectiveBuffer | BucketedBuffer]) -> dict[Channel, CollectiveBuffer]:
     """What travels on which channel: the index is the workspace's place, the group is the bucket."""
-    channels: dict[Channel, Workspace] = {}
+    channels: dict[Channel, CollectiveBuffer] = {}
     for index, workspace in enumerate(workspaces):
-        parts = workspace.parts if isinstance(workspace, BucketedWorkspace) else (workspace,)
+        parts = workspace.parts if isinstance(workspace, BucketedBuffer) else (workspace,)
         channels |= {Channel(group=group, index=index): part for group, part in enumerate(parts)}
     return channels
 
 
-def cut(sizes: Sequence[int], most: int, least: int) -> Bounds:
+def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
     """Bounds of at most `most` buckets of whole parameters, each of at least `least` elements if possible.
 
     Cut from the end, as backward begins there: the first layers, whose gradients come last and find nothing

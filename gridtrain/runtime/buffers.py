@@ -33,20 +33,20 @@ from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol.allgather import AllGather
 from gridtrain.protocol.collective import (
     AddSlice,
-    Adopt,
+    BufferEffect,
     Collective,
-    MergeIn,
-    Source,
-    StoreOf,
+    MergePayload,
+    Provenance,
+    ReplacePayload,
+    StoreFromRank,
     StoreSlice,
-    WorkspaceEffect,
 )
-from gridtrain.protocol.gtopk import Butterfly
-from gridtrain.protocol.messages import Phase, Place
-from gridtrain.protocol.ring import Ring, slices_of
-from gridtrain.sparsify.merge import FloatArray, Kept, largest_summable, merge, sum_in_rank_order
-from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
-from gridtrain.wire.values import ROUNDING
+from gridtrain.protocol.gtopk import ButterflyExchange
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
+from gridtrain.protocol.ring import RingAllReduce, count_slices
+from gridtrain.sparsify.merge import FloatArray, TruncatedEntries, largest_summable, merge, sum_in_rank_order
+from gridtrain.wire.sparse import SparseVector, ValueKind, decode, encode
+from gridtrain.wire.values import ROUNDING_FACTORS
 
 _FLOAT = np.dtype("<f4")  # as on the wire, and as on every machine that we know
 
@@ -55,30 +55,30 @@ _FLOAT = np.dtype("<f4")  # as on the wire, and as on every machine that we know
 _DENSE_ROUNDING = 1.0 + 2.0**-20
 
 
-class Workspace(Protocol):
+class CollectiveBuffer(Protocol):
     """What the loop needs of one collective's numbers."""
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         """The core that decides for these numbers; `skip`: the local gradient is not finite."""
         ...
 
-    def apply(self, effect: WorkspaceEffect) -> None:
+    def apply(self, effect: BufferEffect) -> None:
         """Raises `RemoteProtocolError` if the payload is not what it must be: the fault of the rank in
         the effect's `source`.  Nothing was changed then; the caller gives up the round."""
         ...
 
-    def payload(self, place: Place) -> bytes | memoryview:
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
         """What a `SendTo` of this place sends now; not copied, read only."""
         ...
 
-    def seal(self) -> bytes:
+    def compute_digest(self) -> bytes:
         """After Complete: 32-byte digest of the update's bits, equal on all ranks.
 
         Raises `RemoteProtocolError` if the update is not finite."""
         ...
 
 
-class DenseWorkspace:
+class DenseRingBuffer:
     """A ring's segments and slices over one flat vector.
 
     Takes ownership of `contribution_N` ((n,) float32): sums are made in it, in place.  `update_N` is the
@@ -97,15 +97,15 @@ class DenseWorkspace:
         slice_bytes: the largest slice; None: what all members choose for this length and world size.
     """
 
-    resumes = True
+    is_resumable = True
     """A retry in the same generation takes the same workspace."""
 
-    slices_of = staticmethod(slices_of)
+    slices_of = staticmethod(count_slices)
 
     def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int | None = None) -> None:
         _check_contribution(contribution_N)
         self.update_N = contribution_N
-        self._ring: Ring | None = None
+        self._ring: RingAllReduce | None = None
         self._world_size = world_size
         longest_segment_bytes = -(-contribution_N.size // world_size) * _FLOAT.itemsize
         if slice_bytes is None:
@@ -116,33 +116,33 @@ class DenseWorkspace:
         self._checked: set[tuple[int, int]] = set()  # as they came, so they are finite
         self._hashes: dict[tuple[int, int], bytes] = {}
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         _check_world_size(world_size, self._world_size)
         if self._ring is not None:
-            self._ring = self._ring.retry()
+            self._ring = self._ring.next_attempt()
             return self._ring
         if skip:
             self.update_N[:] = 0
-        self._ring = Ring(rank, world_size, self.slices, skip)
+        self._ring = RingAllReduce(rank, world_size, self.slices, skip)
         return self._ring
 
-    def apply(self, effect: WorkspaceEffect) -> None:
+    def apply(self, effect: BufferEffect) -> None:
         match effect:
             case AddSlice(segment, slice_, payload, source):
-                values = self._values(segment, slice_, payload, source)
-                self._view(segment, slice_)[:] += values
-                self._written(segment, slice_, final=source.members + 1 == source.world_size, checked=False)
+                values = self._received_values(segment, slice_, payload, source)
+                self._slice_view(segment, slice_)[:] += values
+                self._mark_written(segment, slice_, final=source.contributors + 1 == source.world_size, checked=False)
             case StoreSlice(segment, slice_, payload, source):
-                values = self._values(segment, slice_, payload, source)
-                self._view(segment, slice_)[:] = values
-                self._written(segment, slice_, final=True, checked=True)
+                values = self._received_values(segment, slice_, payload, source)
+                self._slice_view(segment, slice_)[:] = values
+                self._mark_written(segment, slice_, final=True, checked=True)
             case _:
-                raise _no_effect_of("Ring", effect)
+                raise _unexpected_effect("Ring", effect)
 
-    def payload(self, place: Place) -> bytes | memoryview:
-        if place.phase is Phase.RESUME:
-            return self._ring.has if self._ring is not None else b""
-        return self._view(place.segment, place.slice).view(np.uint8).data.toreadonly()
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
+        if place.phase is CollectivePhase.RESUME:
+            return self._ring.received if self._ring is not None else b""
+        return self._slice_view(place.segment, place.slice).view(np.uint8).data.toreadonly()
 
     def hash_ahead(self) -> bool:
         """Hash one slice that is final, if there is one: for a moment in which nothing else is to be done.
@@ -151,18 +151,18 @@ class DenseWorkspace:
         """
         if self._final:
             key = self._final.popleft()
-            if key in self._checked or _is_finite(self._view(*key)):  # else `seal` says so
+            if key in self._checked or _is_finite(self._slice_view(*key)):  # else `seal` says so
                 self._hashes[key] = self._hash(*key)
         return bool(self._final)
 
-    def seal(self) -> bytes:
+    def compute_digest(self) -> bytes:
         whole = blake2b(digest_size=32)
         for segment in range(self._world_size):
             for slice_ in range(self.slices):
                 whole.update(self._hashes.get((segment, slice_)) or self._checked_hash(segment, slice_))
         return whole.digest()
 
-    def _written(self, segment: int, slice_: int, *, final: bool, checked: bool) -> None:
+    def _mark_written(self, segment: int, slice_: int, *, final: bool, checked: bool) -> None:
         key = segment, slice_
         self._hashes.pop(key, None)
         self._checked.discard(key)
@@ -172,7 +172,7 @@ class DenseWorkspace:
             self._final.append(key)
 
     def _checked_hash(self, segment: int, slice_: int) -> bytes:
-        if (segment, slice_) not in self._checked and not _is_finite(self._view(segment, slice_)):
+        if (segment, slice_) not in self._checked and not _is_finite(self._slice_view(segment, slice_)):
             raise RemoteProtocolError(
                 "the dense sum is not finite although no member skips",
                 remedy="abort: a member whose values are that large, or not finite, has to skip the step",
@@ -181,20 +181,20 @@ class DenseWorkspace:
 
     def _hash(self, segment: int, slice_: int) -> bytes:
         """SHA-256, for which processors have instructions: see decision 0023."""
-        return sha256(self._view(segment, slice_).data).digest()
+        return sha256(self._slice_view(segment, slice_).data).digest()
 
-    def _view(self, segment: int, slice_: int) -> FloatArray:
+    def _slice_view(self, segment: int, slice_: int) -> FloatArray:
         """Segments are near-equal parts of the vector, slices of a segment; any may be empty."""
-        start, stop = _part(0, self.update_N.size, segment, self._world_size)
-        start, stop = _part(start, stop, slice_, self.slices)
+        start, stop = _part_bounds(0, self.update_N.size, segment, self._world_size)
+        start, stop = _part_bounds(start, stop, slice_, self.slices)
         return self.update_N[start:stop]
 
-    def _values(self, segment: int, slice_: int, payload: bytes | memoryview, source: Source) -> FloatArray:
+    def _received_values(self, segment: int, slice_: int, payload: bytes | memoryview, source: Provenance) -> FloatArray:
         what = f"segment {segment}, slice {slice_} from rank {source.rank}"
-        return _dense_values(payload, self._view(segment, slice_).nbytes, source, what)
+        return _dense_values(payload, self._slice_view(segment, slice_).nbytes, source, what)
 
 
-class GatherWorkspace:
+class AllGatherBuffer:
     """Everybody's payload.  `update` is their sum in rank order, one's own decoded like the others."""
 
     def __init__(
@@ -206,17 +206,17 @@ class GatherWorkspace:
         n: int,
         k: int,
         kind: ValueKind,
-        decoded: Sparse | None = None,
+        decoded: SparseVector | None = None,
     ) -> None:
         self.n, self._k, self._kind = n, k, kind
         self._rank = rank
         self._payloads: list[bytes | memoryview | None] = [None] * world_size
-        self._parts: list[Sparse | None] = [None] * world_size
+        self._parts: list[SparseVector | None] = [None] * world_size
         self._store(rank, payload, self._decode(payload) if decoded is None else decoded)
-        self._update: Sparse | None = None
+        self._update: SparseVector | None = None
 
     @property
-    def update(self) -> Sparse:
+    def update(self) -> SparseVector:
         if self._update is None:
             parts = [part for part in self._parts if part is not None]
             if len(parts) < len(self._parts):
@@ -226,37 +226,37 @@ class GatherWorkspace:
             self._update = sum_in_rank_order(parts)
         return self._update
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
         _check_world_size(world_size, len(self._payloads))
         if skip:
-            nothing = _nothing(self.n, self._kind)
+            nothing = _empty_sparse(self.n, self._kind)
             self._store(self._rank, nothing, self._decode(nothing))
         return AllGather(rank, world_size, skip)
 
-    def apply(self, effect: WorkspaceEffect) -> None:
+    def apply(self, effect: BufferEffect) -> None:
         match effect:
-            case StoreOf(rank, payload, source):
-                self._store(rank, payload, _from_peer(payload, source, self._kind, self._decode))
+            case StoreFromRank(rank, payload, source):
+                self._store(rank, payload, _decode_from_peer(payload, source, self._kind, self._decode))
             case _:
-                raise _no_effect_of("AllGather", effect)
+                raise _unexpected_effect("AllGather", effect)
 
-    def payload(self, place: Place) -> bytes | memoryview:
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
         stored = self._payloads[place.segment]
         if stored is None:
             raise LocalProtocolError(f"payload of rank {place.segment} asked for before it came")
         return stored
 
-    def seal(self) -> bytes:
-        return seal_of(self.update)
+    def compute_digest(self) -> bytes:
+        return sparse_digest(self.update)
 
-    def _store(self, rank: int, payload: bytes | memoryview, decoded: Sparse) -> None:
+    def _store(self, rank: int, payload: bytes | memoryview, decoded: SparseVector) -> None:
         self._parts[rank], self._payloads[rank] = decoded, payload
 
-    def _decode(self, payload: bytes | memoryview) -> Sparse:
+    def _decode(self, payload: bytes | memoryview) -> SparseVector:
         return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
 
 
-class ButterflyWorkspace:
+class ButterflyBuffer:
     """One payload, merged hop by hop.  `update` is what it decodes to.
 
     `kept`: dropped or rounded values that this rank owns; to be added to the residual at the commit.
@@ -264,46 +264,46 @@ class ButterflyWorkspace:
     """
 
     def __init__(
-        self, payload: bytes, *, n: int, k: int, kind: ValueKind, decoded: Sparse | None = None
+        self, payload: bytes, *, n: int, k: int, kind: ValueKind, decoded: SparseVector | None = None
     ) -> None:
         self.n, self._k, self._kind = n, k, kind
         self._payload: bytes | memoryview = payload
         self.update = self._decode(payload) if decoded is None else decoded
-        self.kept: list[Kept] = []
+        self.truncated: list[TruncatedEntries] = []
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         self._bring(skip)
-        return Butterfly(rank, world_size, skip)
+        return ButterflyExchange(rank, world_size, skip)
 
     def _bring(self, skip: bool) -> None:
         if skip:
-            nothing = _nothing(self.n, self._kind)
+            nothing = _empty_sparse(self.n, self._kind)
             self._payload, self.update = nothing, self._decode(nothing)
 
-    def apply(self, effect: WorkspaceEffect) -> None:
+    def apply(self, effect: BufferEffect) -> None:
         match effect:
-            case MergeIn(payload, owner_modulus, owner_residue, source):
-                theirs = _from_peer(payload, source, self._kind, self._decode)
+            case MergePayload(payload, owner_modulus, owner_residue, source):
+                theirs = _decode_from_peer(payload, source, self._kind, self._decode)
                 merged = merge(self.update, theirs, n=self.n, k=self._k, kind=self._kind)
                 self._payload, self.update = merged.payload, merged.sparse
-                self.kept.append(merged.owned(owner_modulus, owner_residue))
-            case Adopt(payload, source):
-                self.update = _from_peer(payload, source, self._kind, self._decode)
+                self.truncated.append(merged.truncated_of_owner(owner_modulus, owner_residue))
+            case ReplacePayload(payload, source):
+                self.update = _decode_from_peer(payload, source, self._kind, self._decode)
                 self._payload = payload
             case _:
-                raise _no_effect_of("Butterfly", effect)
+                raise _unexpected_effect("Butterfly", effect)
 
-    def payload(self, place: Place) -> bytes | memoryview:
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
         return self._payload
 
-    def seal(self) -> bytes:
-        return seal_of(self.update)
+    def compute_digest(self) -> bytes:
+        return sparse_digest(self.update)
 
-    def _decode(self, payload: bytes | memoryview) -> Sparse:
+    def _decode(self, payload: bytes | memoryview) -> SparseVector:
         return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
 
 
-def _part(start: int, stop: int, index: int, parts: int) -> tuple[int, int]:
+def _part_bounds(start: int, stop: int, index: int, parts: int) -> tuple[int, int]:
     """Bounds of the index-th of near-equal parts of start .. stop."""
     length = stop - start
     return start + index * length // parts, start + (index + 1) * length // parts
@@ -322,16 +322,16 @@ def _check_length(payload_bytes: int, expected_bytes: int, what: str) -> None:
         )
 
 
-def _dense_values(payload: bytes | memoryview, expected_bytes: int, source: Source, what: str) -> FloatArray:
+def _dense_values(payload: bytes | memoryview, expected_bytes: int, source: Provenance, what: str) -> FloatArray:
     """A peer's float32 values, of the length that they must have."""
     data = np.frombuffer(payload, np.uint8)
     _check_length(data.size, expected_bytes, what)
     values = data.view(_FLOAT)
-    _check_honest(values, source, _DENSE_ROUNDING, what)
+    _check_magnitudes(values, source, _DENSE_ROUNDING, what)
     return values
 
 
-def _seal_of_slices(slices: Iterable[FloatArray]) -> bytes:
+def _dense_digest(slices: Iterable[FloatArray]) -> bytes:
     """32-byte digest of a dense sum.  Raises `RemoteProtocolError` if it is not finite."""
     whole = blake2b(digest_size=32)
     for values in slices:
@@ -344,40 +344,40 @@ def _seal_of_slices(slices: Iterable[FloatArray]) -> bytes:
     return whole.digest()
 
 
-def _check_honest(values: FloatArray, source: Source, rounding: float, what: str) -> None:
+def _check_magnitudes(values: FloatArray, source: Provenance, rounding: float, what: str) -> None:
     """Whether the values are finite, and no larger than honest members can make them."""
-    limit = source.members * largest_summable(source.world_size) * rounding**source.roundings
+    limit = source.contributors * largest_summable(source.world_size) * rounding**source.roundings
     with np.errstate(invalid="ignore"):  # numpy may warn of a NaN that it meets
         low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
     if not (-limit <= low and high <= limit):  # false for NaN, which both spread
         raise RemoteProtocolError(
             f"{what} holds values from {low:g} to {high:g}, at most {limit:g} are possible for "
-            f"{source.members} of {source.world_size} members",
+            f"{source.contributors} of {source.world_size} members",
             remedy="drop the peer: a member with values that large, or not finite, has to skip the step",
         )
 
 
-def _from_peer(
+def _decode_from_peer(
     payload: bytes | memoryview,
-    source: Source,
+    source: Provenance,
     kind: ValueKind,
-    decoded: Callable[[bytes | memoryview], Sparse],
-) -> Sparse:
+    decoded: Callable[[bytes | memoryview], SparseVector],
+) -> SparseVector:
     """A peer's sparse payload; whatever is wrong with it is said with the rank that sent it."""
     what = f"sparse payload from rank {source.rank}"
     try:
         theirs = decoded(payload)
     except RemoteProtocolError as error:
         raise RemoteProtocolError(f"rank {source.rank}: {error.reason}", remedy=error.remedy) from None
-    _check_honest(theirs.values, source, ROUNDING[kind], what)
+    _check_magnitudes(theirs.values, source, ROUNDING_FACTORS[kind], what)
     return theirs
 
 
-def _nothing(n: int, kind: ValueKind) -> bytes:
+def _empty_sparse(n: int, kind: ValueKind) -> bytes:
     return encode(np.empty(0, np.int64), np.empty(0, np.float32), n=n, kind=kind)
 
 
-def seal_of(update: Sparse) -> bytes:
+def sparse_digest(update: SparseVector) -> bytes:
     """32-byte digest of a sparse update's bits: its indices as 32-bit numbers, then its values."""
     digest = blake2b(digest_size=32)
     digest.update(update.indices.astype("<u4").data)
@@ -398,5 +398,5 @@ def _check_world_size(asked: int, made_for: int) -> None:
         raise LocalProtocolError(f"collective of {asked} ranks over a workspace made for {made_for}")
 
 
-def _no_effect_of(core: str, effect: WorkspaceEffect) -> LocalProtocolError:
+def _unexpected_effect(core: str, effect: BufferEffect) -> LocalProtocolError:
     return LocalProtocolError(f"{type(effect).__name__} is no effect of {core}")

@@ -15,25 +15,25 @@ from dataclasses import dataclass
 
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.runtime.following import Asks, Bar, Following, ImageWork, Work
-from gridtrain.runtime.meeting import Meeting
-from gridtrain.runtime.statefeed import MAX_STATE_BYTES, StateIntake
+from gridtrain.runtime.following import CatchUpReceiver, CatchUpWork, PeerRequests, ProgressBar, SnapshotWork
+from gridtrain.runtime.meeting import Mailbox
+from gridtrain.runtime.statefeed import MAX_STATE_BYTES, BlobReceiver
 
-CAUGHT_AGAIN_S = 1.0
+CAUGHT_UP_REPEAT_S = 1.0
 """That it has caught up is said again so soon, until a VIEW names this worker."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CatchUpStatus:
     """What `turn` has to say: to donors, to the core, and to people."""
 
-    asks: Asks
-    event: io.CaughtUp | io.Strayed | None
+    requests: PeerRequests
+    event: io.CaughtUp | io.CatchUpFailed | None
     progress: tuple[int, int, int, int]
-    arrived: bool
+    is_complete: bool
 
 
-class CatchingUp:
+class CatchUpSession:
     """See the module's text.
 
     Args:
@@ -41,104 +41,104 @@ class CatchingUp:
         idle_s: a member to be of which nothing more came for so long cannot follow.
     """
 
-    def __init__(self, meeting: Meeting, intake: StateIntake, idle_s: float) -> None:
-        self._meeting, self._intake, self._idle_s = meeting, intake, idle_s
-        self._following: Following | None = None
+    def __init__(self, meeting: Mailbox, intake: BlobReceiver, idle_s: float) -> None:
+        self._mailbox, self._intake, self._idle_s = meeting, intake, idle_s
+        self._receiver: CatchUpReceiver | None = None
         self._bounds = (MAX_STATE_BYTES, 0)  # of the largest state, and elements of the flat gradient
-        self._caught_again_s = -math.inf
-        self._moved: tuple[object, float] = (None, 0.0)  # what `Following.idle` was, and since when
-        self._bar = Bar()
+        self._next_report_s = -math.inf
+        self._last_progress: tuple[object, float] = (None, 0.0)  # what `Following.idle` was, and since when
+        self._progress_bar = ProgressBar()
 
     # -- the trainer's thread --------------------------------------------------------------------
 
-    def allow(self, max_bytes: int, n: int) -> None:
+    def set_limits(self, max_bytes: int, n: int) -> None:
         """The largest image that a donor may send, and the elements of the flat gradient."""
-        with self._meeting.changed:
+        with self._mailbox.condition:
             self._bounds = (max_bytes, n)
 
-    def take_work(self) -> Work | None:
+    def take_work(self) -> CatchUpWork | None:
         """What a follower's trainer has to do next; `did_work` is to follow."""
-        with self._meeting.changed:
-            following = self._following
-            work = following.work() if following is not None and following.has_work else None
-        if isinstance(work, ImageWork):
-            self._meeting.command(io.Loading())
+        with self._mailbox.condition:
+            following = self._receiver
+            work = following.take_work() if following is not None and following.has_work else None
+        if isinstance(work, SnapshotWork):
+            self._mailbox.submit(io.SnapshotLoading())
         return work
 
     def fail_work(self, reason: str) -> None:
         """What a donor gave cannot be loaded or replayed: this worker takes the whole state instead."""
-        with self._meeting.changed:
-            if self._following is not None:
-                self._following.failed = self._following.failed or reason
-        self._meeting.stir()
+        with self._mailbox.condition:
+            if self._receiver is not None:
+                self._receiver.failure = self._receiver.failure or reason
+        self._mailbox.mark_stale()
 
-    def did_work(self, work: Work) -> None:
-        with self._meeting.changed:
-            self._meeting.progress += 1
-            if self._following is not None:
-                self._following.done(work)
-        self._meeting.stir()
+    def finish_work(self, work: CatchUpWork) -> None:
+        with self._mailbox.condition:
+            self._mailbox.progress += 1
+            if self._receiver is not None:
+                self._receiver.finish_work(work)
+        self._mailbox.mark_stale()
 
     # -- the loop's thread -----------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return self._following is not None and self._following.has_work
+        return self._receiver is not None and self._receiver.has_work
 
     @property
-    def may_load(self) -> bool:
+    def can_load_checkpoint(self) -> bool:
         """A follower loads what it lacks when it has replayed all updates: they begin from what it has."""
-        return self._following is None or self._following.arrived
+        return self._receiver is None or self._receiver.has_reached_target
 
-    def do(self, effect: io.Follow | io.DonorUp | io.DonorDown | io.Arrive) -> Asks:
-        with self._meeting.changed:
-            following = self._following
+    def execute(self, effect: io.BeginCatchUp | io.SourceConnected | io.SourceDisconnected | io.SetCatchUpTarget) -> PeerRequests:
+        with self._mailbox.condition:
+            following = self._receiver
             match effect:
-                case io.Follow():
-                    self._following = Following(*self._bounds)
-                case io.DonorUp(peer) if following is not None:
-                    return following.donor_up(peer)
-                case io.DonorDown(peer) if following is not None:
-                    return following.donor_down(peer)
-                case io.Arrive(applied, history) if following is not None:
-                    following.enter(applied, history)
+                case io.BeginCatchUp():
+                    self._receiver = CatchUpReceiver(*self._bounds)
+                case io.SourceConnected(peer) if following is not None:
+                    return following.source_up(peer)
+                case io.SourceDisconnected(peer) if following is not None:
+                    return following.source_down(peer)
+                case io.SetCatchUpTarget(applied, history) if following is not None:
+                    following.set_target(applied, history)
         return []
 
-    def heard(self, peer: m.PeerId, message: m.Message, now_s: float) -> Asks:
+    def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerRequests:
         """Raises `RemoteProtocolError` for what an honest donor cannot have sent."""
-        with self._meeting.changed:
-            asks = self._following.heard(peer, message, now_s) if self._following else []
-            self._meeting.progress += 1
+        with self._mailbox.condition:
+            asks = self._receiver.handle_message(peer, message, now_s) if self._receiver else []
+            self._mailbox.progress += 1
         return asks
 
-    def turn(self, now_s: float, *, seated: bool, synced: bool) -> Standing | None:
+    def poll(self, now_s: float, *, seated: bool, synced: bool) -> CatchUpStatus | None:
         """How it stands; None: this worker does not follow, or is a member with the state by now."""
-        with self._meeting.changed:
-            following = self._following
+        with self._mailbox.condition:
+            following = self._receiver
             if following is None:
                 return None
             if synced and seated:
-                self._following = None
+                self._receiver = None
                 return None
             asks = following.tick(now_s)
-            if not seated or following.idle is None or following.idle != self._moved[0]:
-                self._moved = (following.idle, now_s)
-            elif now_s - self._moved[1] >= self._idle_s:
-                following.failed = following.failed or "nothing more came of what the VIEW names"
-            if following.failed:
-                self._following = None
-                self._intake.forget()
+            if not seated or following.idle_key is None or following.idle_key != self._last_progress[0]:
+                self._last_progress = (following.idle_key, now_s)
+            elif now_s - self._last_progress[1] >= self._idle_s:
+                following.failure = following.failure or "nothing more came of what the VIEW names"
+            if following.failure:
+                self._receiver = None
+                self._intake.clear()
             event = self._event(following, now_s, seated)
-            return Standing(asks, event, following.progress, following.arrived)
+            return CatchUpStatus(asks, event, following.progress, following.has_reached_target)
 
-    def show(self, standing: Standing, now_s: float) -> None:
+    def show_progress(self, standing: CatchUpStatus, now_s: float) -> None:
         """To people, now and then."""
-        self._bar.show(standing.progress, now_s, over=standing.arrived)
+        self._progress_bar.show(standing.progress, now_s, over=standing.is_complete)
 
-    def _event(self, following: Following, now_s: float, seated: bool) -> io.CaughtUp | io.Strayed | None:
-        if following.failed:
-            return io.Strayed(following.failed)
-        if seated or not following.caught_up or following.at is None or now_s < self._caught_again_s:
+    def _event(self, following: CatchUpReceiver, now_s: float, seated: bool) -> io.CaughtUp | io.CatchUpFailed | None:
+        if following.failure:
+            return io.CatchUpFailed(following.failure)
+        if seated or not following.is_caught_up or following.position is None or now_s < self._next_report_s:
             return None
-        self._caught_again_s = now_s + CAUGHT_AGAIN_S
-        return io.CaughtUp(*following.at)
+        self._next_report_s = now_s + CAUGHT_UP_REPEAT_S
+        return io.CaughtUp(*following.position)

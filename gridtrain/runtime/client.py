@@ -24,19 +24,27 @@ from gridtrain.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from gridtrain.options.addresses import coordinator_address as coordinator_address
-from gridtrain.options.addresses import explicit_address as explicit_address
+from gridtrain.options.addresses import parse_coordinator_address as parse_coordinator_address
+from gridtrain.options.addresses import parse_explicit_address as parse_explicit_address
 from gridtrain.protocol.messages import (
     BundleBlock,
-    Done,
     Enrolled,
     Message,
+    OperatorReply,
     PeerId,
     Refused,
     StatusReply,
     StatusRequest,
 )
-from gridtrain.transport.base import Denied, Gate, PeerUp, Received, Standing, Transport, Violation
+from gridtrain.transport.base import (
+    AccessPolicy,
+    ConnectionDenied,
+    ConnectionRole,
+    PeerUp,
+    Received,
+    Transport,
+    TransportViolation,
+)
 from gridtrain.transport.curve import Identity
 
 SOFTWARE = f"gridtrain {__version__}"
@@ -71,13 +79,13 @@ class CoordinatorClient:
         encrypted: bool = True,
         transport: Transport | None = None,
     ) -> None:
-        self._by_tcp = transport is None
+        self._is_tcp = transport is None
         if transport is None:
             from gridtrain.transport.zeromq import ZeroMQTransport  # only who asks over TCP loads it
 
-            address = coordinator_address(address)
+            address = parse_coordinator_address(address)
             transport = ZeroMQTransport(
-                identity, SOFTWARE, gate=only(key), encrypted=encrypted, plain_anywhere=not encrypted
+                identity, SOFTWARE, gate=allow_only(key), encrypted=encrypted, plain_anywhere=not encrypted
             )
         self.address = address
         self._key = key
@@ -107,9 +115,9 @@ class CoordinatorClient:
                 f"{self.address} answered a question of status with {type(reply).__name__}",
                 remedy="use the coordinator's own version of gridtrain",
             )
-        return _parsed(self.address, bytes(reply.payload))
+        return _parse_status(self.address, bytes(reply.payload))
 
-    def ask(self, question: Message, timeout_s: float) -> Enrolled | Done | StatusReply | BundleBlock:
+    def ask(self, question: Message, timeout_s: float) -> Enrolled | OperatorReply | StatusReply | BundleBlock:
         """Send `question`, and again after a reconnect, until it is answered.
 
         Raises:
@@ -127,23 +135,23 @@ class CoordinatorClient:
                     case PeerUp():
                         greeted = True
                         self._send(question)
-                    case Received(_, Enrolled() | Done() | StatusReply() | BundleBlock() as answer):
+                    case Received(_, Enrolled() | OperatorReply() | StatusReply() | BundleBlock() as answer):
                         return answer
                     case Received(_, Refused(code, reason, remedy)):
                         raise JoinRefused(code, reason, remedy=remedy)
-                    case Denied():
+                    case ConnectionDenied():
                         raise JoinRefused(
                             DENIED,
                             f"the coordinator at {self.address} does not let this key in",
                             remedy="ask the run's owner for a new invitation",
                         )
-                    case Violation(_, reason):
-                        raise _refused(self.address, reason)
+                    case TransportViolation(_, reason):
+                        raise _refused_error(self.address, reason)
         if greeted:
-            raise _unreachable(self.address, f"it greeted, but did not answer within {timeout_s:g} s")
-        if self._by_tcp and _listens(self.address):
-            raise _somebody_else(self.address, timeout_s)
-        raise _unreachable(self.address, f"it did not answer within {timeout_s:g} s")
+            raise _unreachable_error(self.address, f"it greeted, but did not answer within {timeout_s:g} s")
+        if self._is_tcp and _accepts_tcp(self.address):
+            raise _wrong_peer_error(self.address, timeout_s)
+        raise _unreachable_error(self.address, f"it did not answer within {timeout_s:g} s")
 
     def _send(self, question: Message) -> bool:
         try:
@@ -153,12 +161,12 @@ class CoordinatorClient:
         return True
 
 
-def only(key: PeerId) -> Gate:
+def allow_only(key: PeerId) -> AccessPolicy:
     """A gate for this key alone."""
-    return lambda other: Standing.PEER if other == key else Standing.STRANGER
+    return lambda other: ConnectionRole.MEMBER if other == key else ConnectionRole.STRANGER
 
 
-def _listens(address: str) -> bool:
+def _accepts_tcp(address: str) -> bool:
     """A port that takes connections: there is a program, and no firewall before it."""
     parts = urlsplit(address)
     try:
@@ -168,7 +176,7 @@ def _listens(address: str) -> bool:
     return True
 
 
-def _parsed(address: str, payload: bytes) -> dict[str, Any]:
+def _parse_status(address: str, payload: bytes) -> dict[str, Any]:
     try:
         picture = _printable(json.loads(payload))
     except (ValueError, RecursionError):
@@ -196,7 +204,7 @@ def _printable(value: Any) -> Any:
             return value
 
 
-def _refused(address: str, reason: str) -> JoinRefused | RemoteProtocolError:
+def _refused_error(address: str, reason: str) -> JoinRefused | RemoteProtocolError:
     if "protocol" in reason:
         return JoinRefused(
             "version", f"{address}: {reason}", remedy="install the gridtrain that the coordinator has"
@@ -207,7 +215,7 @@ def _refused(address: str, reason: str) -> JoinRefused | RemoteProtocolError:
     )
 
 
-def _somebody_else(address: str, timeout_s: float) -> CoordinatorUnreachable:
+def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
     """Strangers are refused in the handshake without a word, so more than this cannot be known."""
     return CoordinatorUnreachable(
         f"something listens at {address}, but did not answer within {timeout_s:g} s: a coordinator with "
@@ -217,7 +225,7 @@ def _somebody_else(address: str, timeout_s: float) -> CoordinatorUnreachable:
     )
 
 
-def _unreachable(address: str, reason: str) -> CoordinatorUnreachable:
+def _unreachable_error(address: str, reason: str) -> CoordinatorUnreachable:
     return CoordinatorUnreachable(
         f"no coordinator can be reached at {address}: {reason}",
         remedy="check the address and that `gridtrain coordinator` is running there, "

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from queue import SimpleQueue
 
-EVERY_S = 1.0
+REPORT_INTERVAL_S = 1.0
 MAX_FILE_BYTES = 4096
-MOST = 1 << 63
+MAX_COUNT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Contribution:
         names = {known.name for known in fields(cls)}
         if not isinstance(body, dict) or set(body) != names:
             return None
-        if not all(type(value) is int and 0 <= value < MOST for value in body.values()):
+        if not all(type(value) is int and 0 <= value < MAX_COUNT for value in body.values()):
             return None
         return cls(**body)
 
@@ -70,7 +70,7 @@ class Contribution:
             os.replace(partial, path)
 
 
-class Tally:
+class ContributionReporter:
     """Counts, and writes now and then.
 
     Args:
@@ -81,7 +81,7 @@ class Tally:
         self.path = path
         self._steps = self._samples = 0
         self._next_s = float("-inf")
-        self._told: SimpleQueue[Contribution | None] = SimpleQueue()  # None: no more
+        self._pending: SimpleQueue[Contribution | None] = SimpleQueue()  # None: no more
         self._writer: threading.Thread | None = None
 
     def step_committed(self, samples: int) -> None:
@@ -89,10 +89,10 @@ class Tally:
         self._steps += 1
         self._samples += samples
 
-    def due(self, now_s: float) -> bool:
+    def is_due(self, now_s: float) -> bool:
         return self.path is not None and now_s >= self._next_s
 
-    def tell(
+    def report(
         self,
         now_s: float,
         *,
@@ -104,7 +104,7 @@ class Tally:
         last: bool = False,
     ) -> None:
         """Have it written.  `last`: it is written when this returns, and what was told before is, too."""
-        self._next_s = now_s + EVERY_S
+        self._next_s = now_s + REPORT_INTERVAL_S
         if self.path is None:
             return
         given = Contribution(
@@ -116,24 +116,24 @@ class Tally:
             return
         if self._writer is None:
             self._writer = threading.Thread(
-                target=self._write_on, args=(self.path,), name="gridtrain-given", daemon=True
+                target=self._write_pending, args=(self.path,), name="gridtrain-given", daemon=True
             )
             self._writer.start()
-        self._told.put(given)
+        self._pending.put(given)
 
     def _end_writer(self) -> None:
         if self._writer is not None:
-            self._told.put(None)
+            self._pending.put(None)
             self._writer.join()
             self._writer = None
 
-    def _write_on(self, path: Path) -> None:
-        while (given := self._newest()) is not None:
+    def _write_pending(self, path: Path) -> None:
+        while (given := self._take_newest()) is not None:
             given.write(path)
 
-    def _newest(self) -> Contribution | None:
+    def _take_newest(self) -> Contribution | None:
         """A slow disk gets only the latest of what it has missed."""
-        newest = self._told.get()
-        while newest is not None and not self._told.empty():
-            newest = self._told.get()
+        newest = self._pending.get()
+        while newest is not None and not self._pending.empty():
+            newest = self._pending.get()
         return newest

@@ -38,37 +38,37 @@ MOST_WAITING = 4
 _REMEDY = "drop that peer; an honest one of the same version never sends this"
 
 
-class CopyDisk(Protocol):
+class CheckpointDisk(Protocol):
     """Where checkpoints lie; each of its folders has `FILES`."""
 
-    def copy_folder(self, held: m.Held) -> Path:
+    def make_copy_folder(self, held: m.CheckpointInfo) -> Path:
         """An empty folder for a copy that is to come.  Raises `OSError`."""
         ...
 
-    def copy_files(self, held: m.Held) -> Sequence[Path]:
+    def files_to_copy(self, held: m.CheckpointInfo) -> Sequence[Path]:
         """Those of a checkpoint, in the order of `FILES`."""
         ...
 
-    def is_whole(self, held: m.Held) -> bool:
+    def is_intact(self, held: m.CheckpointInfo) -> bool:
         """It can be read; one that cannot is not told of any more.  Called from a thread of its own."""
         ...
 
-    def adopt_copy(self, held: m.Held, folder: Path) -> None:
+    def adopt_copy(self, held: m.CheckpointInfo, folder: Path) -> None:
         """All of it is there.  Called from a thread of its own."""
         ...
 
 
-class _Outgoing:
+class _OutgoingCopy:
     """One checkpoint, block by block."""
 
-    def __init__(self, effect: io.SendCopy, files: Sequence[Path]) -> None:
+    def __init__(self, effect: io.SendCheckpoint, files: Sequence[Path]) -> None:
         self.effect = effect
         self._files: list[BinaryIO] = [path.open("rb") for path in files]
         self._lengths = [path.stat().st_size for path in files]
         self.total = 1 + sum(-(-length // BLOCK_BYTES) for length in self._lengths)
         self._index = 0
 
-    def next_block(self) -> m.Copy | None:
+    def next_block(self) -> m.CheckpointBlock | None:
         """None: that was all.  Raises `OSError`."""
         if self._index == self.total:
             return None
@@ -78,7 +78,7 @@ class _Outgoing:
             if not payload:
                 self._files.pop(0).close()
         to = self.effect
-        block = m.Copy(to.term, to.generation, to.held, self._index, self.total, payload)
+        block = m.CheckpointBlock(to.term, to.generation, to.checkpoint, self._index, self.total, payload)
         self._index += 1
         return block
 
@@ -87,7 +87,7 @@ class _Outgoing:
             file.close()
 
 
-class Copies:
+class CheckpointCopier:
     """Both sides of it.  Used from the loop's thread alone.
 
     Args:
@@ -95,40 +95,40 @@ class Copies:
         max_bytes: the largest checkpoint that is taken.
     """
 
-    def __init__(self, disk: CopyDisk, rate_Bps: float | None, max_bytes: int) -> None:
+    def __init__(self, disk: CheckpointDisk, rate_Bps: float | None, max_bytes: int) -> None:
         self._disk, self._rate_Bps, self._max_bytes = disk, rate_Bps, max_bytes
-        self._waiting: deque[io.SendCopy] = deque()
-        self._awaited: dict[tuple[m.PeerId, m.Held], io.SendCopy] = {}  # the group waits for these
-        self._outgoing: _Outgoing | None = None
-        self._block: m.Copy | None = None
+        self._waiting: deque[io.SendCheckpoint] = deque()
+        self._awaited_by_member: dict[tuple[m.PeerId, m.CheckpointInfo], io.SendCheckpoint] = {}  # the group waits for these
+        self._outgoing: _OutgoingCopy | None = None
+        self._block: m.CheckpointBlock | None = None
         self._line_free_s = 0.0
-        self._intake: _Intake | None = None
+        self._intake: _IncomingCopy | None = None
 
     # -- ours to the next stage's disk ---------------------------------------------------------------
 
-    def send(self, effect: io.SendCopy) -> None:
-        if effect.awaited:
-            self._awaited[effect.peer, effect.held] = effect
-            self._make_way()
+    def send(self, effect: io.SendCheckpoint) -> None:
+        if effect.is_awaited:
+            self._awaited_by_member[effect.peer, effect.checkpoint] = effect
+            self._yield_to_state()
             return
         self._waiting.append(effect)
         while len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
 
-    def _make_way(self) -> None:
+    def _yield_to_state(self) -> None:
         """What nobody waits for, and goes at its slow rate, begins again afterwards."""
         self._line_free_s = 0.0
-        if self._outgoing is not None and not self._outgoing.effect.awaited:
+        if self._outgoing is not None and not self._outgoing.effect.is_awaited:
             self._waiting.appendleft(self._outgoing.effect)
             self._give_up()
 
     @property
     def due_s(self) -> float:
         """When to `turn` again."""
-        busy = self._waiting or self._awaited or self._outgoing is not None
+        busy = self._waiting or self._awaited_by_member or self._outgoing is not None
         return self._line_free_s if busy else float("inf")
 
-    def turn(self, transport: Transport, now_s: float, generation: int) -> int:
+    def send_next(self, transport: Transport, now_s: float, generation: int) -> int:
         """Send one block if it is time and nothing else waits for the line; returns how many."""
         if now_s < self._line_free_s or not self._prepare(generation):
             return 0
@@ -143,7 +143,7 @@ class Copies:
         except TransportError:
             self._give_up()  # the next checkpoint goes there again
             return 0
-        if self._rate_Bps is not None and not self._outgoing.effect.awaited:
+        if self._rate_Bps is not None and not self._outgoing.effect.is_awaited:
             self._line_free_s = now_s + len(block.payload) / self._rate_Bps
         return 1
 
@@ -153,20 +153,20 @@ class Copies:
         try:
             if self._outgoing is not None and self._outgoing.effect.generation != generation:
                 self._give_up()  # another one sits there now, perhaps
-            while self._outgoing is None and (self._waiting or self._awaited):
-                first = next(iter(self._awaited), None)
-                effect = self._awaited.pop(first) if first is not None else self._waiting.popleft()
+            while self._outgoing is None and (self._waiting or self._awaited_by_member):
+                first = next(iter(self._awaited_by_member), None)
+                effect = self._awaited_by_member.pop(first) if first is not None else self._waiting.popleft()
                 if effect.generation == generation:
-                    files = self._disk.copy_files(effect.held)
-                    self._outgoing = _Outgoing(effect, _with_residual(files, effect))
+                    files = self._disk.files_to_copy(effect.checkpoint)
+                    self._outgoing = _OutgoingCopy(effect, _files_with_residual(files, effect))
             if self._outgoing is not None and self._block is None:
                 self._block = self._outgoing.next_block()
                 if self._block is None:
                     self._give_up()
         except OSError as error:  # pruned while it was being sent
             log.warning("a checkpoint's copy is not sent: %s", error)
-            if effect is not None and effect.awaited:
-                _beside(self._disk.is_whole, effect.held)  # else others would wait for it
+            if effect is not None and effect.is_awaited:
+                _in_thread(self._disk.is_intact, effect.checkpoint)  # else others would wait for it
             self._give_up()
         return self._block is not None
 
@@ -177,17 +177,17 @@ class Copies:
 
     # -- the stage's before us to our disk -----------------------------------------------------------
 
-    def take(self, block: m.Copy) -> None:
+    def receive(self, block: m.CheckpointBlock) -> None:
         """Raises `RemoteProtocolError` for a block that cannot belong to the others."""
         try:
             if block.index == 0:
                 self._close_intake()
-                folder = self._disk.copy_folder(block.held)
-                self._intake = _Intake(block, folder, self._max_bytes)
-            elif self._intake is not None and self._intake.take(block):
-                held, folder = self._intake.held, self._intake.folder
+                folder = self._disk.make_copy_folder(block.checkpoint)
+                self._intake = _IncomingCopy(block, folder, self._max_bytes)
+            elif self._intake is not None and self._intake.receive(block):
+                held, folder = self._intake.checkpoint, self._intake.folder
                 self._close_intake()
-                _beside(self._disk.adopt_copy, held, folder)
+                _in_thread(self._disk.adopt_copy, held, folder)
         except OSError as error:
             log.warning("a copy of another stage's checkpoint is not kept: %s", error)
             self._close_intake()
@@ -198,20 +198,20 @@ class Copies:
         self._intake = None
 
 
-class _Intake:
+class _IncomingCopy:
     """One checkpoint, block by block, into the files of a folder."""
 
-    def __init__(self, first: m.Copy, folder: Path, max_bytes: int) -> None:
-        self.held, self.folder = first.held, folder
-        self._sizes = _sizes(bytes(first.payload), first.total, max_bytes)
+    def __init__(self, first: m.CheckpointBlock, folder: Path, max_bytes: int) -> None:
+        self.checkpoint, self.folder = first.checkpoint, folder
+        self._sizes = _read_sizes(bytes(first.payload), first.total, max_bytes)
         self._total, self._index = first.total, 1
         self._file: BinaryIO | None = None
         self._names = deque(zip((*FILES, RESIDUAL_FILE), self._sizes, strict=False))
         self._left = 0
 
-    def take(self, block: m.Copy) -> bool:
+    def receive(self, block: m.CheckpointBlock) -> bool:
         """True: that was all.  What comes after a gap, or of another checkpoint, is dropped."""
-        if (block.held, block.total, block.index) != (self.held, self._total, self._index):
+        if (block.checkpoint, block.total, block.index) != (self.checkpoint, self._total, self._index):
             return False
         while not self._left and self._names:
             name, self._left = self._names.popleft()
@@ -234,17 +234,17 @@ class _Intake:
             self._file = None
 
 
-def _beside(do: Callable[..., object], *args: object) -> None:
+def _in_thread(do: Callable[..., object], *args: object) -> None:
     """What takes long with a large checkpoint, in a thread of its own."""
     threading.Thread(target=do, args=args, name="gridtrain-copy", daemon=True).start()
 
 
-def _with_residual(files: Sequence[Path], effect: io.SendCopy) -> list[Path]:
+def _files_with_residual(files: Sequence[Path], effect: io.SendCheckpoint) -> list[Path]:
     residual = files[0].with_name(RESIDUAL_FILE)
-    return [*files, residual] if effect.awaited and residual.exists() else list(files)
+    return [*files, residual] if effect.is_awaited and residual.exists() else list(files)
 
 
-def _sizes(table: bytes, total: int, max_bytes: int) -> tuple[int, ...]:
+def _read_sizes(table: bytes, total: int, max_bytes: int) -> tuple[int, ...]:
     fewest = 8 * len(FILES)
     if len(table) not in (fewest, fewest + 8):
         raise RemoteProtocolError(

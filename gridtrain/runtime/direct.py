@@ -5,13 +5,13 @@ Decides when a slice is final.  Never decides who sends what to whom or when (th
 
 from __future__ import annotations
 
-from gridtrain.protocol.collective import AddSlice, Collective, WorkspaceEffect
-from gridtrain.protocol.direct import Direct, slices_of
+from gridtrain.protocol.collective import AddSlice, BufferEffect, Collective
+from gridtrain.protocol.direct import DirectAllReduce, count_slices
 from gridtrain.runtime import buffers
-from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.runtime.buffers import DenseRingBuffer
 
 
-class DirectWorkspace(DenseWorkspace):
+class DirectBuffer(DenseRingBuffer):
     """A ring's segments and slices over one flat vector, each summed by its owner.
 
     A retry takes a new workspace, of the same contribution: an owner's own part is in its sum, where it
@@ -22,22 +22,22 @@ class DirectWorkspace(DenseWorkspace):
     what the view shows; an owner writes to a slice of its own only before it sends it.
     """
 
-    resumes = False
-    slices_of = staticmethod(slices_of)
+    is_resumable = False
+    slices_of = staticmethod(count_slices)
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         buffers._check_world_size(world_size, self._world_size)
         if skip:
             self.update_N[:] = 0
-        most_bytes = max(self._view(rank, slice_).nbytes for slice_ in range(self.slices))
-        return Direct(rank, world_size, self.slices, skip, most_bytes)
+        most_bytes = max(self._slice_view(rank, slice_).nbytes for slice_ in range(self.slices))
+        return DirectAllReduce(rank, world_size, self.slices, skip, most_bytes)
 
-    def apply(self, effect: WorkspaceEffect) -> None:
+    def apply(self, effect: BufferEffect) -> None:
         match effect:
             case AddSlice(segment, slice_, payload, source):
-                values = self._values(segment, slice_, payload, source)
-                self._view(segment, slice_)[:] += values
+                values = self._received_values(segment, slice_, payload, source)
+                self._slice_view(segment, slice_)[:] += values
                 last = (segment - 1) % self._world_size  # whose part is added last, as in the ring
-                self._written(segment, slice_, final=source.rank == last, checked=False)
+                self._mark_written(segment, slice_, final=source.rank == last, checked=False)
             case _:
                 super().apply(effect)

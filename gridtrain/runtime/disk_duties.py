@@ -13,12 +13,12 @@ import math
 
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.runtime.copies import Copies, CopyDisk
-from gridtrain.runtime.meeting import Meeting
+from gridtrain.runtime.copies import CheckpointCopier, CheckpointDisk
+from gridtrain.runtime.meeting import Mailbox
 from gridtrain.transport.base import Transport
 
 
-class DiskDuties:
+class CheckpointRequests:
     """See the module's text.
 
     Args:
@@ -28,59 +28,59 @@ class DiskDuties:
         aside, discard_after: see `Picture`.
     """
 
-    def __init__(self, meeting: Meeting, rate_Bps: float | None) -> None:
-        self._meeting, self._rate_Bps = meeting, rate_Bps
-        self._copies: Copies | None = None
-        self._reload: io.Reload | None = None
-        self.aside: m.Held | None = None
+    def __init__(self, meeting: Mailbox, rate_Bps: float | None) -> None:
+        self._mailbox, self._rate_Bps = meeting, rate_Bps
+        self._copier: CheckpointCopier | None = None
+        self._reload: io.LoadCheckpoints | None = None
+        self.save_requested: m.CheckpointInfo | None = None
         self.discard_after: int | None = None
 
     # -- the trainer's thread --------------------------------------------------------------------
 
-    def attach(self, disk: CopyDisk, max_bytes: int) -> None:
+    def attach(self, disk: CheckpointDisk, max_bytes: int) -> None:
         """Where copies of other stages' checkpoints go, and ours are; before this worker enters the group."""
-        if self._copies is None:
-            self._copies = Copies(disk, self._rate_Bps, max_bytes)
+        if self._copier is None:
+            self._copier = CheckpointCopier(disk, self._rate_Bps, max_bytes)
 
-    def cannot_reload(self, states: tuple[m.Held, ...]) -> None:
+    def fail_reload(self, states: tuple[m.CheckpointInfo, ...]) -> None:
         """What was to be loaded cannot be; these are on the disk."""
-        with self._meeting.changed:
+        with self._mailbox.condition:
             self._reload = None
-        self._meeting.command(io.Keeping(states))
+        self._mailbox.submit(io.StageCheckpointsChanged(states))
 
-    def put_aside(self, held: m.Held) -> None:
+    def finish_save(self, held: m.CheckpointInfo) -> None:
         """It is on the disk, or cannot be."""
-        with self._meeting.changed:
-            if self.aside == held:
-                self.aside = None
-        self._meeting.stir()
+        with self._mailbox.condition:
+            if self.save_requested == held:
+                self.save_requested = None
+        self._mailbox.mark_stale()
 
-    def discarded(self, after: int) -> None:
+    def finish_discard(self, after: int) -> None:
         """No checkpoint after this step is on the disk any more."""
-        with self._meeting.changed:
+        with self._mailbox.condition:
             if self.discard_after == after:
                 self.discard_after = None
-        self._meeting.stir()
+        self._mailbox.mark_stale()
 
     # -- the loop's thread -----------------------------------------------------------------------
 
-    def do(self, effect: io.PutAside | io.Reload | io.Discard | io.SendCopy | io.TakeCopy) -> None:
+    def execute(self, effect: io.SaveCheckpoint | io.LoadCheckpoints | io.DiscardCheckpoints | io.SendCheckpoint | io.StoreCheckpointBlock) -> None:
         """Raises `RemoteProtocolError` for a block of a copy that does not fit the others."""
         match effect:
-            case io.PutAside(held):
-                self.aside = held
-            case io.Reload():
+            case io.SaveCheckpoint(held):
+                self.save_requested = held
+            case io.LoadCheckpoints():
                 self._reload = effect
-            case io.Discard(after):
+            case io.DiscardCheckpoints(after):
                 self.discard_after = after
-            case io.SendCopy() if self._copies is not None:
-                self._copies.send(effect)
-            case io.TakeCopy(_, copied) if self._copies is not None:
-                with self._meeting.changed:
-                    self._meeting.progress += 1
-                self._copies.take(copied)
+            case io.SendCheckpoint() if self._copier is not None:
+                self._copier.send(effect)
+            case io.StoreCheckpointBlock(_, copied) if self._copier is not None:
+                with self._mailbox.condition:
+                    self._mailbox.progress += 1
+                self._copier.receive(copied)
 
-    def reload_in(self, term: int, generation: int, *, synced: bool) -> io.Reload | None:
+    def pending_reload(self, term: int, generation: int, *, synced: bool) -> io.LoadCheckpoints | None:
         """What is to be loaded now: of another generation, or where the state is there, it is forgotten."""
         reload = self._reload
         if reload is None or synced or (reload.term, reload.generation) != (term, generation):
@@ -90,8 +90,8 @@ class DiskDuties:
     @property
     def due_s(self) -> float:
         """When there is something to send."""
-        return self._copies.due_s if self._copies is not None else math.inf
+        return self._copier.due_s if self._copier is not None else math.inf
 
     def pump(self, transport: Transport, now_s: float, generation: int) -> int:
         """Send a block of a copy if it is time; returns how many."""
-        return self._copies.turn(transport, now_s, generation) if self._copies is not None else 0
+        return self._copier.send_next(transport, now_s, generation) if self._copier is not None else 0

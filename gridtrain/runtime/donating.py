@@ -18,14 +18,14 @@ from collections.abc import Callable
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.runtime import updates
-from gridtrain.runtime.images import Image, ImageOutlet
+from gridtrain.runtime.images import SnapshotSender, StateSnapshot
 from gridtrain.runtime.updates import StepUpdate, UpdateLog
 from gridtrain.transport.base import Transport
 from gridtrain.wire import codec
 
 log = logging.getLogger("gridtrain")
 
-MAX_ASKS = 32
+MAX_UPDATE_REQUESTS = 32
 """How often one follower is sent the updates; an honest one asks again when its donor has gone."""
 
 MOST_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
@@ -33,11 +33,11 @@ MOST_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
 
 BACKLOG_BYTES = 2 << 20  # how much is queued in the transport for one follower
 
-Parts = tuple[bytes, bytes]
+SnapshotParts = tuple[bytes, bytes]
 """A state's own part and its common one, see `state_sync`."""
 
 
-class Donating:
+class CatchUpSource:
     """See the module's text.
 
     Args:
@@ -48,90 +48,90 @@ class Donating:
     def __init__(self, rate_Bps: float | None, wake: Callable[[], None]) -> None:
         self._rate_Bps = rate_Bps
         self._wake = wake
-        self._outlet = ImageOutlet()
+        self._snapshot_sender = SnapshotSender()
         self._log = UpdateLog()
         self._n = 0
-        self._asks: dict[m.PeerId, int] = {}
-        self._next: dict[m.PeerId, int] = {}  # the next step for each who has subscribed
+        self._request_counts: dict[m.PeerId, int] = {}
+        self._next_step: dict[m.PeerId, int] = {}  # the next step for each who has subscribed
         self._followers: tuple[m.PeerId, ...] = ()
-        self._wanted_step: int | None = None
-        self._making = False
-        self._made: list[Image] = []  # by the thread
+        self._snapshot_step: int | None = None
+        self._is_building = False
+        self._built: list[StateSnapshot] = []  # by the thread
         self._lock = threading.Lock()
-        self._line_free_s = -math.inf
-        self.unable = ""
+        self._next_send_s = -math.inf
+        self.disabled_reason = ""
 
     @property
-    def wanted(self) -> int | None:
+    def snapshot_requested_after(self) -> int | None:
         """The trainer is to copy its state between two steps, after this one or a later one."""
-        return None if self._making else self._wanted_step
+        return None if self._is_building else self._snapshot_step
 
-    def cannot(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
         """What this script does in a step is not told by its update."""
-        self.unable = reason
+        self.disabled_reason = reason
 
-    def told(self, donating: io.Donating) -> None:
-        self._followers = donating.followers
-        self._outlet.only(donating.followers)
-        self._next = {peer: step for peer, step in self._next.items() if peer in donating.followers}
-        self._asks = {peer: asks for peer, asks in self._asks.items() if peer in donating.followers}
-        image = self._outlet.image
-        fresh = self._making or (image is not None and self._log.has_after(image.applied))
-        self._wanted_step = donating.step if donating.followers and not fresh and not self.unable else None
+    def set_followers(self, donating: io.TakeSnapshot) -> None:
+        self._followers = donating.receivers
+        self._snapshot_sender.set_receivers(donating.receivers)
+        self._next_step = {peer: step for peer, step in self._next_step.items() if peer in donating.receivers}
+        self._request_counts = {peer: asks for peer, asks in self._request_counts.items() if peer in donating.receivers}
+        image = self._snapshot_sender.snapshot
+        fresh = self._is_building or (image is not None and self._log.has_all_after(image.applied))
+        self._snapshot_step = donating.step if donating.receivers and not fresh and not self.disabled_reason else None
 
-    def committed(self, update: StepUpdate, n: int) -> None:
+    def record_step(self, update: StepUpdate, n: int) -> None:
         """In the order of steps; n: length of the flat gradient."""
         if len(update.settings) > updates.MAX_SETTINGS_BYTES:
-            self.cannot(f"the optimizer's settings of {len(update.settings)} bytes do not fit into an update")
-        if not self.unable:
+            self.disable(f"the optimizer's settings of {len(update.settings)} bytes do not fit into an update")
+        if not self.disabled_reason:
             self._n = n
             self._log.add(update)
 
-    def fill(self, applied: int, history: bytes, parts: Callable[[], Parts]) -> None:
+    def store_copy(self, applied: int, history: bytes, parts: Callable[[], SnapshotParts]) -> None:
         """The trainer has copied its state; `parts` turns the copy into bytes, in a thread of its own."""
-        self._making, self._wanted_step = True, None
+        self._is_building, self._snapshot_step = True, None
 
         def make() -> None:
             try:
-                image = Image.of(applied, history, *parts())
+                image = StateSnapshot.build(applied, history, *parts())
                 with self._lock:
-                    self._made.append(image)
+                    self._built.append(image)
             except Exception:  # followers then take the state as members do, while the others wait
                 log.exception("no image could be made of step %d", applied)
-            self._making = False
+            self._is_building = False
             self._wake()
 
         threading.Thread(target=make, name="gridtrain-image", daemon=True).start()
 
-    def heard(self, peer: m.PeerId, message: m.Message) -> list[m.Message]:
+    def handle_request(self, peer: m.PeerId, message: m.Message) -> list[m.Message]:
         """From a follower; what is to be answered at once."""
-        if self.unable:
-            return [m.NoImage(self.unable)]
+        if self.disabled_reason:
+            return [m.SnapshotUnavailable(self.disabled_reason)]
         match message:
-            case m.ImageAsk() | m.BlocksAsk():
-                return self._outlet.asked(peer, message)
-            case m.UpdatesAsk(applied):
-                asks = self._asks[peer] = self._asks.get(peer, 0) + 1
-                if asks_too_often(asks):
-                    return [m.NoImage(f"the updates were asked for {asks} times")]
-                if not self._log.has_after(applied):
-                    return [m.NoImage(f"the updates after step {applied} are not here")]
-                self._next[peer] = applied + 1
+            case m.SnapshotRequest() | m.SnapshotBlocksRequest():
+                return self._snapshot_sender.handle_request(peer, message)
+            case m.UpdatesRequest(applied):
+                asks = self._request_counts[peer] = self._request_counts.get(peer, 0) + 1
+                if exceeds_request_limit(asks):
+                    return [m.SnapshotUnavailable(f"the updates were asked for {asks} times")]
+                if not self._log.has_all_after(applied):
+                    return [m.SnapshotUnavailable(f"the updates after step {applied} are not here")]
+                self._next_step[peer] = applied + 1
         return []
 
-    def turn(self, transport: Transport, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
+    def send_due(self, transport: Transport, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
         """Send what is due; returns what is to be sent besides, as control."""
         with self._lock:
-            made, self._made = self._made, []
-        answers = [answer for image in made if self._followers for answer in self._outlet.fill(image)]
-        for peer in list(self._next):
+            made, self._built = self._built, []
+        answers = [answer for image in made if self._followers for answer in self._snapshot_sender.store(image)]
+        for peer in list(self._next_step):
             self._send_updates(peer, transport)
-        for peer in self._outlet.hungry():
-            while now_s >= self._line_free_s and transport.backlog_bytes(peer) < BACKLOG_BYTES:
-                block = self._outlet.next_block(peer)
+        for peer in self._snapshot_sender.peers_with_blocks_due():
+            while now_s >= self._next_send_s and transport.backlog_bytes(peer) < BACKLOG_BYTES:
+                block = self._snapshot_sender.next_block(peer)
                 if block is None:
                     break
-                self._pay(block, now_s)
+                self._charge(block, now_s)
                 answers.append((peer, block))
                 if self._rate_Bps is None:
                     break  # the others have their turn
@@ -139,30 +139,30 @@ class Donating:
 
     def due_s(self, transport: Transport) -> float:
         """When `turn` has something to send."""
-        ready = any(transport.backlog_bytes(peer) < BACKLOG_BYTES for peer in self._outlet.hungry())
-        return self._line_free_s if ready else math.inf
+        ready = any(transport.backlog_bytes(peer) < BACKLOG_BYTES for peer in self._snapshot_sender.peers_with_blocks_due())
+        return self._next_send_s if ready else math.inf
 
-    def _pay(self, block: m.Message, now_s: float) -> None:
-        if self._rate_Bps is not None and isinstance(block, m.ImageBlock):
-            self._line_free_s = max(self._line_free_s, now_s) + len(block.payload) / self._rate_Bps
+    def _charge(self, block: m.Message, now_s: float) -> None:
+        if self._rate_Bps is not None and isinstance(block, m.SnapshotBlock):
+            self._next_send_s = max(self._next_send_s, now_s) + len(block.payload) / self._rate_Bps
 
     def _send_updates(self, peer: m.PeerId, transport: Transport) -> None:
         while transport.connected(peer) and transport.backlog_bytes(peer) < BACKLOG_BYTES:
-            update = self._log.get(self._next[peer])
+            update = self._log.get(self._next_step[peer])
             if update is None:
-                if self._next[peer] <= self._log.latest:  # the follower is slower than the group
-                    del self._next[peer]
-                    transport.send(peer, m.NoImage("the next update is not here any more"))
+                if self._next_step[peer] <= self._log.latest_step:  # the follower is slower than the group
+                    del self._next_step[peer]
+                    transport.send(peer, m.SnapshotUnavailable("the next update is not here any more"))
                 return
-            payload = updates.write(update, self._n)
+            payload = updates.encode_update(update, self._n)
             if len(payload) > MOST_UPDATE_BYTES:
-                del self._next[peer]
-                transport.send(peer, m.NoImage(f"an update of {len(payload)} bytes fits into no message"))
+                del self._next_step[peer]
+                transport.send(peer, m.SnapshotUnavailable(f"an update of {len(payload)} bytes fits into no message"))
                 return
-            transport.send(peer, m.Update(update.step, self._log.latest, payload))
-            self._next[peer] += 1
+            transport.send(peer, m.UpdateLogEntry(update.step, self._log.latest_step, payload))
+            self._next_step[peer] += 1
 
 
-def asks_too_often(asks: int) -> bool:
+def exceeds_request_limit(asks: int) -> bool:
     """The defence: an answer may be as long as a hundred updates, a request is a few bytes."""
-    return asks > MAX_ASKS
+    return asks > MAX_UPDATE_REQUESTS

@@ -43,43 +43,50 @@ from gridtrain.errors import (
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
-from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.catching_up import CatchingUp
-from gridtrain.runtime.disk_duties import DiskDuties
-from gridtrain.runtime.donating import Donating
-from gridtrain.runtime.giving import Giving
-from gridtrain.runtime.measuring import Measuring
-from gridtrain.runtime.meeting import Meeting
-from gridtrain.runtime.owed import Owed
-from gridtrain.runtime.painter import Painter
-from gridtrain.runtime.patience import Patience
-from gridtrain.runtime.picture import Picture
-from gridtrain.runtime.residuals import Residuals
-from gridtrain.runtime.rounds import Rounds
-from gridtrain.runtime.saying import say
-from gridtrain.runtime.signs import Signs
-from gridtrain.runtime.taking import Taking
+from gridtrain.runtime.acquaintances import PeerAllowlist
+from gridtrain.runtime.catching_up import CatchUpSession
+from gridtrain.runtime.disk_duties import CheckpointRequests
+from gridtrain.runtime.donating import CatchUpSource
+from gridtrain.runtime.giving import StateSender
+from gridtrain.runtime.measuring import LinkProbe
+from gridtrain.runtime.meeting import Mailbox
+from gridtrain.runtime.owed import CreditReturn
+from gridtrain.runtime.painter import SnapshotBuilder
+from gridtrain.runtime.patience import ReconnectPolicy
+from gridtrain.runtime.picture import WorkerSnapshot
+from gridtrain.runtime.residuals import ResidualExchange
+from gridtrain.runtime.rounds import StepRounds
+from gridtrain.runtime.saying import log_event
+from gridtrain.runtime.signs import HeartbeatSource
+from gridtrain.runtime.taking import StateReceiver
 from gridtrain.transport import buffering
-from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, TransportEvent, Violation
-from gridtrain.transport.credits import CreditTransport, needs_credit
+from gridtrain.transport.base import (
+    ConnectionDenied,
+    PeerDown,
+    PeerUp,
+    Received,
+    TransportEvent,
+    TransportViolation,
+)
+from gridtrain.transport.credits import FlowControlTransport, needs_credit
 from gridtrain.transport.limits import parse_rate
 
 log = logging.getLogger("gridtrain")
 
-CHORES_S = 0.005
+HOUSEKEEPING_INTERVAL_S = 0.005
 """While payloads come and go one after the other, everything that is not theirs waits for so long."""
 
-FROM_PEERS = io.Fill | io.TakeBlock | io.TakeCopy | io.Feed | io.TakePiece
+PEER_EFFECTS = io.ApplyToBuffer | io.StoreStateBlock | io.StoreCheckpointBlock | io.DeliverCatchUpMessage | io.StoreResidualBlock
 """What a peer has sent: it answers for what is wrong with it."""
 
-OF_PAYLOADS = io.Fill | io.Ship | io.Reached
+PAYLOAD_EFFECTS = io.ApplyToBuffer | io.SendPayload | io.CollectiveCompleted
 """What follows from a payload while a round goes its way; the trainer is told of it without a picture."""
 
-OF_ROUNDS = (m.Data, m.Vote)
+ROUND_MESSAGES = (m.Data, m.Vote)
 """Messages that change nothing but the round they are of: a vote, until the last one is there."""
 
 
-class Driver:
+class IoLoop:
     """Runs a `MemberCore` over a `Transport` in a thread of its own.
 
     Args:
@@ -91,33 +98,33 @@ class Driver:
         spent: asked each turn: why nothing more may be sent or received.
     """
 
-    def __init__(self, transport: CreditTransport, config: JoinConfig, acquaintances: Acquaintances) -> None:
+    def __init__(self, transport: FlowControlTransport, config: JoinConfig, acquaintances: PeerAllowlist) -> None:
         self._transport = transport
         self._config = config
-        self._acquaintances = acquaintances
+        self._allowlist = acquaintances
         self._coordinator = bytes.fromhex(config.coordinator_key)
         self._core: MemberCore  # from `start` on
         donate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
         deadlines = config.deadlines
-        self.meeting = Meeting(transport.wake)
-        self.donating = Donating(donate_Bps, self.meeting.stir)
-        self.rounds = Rounds(self.meeting, self.donating.committed)
-        self.giving, self.taking = Giving(self.meeting), Taking(self.meeting)
-        self.catching_up = CatchingUp(self.meeting, self.taking.intake, idle_s=deadlines.ready_s / 4)
-        self.residuals = Residuals(self.meeting)
-        self.disk = DiskDuties(self.meeting, donate_Bps)
-        self.signs = Signs(self.meeting)
-        self._painter = Painter(
-            self.giving, self.taking, self.donating, self.catching_up, self.residuals, self.disk
+        self.mailbox = Mailbox(transport.wake)
+        self.catch_up_source = CatchUpSource(donate_Bps, self.mailbox.mark_stale)
+        self.step_rounds = StepRounds(self.mailbox, self.catch_up_source.record_step)
+        self.state_sender, self.state_receiver = StateSender(self.mailbox), StateReceiver(self.mailbox)
+        self.catch_up = CatchUpSession(self.mailbox, self.state_receiver.blobs, idle_s=deadlines.ready_s / 4)
+        self.residuals = ResidualExchange(self.mailbox)
+        self.checkpoint_requests = CheckpointRequests(self.mailbox, donate_Bps)
+        self.heartbeat = HeartbeatSource(self.mailbox)
+        self._snapshot_builder = SnapshotBuilder(
+            self.state_sender, self.state_receiver, self.catch_up_source, self.catch_up, self.residuals, self.checkpoint_requests
         )
-        self._owed = Owed(transport)
-        self._measuring = Measuring(transport, deadlines.probe_s, SystemRandom())
-        self._patience = Patience(config.coordinator, deadlines.paused_s)
-        self._mean: list[float | None] = []  # the answer that the trainer waits for
-        self._only_payloads = False  # all that came in this turn went into numbers and on to others, or left
-        self._chores_s = -math.inf  # when they were done last
-        self._pulse_s = 0.0  # when the next sign of life is due
-        self.spent: Callable[[], str] = lambda: ""
+        self._credit_return = CreditReturn(transport)
+        self._link_probe = LinkProbe(transport, deadlines.probe_s, SystemRandom())
+        self._reconnect_policy = ReconnectPolicy(config.coordinator, deadlines.paused_s)
+        self._average: list[float | None] = []  # the answer that the trainer waits for
+        self._is_payload_only = False  # all that came in this turn went into numbers and on to others, or left
+        self._housekeeping_s = -math.inf  # when they were done last
+        self._heartbeat_s = 0.0  # when the next sign of life is due
+        self.budget_exhausted: Callable[[], str] = lambda: ""
         self._thread = threading.Thread(target=self._main, name="gridtrain-io", daemon=True)
 
     # -- the trainer's thread --------------------------------------------------------------------
@@ -134,37 +141,37 @@ class Driver:
         self._transport.dial(self._coordinator, config.coordinator)
         self._thread.start()
         timeout_s = self._config.deadlines.connect_s
-        if not self.wait(lambda p: p.welcomed, timeout_s):
+        if not self.wait(lambda p: p.is_welcomed, timeout_s):
             self.stop()
             raise CoordinatorUnreachable(
                 f"no coordinator answered at {self._config.coordinator} within {timeout_s:g} s",
                 remedy="check the address and the port, and that `gridtrain coordinator` is running there",
             )
 
-    def wait(self, ready: Callable[[Picture], bool], timeout_s: float = math.inf) -> Picture | None:
+    def wait(self, ready: Callable[[WorkerSnapshot], bool], timeout_s: float = math.inf) -> WorkerSnapshot | None:
         """See `Meeting.wait`."""
-        return self.meeting.wait(ready, timeout_s)
+        return self.mailbox.wait(ready, timeout_s)
 
-    def look(self) -> Picture:
+    def snapshot(self) -> WorkerSnapshot:
         """See `Meeting.look`."""
-        return self.meeting.look()
+        return self.mailbox.read()
 
     @property
-    def last(self) -> Picture:
+    def last_snapshot(self) -> WorkerSnapshot:
         """As `look`, also when the loop has ended."""
-        return self.meeting.picture
+        return self.mailbox.snapshot
 
-    def command(self, event: io.Event) -> None:
+    def submit(self, event: io.MemberEvent) -> None:
         """See `Meeting.command`."""
-        self.meeting.command(event)
+        self.mailbox.submit(event)
 
-    def mean(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
+    def average(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
         """The group's average of `value`; None if the generation ended, or nobody answered in time."""
-        with self.meeting.changed:
-            self._mean = []
-        self.command(io.AskMean(step, index, value))
-        self.wait(lambda _: bool(self._mean), timeout_s)
-        return self._mean[0] if self._mean else None
+        with self.mailbox.condition:
+            self._average = []
+        self.submit(io.RequestMean(step, index, value))
+        self.wait(lambda _: bool(self._average), timeout_s)
+        return self._average[0] if self._average else None
 
     @property
     def me(self) -> m.PeerId:
@@ -183,255 +190,255 @@ class Driver:
 
         `pausing`: this worker means to come back, over another driver.
         """
-        if reason and self.meeting.error is None and self._thread.is_alive():
-            self.command(io.Depart(reason, pausing))
-        self.meeting.stop()
+        if reason and self.mailbox.error is None and self._thread.is_alive():
+            self.submit(io.LeaveGroup(reason, pausing))
+        self.mailbox.stop()
         if self._thread.ident is not None:
             self._thread.join(timeout=10.0)
 
     # -- this thread ---------------------------------------------------------------------------
 
     def _main(self) -> None:
-        buffering.keep_pages()
+        buffering.keep_freed_pages()
         try:
             while True:
-                stopping = self.meeting.stopping
-                brought = self.giving.brought()
-                self._obey()
-                self.giving.fill(brought, self._core.generation)
-                if self.meeting.stale or self.rounds.has_ended:
-                    self.meeting.stale = False  # first: what others change meanwhile is published next
+                stopping = self.mailbox.is_stopping
+                brought = self.state_sender.take_supplied()
+                self._run_commands()
+                self.state_sender.store_supplied(brought, self._core.generation)
+                if self.mailbox.is_stale or self.step_rounds.has_ended:
+                    self.mailbox.is_stale = False  # first: what others change meanwhile is published next
                     self._publish()  # before the next wait: a lone worker's round is over already
                 if stopping:
                     return
-                self._turn()
+                self._run_once()
         except BaseException as error:  # the trainer must hear of it, whatever it is
             if not isinstance(error, GridtrainError):
                 log.exception("gridtrain's loop crashed")
-            self.meeting.fail(error)
+            self.mailbox.fail(error)
         finally:
             self._transport.close()
 
-    def _obey(self) -> bool:
+    def _run_commands(self) -> bool:
         """Do what the trainer's thread has brought; True: it was something."""
-        commands = self.meeting.commands()
+        commands = self.mailbox.take_commands()
         for command in commands:
             self._handle(command)
         return bool(commands)
 
-    def _turn(self) -> None:
-        if why := self.spent():
+    def _run_once(self) -> None:
+        if why := self.budget_exhausted():
             raise BudgetSpent(why, remedy="nothing: this worker trains again when there are bytes again")
         events = self._transport.poll(self._wait_s(time.monotonic()))
-        self._only_payloads = True
+        self._is_payload_only = True
         for event in events:
-            if not (type(event) is Received and type(event.message) in OF_ROUNDS):
-                self._only_payloads = False
-            self._transport_event(event)
-        brought = self._obey()  # a payload that is to leave waits for no chore
-        self._only_payloads = self._only_payloads and (brought or bool(events))
-        if self.rounds.has_ended:
+            if not (type(event) is Received and type(event.message) in ROUND_MESSAGES):
+                self._is_payload_only = False
+            self._handle_transport_event(event)
+        brought = self._run_commands()  # a payload that is to leave waits for no chore
+        self._is_payload_only = self._is_payload_only and (brought or bool(events))
+        if self.step_rounds.has_ended:
             self._publish()  # nor does the trainer, which waits for the outcome
-        self.rounds.hash_ahead()
+        self.step_rounds.hash_ahead()
         now_s = time.monotonic()
-        self._owed.give_back(self._core.held_bytes)  # nor do those who want to send more
-        if not self._only_payloads or now_s >= self._chores_s + CHORES_S:
-            self._do_chores(now_s)
+        self._credit_return.return_credit(self._core.early_bytes)  # nor do those who want to send more
+        if not self._is_payload_only or now_s >= self._housekeeping_s + HOUSEKEEPING_INTERVAL_S:
+            self._do_housekeeping(now_s)
 
     def _wait_s(self, now_s: float) -> float:
         """How long the network may be waited for."""
         at_once = (
-            self.giving.ready(self._transport)
-            or self.rounds.may_hash
-            or self.taking.passing.ready(self._transport)
+            self.state_sender.has_data(self._transport)
+            or self.step_rounds.has_hash_work
+            or self.state_receiver.forwarder.has_data(self._transport)
         )
         due_s = min(
-            self._pulse_s,
+            self._heartbeat_s,
             self._core.deadline_s,
-            self.donating.due_s(self._transport),
-            self.disk.due_s,
+            self.catch_up_source.due_s(self._transport),
+            self.checkpoint_requests.due_s,
         )
         return 0.0 if at_once else min(max(0.0, due_s - now_s), self._config.deadlines.beat_s)
 
-    def _do_chores(self, now_s: float) -> None:
+    def _do_housekeeping(self, now_s: float) -> None:
         """All that is of no payload."""
-        self._chores_s = now_s
-        self.meeting.stale = True
-        if now_s >= self._pulse_s:
-            self._pulse_s = now_s + self._config.deadlines.beat_s
-            self._beat()
+        self._housekeeping_s = now_s
+        self.mailbox.is_stale = True
+        if now_s >= self._heartbeat_s:
+            self._heartbeat_s = now_s + self._config.deadlines.beat_s
+            self._send_heartbeat()
         if now_s >= self._core.deadline_s:
-            self._carry_out(self._core.tick(now_s))
-        self._tell_measured(now_s)
-        self._post(self.donating.turn(self._transport, now_s))
-        self._tell_how_it_follows(now_s)
-        sent = self.giving.pump(self._transport)
-        sent += self.taking.passing.pump(self._transport)
-        sent += self.disk.pump(self._transport, now_s, self._core.generation)
-        with self.meeting.changed:
-            self.meeting.progress += sent
-        if self._core.stage is io.Stage.RUNNING:
-            self.giving.forget()
-            self.taking.passing.forget()
-        self._patience.paused(self._core.paused, now_s)
+            self._execute(self._core.tick(now_s))
+        self._report_links(now_s)
+        self._send_all(self.catch_up_source.send_due(self._transport, now_s))
+        self._report_catch_up(now_s)
+        sent = self.state_sender.send_pending(self._transport)
+        sent += self.state_receiver.forwarder.send_pending(self._transport)
+        sent += self.checkpoint_requests.pump(self._transport, now_s, self._core.generation)
+        with self.mailbox.condition:
+            self.mailbox.progress += sent
+        if self._core.phase is io.MemberPhase.RUNNING:
+            self.state_sender.clear()
+            self.state_receiver.forwarder.clear()
+        self._reconnect_policy.handle_pause(self._core.pause_reason, now_s)
 
-    def _beat(self) -> None:
-        left_bytes = self.taking.intake.left_bytes(self._core.generation)
-        self._handle(self.signs.pulse(self.traffic, left_bytes))
+    def _send_heartbeat(self) -> None:
+        left_bytes = self.state_receiver.blobs.remaining_bytes(self._core.generation)
+        self._handle(self.heartbeat.make_heartbeat(self.traffic, left_bytes))
 
-    def _tell_measured(self, now_s: float) -> None:
-        rates, probed = self._measuring.turn(now_s)
+    def _report_links(self, now_s: float) -> None:
+        rates, probed = self._link_probe.poll(now_s)
         if rates is not None:
             self._send(self._coordinator, rates)
         if probed is not None:
             self._handle(probed)
 
-    def _tell_how_it_follows(self, now_s: float) -> None:
-        seated = self._core.seat is not None
-        standing = self.catching_up.turn(now_s, seated=seated, synced=self._core.synced)
+    def _report_catch_up(self, now_s: float) -> None:
+        seated = self._core.rank_assignment is not None
+        standing = self.catch_up.poll(now_s, seated=seated, synced=self._core.is_synced)
         if standing is None:
             return
-        self._post(standing.asks)
+        self._send_all(standing.requests)
         if standing.event is not None:
             self._handle(standing.event)
-        self.catching_up.show(standing, now_s)
+        self.catch_up.show_progress(standing, now_s)
 
-    def _transport_event(self, event: TransportEvent) -> None:
+    def _handle_transport_event(self, event: TransportEvent) -> None:
         match event:
             case PeerUp(peer):
                 if peer == self._coordinator:
-                    self._patience.let_in()
-                self._measuring.peer_up(peer, time.monotonic())
-                self._handle(io.EdgeUp(peer))
+                    self._reconnect_policy.connected()
+                self._link_probe.peer_up(peer, time.monotonic())
+                self._handle(io.PeerConnected(peer))
             case PeerDown(peer, reason):
-                self._owed.forget(peer)
-                self._measuring.peer_down(peer)
-                self._handle(io.EdgeDown(peer, reason))
-            case Denied(self._coordinator):
-                self._patience.denied(time.monotonic(), member=bool(self._core.term))
-            case Violation(self._coordinator, reason):
+                self._credit_return.remove_peer(peer)
+                self._link_probe.peer_down(peer)
+                self._handle(io.PeerDisconnected(peer, reason))
+            case ConnectionDenied(self._coordinator):
+                self._reconnect_policy.handle_denial(time.monotonic(), member=bool(self._core.term))
+            case TransportViolation(self._coordinator, reason):
                 raise JoinRefused("version", f"{self._config.coordinator}: {reason}")
-            case Violation(None, reason):
+            case TransportViolation(None, reason):
                 log.info("a stranger broke the protocol: %s", reason)
-            case Violation(peer, reason) if peer is not None:
-                self._handle(io.Offence(peer, reason))
+            case TransportViolation(peer, reason) if peer is not None:
+                self._handle(io.ProtocolViolation(peer, reason))
             case Received(peer, message, nbytes):
                 if needs_credit(message):
-                    self._owed.came(peer, nbytes)
-                self._received(peer, message, nbytes)
+                    self._credit_return.record_received(peer, nbytes)
+                self._handle_message(peer, message, nbytes)
 
-    def _received(self, peer: m.PeerId, message: m.Message, nbytes: int) -> None:
+    def _handle_message(self, peer: m.PeerId, message: m.Message, nbytes: int) -> None:
         match message:
             case m.Ping(nonce):
                 self._send(peer, m.Pong(nonce))
-            case m.Pong() | m.Burst() | m.BurstAsk() | m.Landed():
-                answers = self._measuring.heard(peer, message, time.monotonic())
+            case m.Pong() | m.Burst() | m.BurstRequest() | m.BurstReceived():
+                answers = self._link_probe.handle_message(peer, message, time.monotonic())
                 if isinstance(answers, str):
-                    self._handle(io.Offence(peer, answers))
+                    self._handle(io.ProtocolViolation(peer, answers))
                 else:
-                    self._post([(peer, answer) for answer in answers])
+                    self._send_all([(peer, answer) for answer in answers])
             case _:
-                self._handle(io.Heard(peer, message, nbytes))
+                self._handle(io.MessageReceived(peer, message, nbytes))
 
-    def _handle(self, event: io.Event) -> None:
+    def _handle(self, event: io.MemberEvent) -> None:
         """What a peer did wrong costs the round and the peer, never this worker."""
         try:
             effects = self._core.handle(event, time.monotonic())
         except RemoteProtocolError as error:
-            if not isinstance(event, io.Heard):
+            if not isinstance(event, io.MessageReceived):
                 raise
-            effects = self._core.handle(io.Offence(event.peer, error.reason), time.monotonic())
+            effects = self._core.handle(io.ProtocolViolation(event.peer, error.reason), time.monotonic())
         # The usual thing, hundreds of times in a step: numbers are summed and sent on, and nothing else.
-        if not (_is_payload(event) and all(isinstance(effect, OF_PAYLOADS) for effect in effects)):
-            self._only_payloads = False
-            self._acquaintances.replace(self._core.acquaintances)
-        self._carry_out(effects)
+        if not (_is_round_event(event) and all(isinstance(effect, PAYLOAD_EFFECTS) for effect in effects)):
+            self._is_payload_only = False
+            self._allowlist.replace(self._core.known_peers)
+        self._execute(effects)
 
-    def _carry_out(self, effects: list[io.Effect]) -> None:
+    def _execute(self, effects: list[io.MemberEffect]) -> None:
         """Effects in order; what an effect leads to comes after the ones already returned."""
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
             try:
-                queue.extend(self._do(effect))
+                queue.extend(self._execute_one(effect))
             except RemoteProtocolError as error:
-                self._only_payloads = False
-                self.rounds.spoil()
-                culprit = effect.peer if isinstance(effect, FROM_PEERS) else None
-                event = io.Broke(str(error)) if culprit is None else io.Offence(culprit, error.reason)
+                self._is_payload_only = False
+                self.step_rounds.mark_failed()
+                culprit = effect.peer if isinstance(effect, PEER_EFFECTS) else None
+                event = io.RoundFailed(str(error)) if culprit is None else io.ProtocolViolation(culprit, error.reason)
                 queue.extend(self._core.handle(event, time.monotonic()))
-                self._acquaintances.replace(self._core.acquaintances)
+                self._allowlist.replace(self._core.known_peers)
             except TransportError as error:
-                self._only_payloads = False
-                queue.extend(self._core.handle(io.Broke(str(error)), time.monotonic()))
+                self._is_payload_only = False
+                queue.extend(self._core.handle(io.RoundFailed(str(error)), time.monotonic()))
 
-    def _do(self, effect: io.Effect) -> list[io.Effect]:
+    def _execute_one(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
         match effect:
-            case io.Post(peer, m.StateRequest() as ask):
-                if (lacked := self.taking.still_lacked(ask)) is not None:
+            case io.Send(peer, m.StateRequest() as ask):
+                if (lacked := self.state_receiver.remaining_request(ask)) is not None:
                     self._send(peer, lacked)
-            case io.Post(peer, message):
+            case io.Send(peer, message):
                 self._send(peer, message)
-            case io.Ship(peer):
-                if (data := self.rounds.data(effect)) is not None:
+            case io.SendPayload(peer):
+                if (data := self.step_rounds.payload_to_send(effect)) is not None:
                     self._transport.send(peer, data)
-            case io.Fill(channel, fill):
-                self.rounds.fill(channel, fill)
-            case io.Reached(channel, skip):
-                self.rounds.reached(channel, skip)
-            case io.Seal(skip):
-                digest = self.rounds.seal(skip)
-                return [] if digest is None else self._core.handle(io.Sealed(digest), time.monotonic())
-            case io.Resolve(round_id, committed, skip, reason):
-                self.rounds.resolve(round_id, committed, skip, reason)
-            case io.MeanKnown(value):
-                with self.meeting.changed:
-                    self._mean.append(value)
-                    self.meeting.changed.notify_all()
+            case io.ApplyToBuffer(channel, fill):
+                self.step_rounds.apply_payload(channel, fill)
+            case io.CollectiveCompleted(channel, skip):
+                self.step_rounds.mark_complete(channel, skip)
+            case io.ComputeDigest(skip):
+                digest = self.step_rounds.compute_vote_digest(skip)
+                return [] if digest is None else self._core.handle(io.DigestComputed(digest), time.monotonic())
+            case io.ResolveRound(round_id, committed, skip, reason):
+                self.step_rounds.resolve(round_id, committed, skip, reason)
+            case io.DeliverMean(value):
+                with self.mailbox.condition:
+                    self._average.append(value)
+                    self.mailbox.condition.notify_all()
             case io.Dial(peer, address):
                 self._transport.dial(peer, address)
-            case io.HangUp(peer):
-                self._owed.forget(peer)
+            case io.Disconnect(peer):
+                self._credit_return.remove_peer(peer)
                 self._transport.hang_up(peer)
-            case io.Probe():
-                self._measuring.begin(effect, time.monotonic())
-            case io.GiveState():
-                self.giving.ask(effect, self._core.term)
-            case io.PassOn(peer, term, generation, have):
-                self.taking.passing.ask(peer, term, generation, have)
-            case io.TakeDigest(generation, due):
-                self.taking.expect(generation, due)
-                return self._refuted()
-            case io.PutAside() | io.Reload() | io.Discard() | io.SendCopy() | io.TakeCopy():
-                self.disk.do(effect)
-            case io.Follow() | io.DonorUp() | io.DonorDown() | io.Arrive():
-                self._post(self.catching_up.do(effect))
-            case io.Feed(peer, message) if self._core.seat is None or not self._core.synced:
-                self._post(self.catching_up.heard(peer, message, time.monotonic()))
-            case io.Feed(peer, message):
-                self._post([(peer, answer) for answer in self.donating.heard(peer, message)])
-            case io.Donating():
-                self.donating.told(effect)
-            case io.TakeBlock(peer, block):
-                vouched = peer == self._core.donor
-                self.taking.block(block, vouched=vouched, passes_on=self._core.passes_on)
-                return self._refuted()
-            case io.TakePiece() | io.Inherit() | io.Forget() | io.Handed():
-                follows = self.residuals.do(effect)
+            case io.ProbePeers():
+                self._link_probe.begin(effect, time.monotonic())
+            case io.SendState():
+                self.state_sender.request(effect, self._core.term)
+            case io.ForwardState(peer, term, generation, have):
+                self.state_receiver.forwarder.request(peer, term, generation, have)
+            case io.ExpectStateDigest(generation, due):
+                self.state_receiver.set_expected_digest(generation, due)
+                return self._reject_state()
+            case io.SaveCheckpoint() | io.LoadCheckpoints() | io.DiscardCheckpoints() | io.SendCheckpoint() | io.StoreCheckpointBlock():
+                self.checkpoint_requests.execute(effect)
+            case io.BeginCatchUp() | io.SourceConnected() | io.SourceDisconnected() | io.SetCatchUpTarget():
+                self._send_all(self.catch_up.execute(effect))
+            case io.DeliverCatchUpMessage(peer, message) if self._core.rank_assignment is None or not self._core.is_synced:
+                self._send_all(self.catch_up.handle_message(peer, message, time.monotonic()))
+            case io.DeliverCatchUpMessage(peer, message):
+                self._send_all([(peer, answer) for answer in self.catch_up_source.handle_request(peer, message)])
+            case io.TakeSnapshot():
+                self.catch_up_source.set_followers(effect)
+            case io.StoreStateBlock(peer, block):
+                vouched = peer == self._core.state_source
+                self.state_receiver.receive_block(block, vouched=vouched, passes_on=self._core.is_forwarding_state)
+                return self._reject_state()
+            case io.StoreResidualBlock() | io.AddResidual() | io.DropResidual() | io.ResidualTransferEnded():
+                follows = self.residuals.execute(effect)
                 return [] if follows is None else self._core.handle(follows, time.monotonic())
             case io.Stop(error):
                 raise error
-            case io.Note(event, fields):
-                say(event, fields)
+            case io.LogEvent(event, fields):
+                log_event(event, fields)
         return []
 
-    def _refuted(self) -> list[io.Effect]:
+    def _reject_state(self) -> list[io.MemberEffect]:
         """What has come is not the donor's state: begin anew, with the donor itself."""
-        if not self.taking.refuted(self._core.generation):
+        if not self.state_receiver.drop_if_mismatched(self._core.generation):
             return []
-        return self._core.handle(io.Refuted(self._core.generation), time.monotonic())
+        return self._core.handle(io.StateDigestMismatch(self._core.generation), time.monotonic())
 
-    def _post(self, messages: Sequence[tuple[m.PeerId, m.Message]]) -> None:
+    def _send_all(self, messages: Sequence[tuple[m.PeerId, m.Message]]) -> None:
         for peer, message in messages:
             self._send(peer, message)
 
@@ -444,16 +451,16 @@ class Driver:
 
     def _publish(self) -> None:
         """Replace the picture if it changed, and wake the trainer."""
-        self.giving.forget_others(self._core.generation)
-        picture = self._painter.paint(self._core)
-        with self.meeting.changed:
+        self.state_sender.drop_other_generations(self._core.generation)
+        picture = self._snapshot_builder.build(self._core)
+        with self.mailbox.condition:
             # Together, so that the trainer never sees an outcome beside the picture from before it.
-            told = self.rounds.tell()
-            self.meeting.show(picture, anyway=told)
+            told = self.step_rounds.publish_ended()
+            self.mailbox.publish(picture, anyway=told)
 
 
-def _is_payload(event: io.Event) -> bool:
+def _is_round_event(event: io.MemberEvent) -> bool:
     """Of a round alone: what a peer sends for it, what the trainer adds to it or begins before it."""
-    if type(event) is io.Heard:
-        return type(event.message) in OF_ROUNDS
-    return type(event) is io.Extend or (type(event) is io.Submit and not event.whole)
+    if type(event) is io.MessageReceived:
+        return type(event.message) in ROUND_MESSAGES
+    return type(event) is io.AddCollectives or (type(event) is io.SubmitRound and not event.is_complete)

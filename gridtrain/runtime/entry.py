@@ -27,21 +27,21 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.protocol.messages import Enrol, PeerId
 from gridtrain.runtime.client import DENIED, CoordinatorClient
-from gridtrain.runtime.guestbook import Guestbook
+from gridtrain.runtime.guestbook import InvitationStore
 from gridtrain.runtime.naming import state_directory
-from gridtrain.transport.curve import Identity, claim_known
+from gridtrain.transport.curve import Identity, claim_existing_identity
 
-NOT_VALID = "this invitation is not valid: it was used up, has expired, was withdrawn, or never was"
+INVALID_INVITATION = "this invitation is not valid: it was used up, has expired, was withdrawn, or never was"
 
 INVITATION, PUT_OUT = "invitation", "put-out"
 """Codes of refusals: of an invitation that is not valid, and of a key that was a member's."""
 
-CLEAR_ANSWER_S = 1.0
+PLAIN_ANSWER_TIMEOUT_S = 1.0
 """In the clear there is no handshake that could be refused: who is not known hears nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Enrollment:
     """What a worker needs to connect; nothing in it is secret.
 
     Attributes:
@@ -56,7 +56,7 @@ class Entry:
     identity: Path
     status: dict[str, Any]
 
-    def variables(self) -> dict[str, str]:
+    def join_options(self) -> dict[str, str]:
         """For `JoinConfig`; none of it is secret."""
         return {
             "coordinator": self.coordinator,
@@ -68,7 +68,7 @@ class Entry:
 
 
 @contextlib.contextmanager
-def enter(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False) -> Iterator[Entry]:
+def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False) -> Iterator[Enrollment]:
     """Hold an identity of this machine that the coordinator lets in, until the end.
 
     Args:
@@ -89,8 +89,8 @@ def enter(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False
             else "ask its owner for an encrypted run; for a benchmark add --unencrypted",
         )
     folder = state_directory(invitation.run) / "identities" / invitation.coordinator.hex()[:16]
-    with _let_in(invitation, folder, timeout_s) as (path, status):
-        yield Entry(
+    with _admit(invitation, folder, timeout_s) as (path, status):
+        yield Enrollment(
             coordinator=invitation.address,
             coordinator_key=invitation.coordinator,
             run=invitation.run,
@@ -101,7 +101,7 @@ def enter(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Claimed:
+class _ClaimedIdentity:
     """An identity that nobody else uses until `lock` is left."""
 
     identity: Identity
@@ -110,73 +110,73 @@ class _Claimed:
 
 
 @contextlib.contextmanager
-def _let_in(invitation: Invitation, folder: Path, timeout_s: float) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _admit(invitation: Invitation, folder: Path, timeout_s: float) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Hold an identity that the coordinator lets in, and ask how the run stands.  Raises as `enter`."""
-    book = Guestbook(folder)
+    book = InvitationStore(folder)
     with contextlib.ExitStack() as others:  # which nobody else has to try meanwhile
-        chosen, status = _chosen(book, invitation, folder, timeout_s, others)
+        chosen, status = _choose_identity(book, invitation, folder, timeout_s, others)
     with chosen.lock:
         yield chosen.path, status or ask_status(invitation, chosen.identity, timeout_s)
 
 
-def _chosen(
-    book: Guestbook, invitation: Invitation, folder: Path, timeout_s: float, others: contextlib.ExitStack
-) -> tuple[_Claimed, dict[str, Any] | None]:
+def _choose_identity(
+    book: InvitationStore, invitation: Invitation, folder: Path, timeout_s: float, others: contextlib.ExitStack
+) -> tuple[_ClaimedIdentity, dict[str, Any] | None]:
     """An identity that is let in now, still locked; with the run's status if it was so before."""
-    put_out: list[_Claimed] = []
-    while (one := _claim(book, invitation, folder, fresh=not put_out)) is not None:
+    put_out: list[_ClaimedIdentity] = []
+    while (one := _claim_identity(book, invitation, folder, fresh=not put_out)) is not None:
         lock = others.enter_context(one.lock)
-        status = _status_if_known(invitation, one.identity, timeout_s)
+        status = _status_if_admitted(invitation, one.identity, timeout_s)
         if status is not None:
-            book.is_known(one.path)
+            book.record_known(one.path)
             return replace(one, lock=lock.pop_all()), status
-        if book.was_let_in(one.path):
+        if book.was_admitted(one.path):
             put_out.append(one)
         elif not put_out:
-            _enrol_new(book, invitation, one.identity, one.path, timeout_s)
+            _present_new(book, invitation, one.identity, one.path, timeout_s)
             return replace(one, lock=lock.pop_all()), None
     one = put_out[0]
     try:
-        enrol(invitation, one.identity.public, timeout_s)
+        present_invitation(invitation, one.identity.public, timeout_s)
     except JoinRefused as refusal:
-        raise (put_out_of(invitation, one.identity) if refusal.code == INVITATION else refusal) from None
-    book.came_in(one.path, invitation)
+        raise (revoked_error(invitation, one.identity) if refusal.code == INVITATION else refusal) from None
+    book.record_admitted(one.path, invitation)
     return replace(one, lock=one.lock.pop_all()), None
 
 
-def _claim(book: Guestbook, invitation: Invitation, folder: Path, *, fresh: bool) -> _Claimed | None:
+def _claim_identity(book: InvitationStore, invitation: Invitation, folder: Path, *, fresh: bool) -> _ClaimedIdentity | None:
     """One that neither we nor anybody else holds; None: none is left that was made before."""
-    with book.locked(), contextlib.ExitStack() as lock:
-        claimed = lock.enter_context(claim_known(folder, fresh=fresh))
+    with book.lock(), contextlib.ExitStack() as lock:
+        claimed = lock.enter_context(claim_existing_identity(folder, fresh=fresh))
         if claimed is None:
             return None
-        book.arrives(claimed[1], invitation)
-        return _Claimed(*claimed, lock.pop_all())
+        book.record_attempt(claimed[1], invitation)
+        return _ClaimedIdentity(*claimed, lock.pop_all())
 
 
-def _enrol_new(
-    book: Guestbook, invitation: Invitation, identity: Identity, path: Path, timeout_s: float
+def _present_new(
+    book: InvitationStore, invitation: Invitation, identity: Identity, path: Path, timeout_s: float
 ) -> None:
     """With this invitation, or else with one that another worker of this machine did not need."""
     try:
-        enrol(invitation, identity.public, timeout_s)
-        book.came_in(path, invitation)
+        present_invitation(invitation, identity.public, timeout_s)
+        book.record_admitted(path, invitation)
         return
     except JoinRefused as refusal:
         if refusal.code != INVITATION:
             raise
         refused = refusal
-    for other in book.spare(invitation):
+    for other in book.unused(invitation):
         if other.encrypted != invitation.encrypted:
             continue
         try:
-            enrol(replace(other, address=invitation.address), identity.public, timeout_s)
+            present_invitation(replace(other, address=invitation.address), identity.public, timeout_s)
         except JoinRefused:
-            book.is_worthless(other)
+            book.discard(other)
             continue
-        book.came_in(path, other)
+        book.record_admitted(path, other)
         return
-    if book.has_other_keys(path):
+    if book.has_other_admitted_keys(path):
         raise JoinRefused(
             INVITATION,
             f"{refused.reason}; the keys of this machine that were let in are in use by other workers of it",
@@ -185,7 +185,7 @@ def _enrol_new(
     raise refused
 
 
-def put_out_of(invitation: Invitation, identity: Identity) -> JoinRefused:
+def revoked_error(invitation: Invitation, identity: Identity) -> JoinRefused:
     """A key that was let in before, and is not any more."""
     digits = identity.public.hex()[:12]
     return JoinRefused(
@@ -196,7 +196,7 @@ def put_out_of(invitation: Invitation, identity: Identity) -> JoinRefused:
     )
 
 
-def still_let_in(entry: Entry, timeout_s: float) -> bool:
+def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
     """False: the coordinator does not know this worker's key any more.  True also where nobody answers."""
     try:
         with CoordinatorClient(
@@ -210,10 +210,10 @@ def still_let_in(entry: Entry, timeout_s: float) -> bool:
     return True
 
 
-def _status_if_known(invitation: Invitation, identity: Identity, timeout_s: float) -> dict[str, Any] | None:
+def _status_if_admitted(invitation: Invitation, identity: Identity, timeout_s: float) -> dict[str, Any] | None:
     """None: the coordinator does not let this identity in (yet).  Raises as `CoordinatorClient.ask`."""
     if not invitation.encrypted:
-        timeout_s = min(timeout_s, CLEAR_ANSWER_S)
+        timeout_s = min(timeout_s, PLAIN_ANSWER_TIMEOUT_S)
     try:
         return ask_status(invitation, identity, timeout_s)
     except JoinRefused as refusal:
@@ -233,7 +233,7 @@ def ask_status(invitation: Invitation, identity: Identity, timeout_s: float) -> 
         return client.status(timeout_s)
 
 
-def enrol(invitation: Invitation, peer: PeerId, timeout_s: float) -> None:
+def present_invitation(invitation: Invitation, peer: PeerId, timeout_s: float) -> None:
     """Show the invitation, so that the coordinator lets `peer` in from now on.
 
     Raises `JoinRefused`, `CoordinatorUnreachable`.
@@ -247,4 +247,4 @@ def enrol(invitation: Invitation, peer: PeerId, timeout_s: float) -> None:
     except JoinRefused as refusal:
         if refusal.code != DENIED:
             raise
-        raise JoinRefused(INVITATION, NOT_VALID, remedy="ask the run's owner for a new one") from None
+        raise JoinRefused(INVITATION, INVALID_INVITATION, remedy="ask the run's owner for a new one") from None

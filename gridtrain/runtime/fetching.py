@@ -13,23 +13,23 @@ from typing import Any
 
 from gridtrain.bundle import MAX_BUNDLE_BYTES
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.messages import BundleAsk, BundleBlock
+from gridtrain.protocol.messages import BundleBlock, BundleRequest
 from gridtrain.runtime.client import CoordinatorClient
 from gridtrain.wire.schema import MAX_BLOCK_BYTES
 
-MAX_STRAY = 3
+MAX_UNEXPECTED_BLOCKS = 3
 """Answers to an earlier ask that was sent twice, over a connection that broke."""
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class AnnouncedBundle:
     """What the status says of the bundle."""
 
     digest: str
     nbytes: int
 
     @classmethod
-    def from_status(cls, status: Mapping[str, Any]) -> Announced | None:
+    def from_status(cls, status: Mapping[str, Any]) -> AnnouncedBundle | None:
         """None: the run has no bundle.  Raises `RemoteProtocolError`: what is said cannot be."""
         said = status.get("bundle")
         if said is None:
@@ -48,7 +48,7 @@ class Announced:
         return cls(digest, nbytes)
 
 
-def fetch(client: CoordinatorClient, announced: Announced, timeout_s: float) -> bytes:
+def fetch_bundle(client: CoordinatorClient, announced: AnnouncedBundle, timeout_s: float) -> bytes:
     """So many bytes as were announced; their digest is not checked here.
 
     Args:
@@ -61,26 +61,26 @@ def fetch(client: CoordinatorClient, announced: Announced, timeout_s: float) -> 
     """
     digest = bytes.fromhex(announced.digest.removeprefix("sha256:"))
     total = -(-announced.nbytes // MAX_BLOCK_BYTES)
-    parts = [_block(client, digest, index, total, timeout_s) for index in range(total)]
+    parts = [_fetch_block(client, digest, index, total, timeout_s) for index in range(total)]
     archive = b"".join(parts)
     if len(archive) != announced.nbytes:
-        raise _other(f"{len(archive)} bytes came, {announced.nbytes} were announced")
+        raise _bundle_changed_error(f"{len(archive)} bytes came, {announced.nbytes} were announced")
     return archive
 
 
-def _block(client: CoordinatorClient, digest: bytes, index: int, total: int, timeout_s: float) -> bytes:
-    for _ in range(MAX_STRAY):
-        reply = client.ask(BundleAsk(digest, index), timeout_s)
+def _fetch_block(client: CoordinatorClient, digest: bytes, index: int, total: int, timeout_s: float) -> bytes:
+    for _ in range(MAX_UNEXPECTED_BLOCKS):
+        reply = client.ask(BundleRequest(digest, index), timeout_s)
         if not isinstance(reply, BundleBlock):
-            raise _other(f"a {type(reply).__name__} came for block {index}")
+            raise _bundle_changed_error(f"a {type(reply).__name__} came for block {index}")
         if (bytes(reply.digest), reply.total) != (digest, total):
-            raise _other(f"a block of another bundle came for block {index} of {total}")
+            raise _bundle_changed_error(f"a block of another bundle came for block {index} of {total}")
         if reply.index == index:
             return bytes(reply.payload)
-    raise _other(f"other blocks came for block {index}, {MAX_STRAY} times")
+    raise _bundle_changed_error(f"other blocks came for block {index}, {MAX_UNEXPECTED_BLOCKS} times")
 
 
-def _other(reason: str) -> RemoteProtocolError:
+def _bundle_changed_error(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(
         f"the bundle cannot be fetched: {reason}", remedy="start again; if it stays so, tell the run's owner"
     )

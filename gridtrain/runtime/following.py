@@ -25,22 +25,22 @@ from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.round import extend_history
 from gridtrain.runtime import updates
-from gridtrain.runtime.images import ImageIntake
+from gridtrain.runtime.images import SnapshotReceiver
 from gridtrain.runtime.updates import StepUpdate
 
 log = logging.getLogger("gridtrain")
 
-Asks = list[tuple[m.PeerId, m.Message]]
+PeerRequests = list[tuple[m.PeerId, m.Message]]
 
-CLOSE_STEPS = 2
+CAUGHT_UP_STEPS = 2
 """A follower that is no further behind may enter: what is left comes while the generation forms."""
 
 MOST_PENDING_BYTES = 4 << 30
-AT_A_TIME = 64
+MAX_UPDATES_PER_WORK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ImageWork:
+class SnapshotWork:
     """To be loaded: the donor's own part and the common one."""
 
     own: bytearray
@@ -48,16 +48,16 @@ class ImageWork:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdatesWork:
+class ReplayWork:
     """To be replayed, in this order."""
 
     steps: tuple[StepUpdate, ...]
 
 
-Work = ImageWork | UpdatesWork
+CatchUpWork = SnapshotWork | ReplayWork
 
 
-class Following:
+class CatchUpReceiver:
     """See the module's text.
 
     Args:
@@ -71,91 +71,91 @@ class Following:
 
     def __init__(self, max_bytes: int, n: int) -> None:
         self._n = n
-        self._image = ImageIntake(max_bytes)
-        self._donors: list[m.PeerId] = []
-        self._source: m.PeerId | None = None  # of the updates
+        self._snapshot = SnapshotReceiver(max_bytes)
+        self._sources: list[m.PeerId] = []
+        self._update_source: m.PeerId | None = None  # of the updates
         self._received: tuple[int, bytes] | None = None  # the last update (or image) here, its history
         self._pending: deque[tuple[StepUpdate, bytes, int]] = deque()  # with its history and its bytes
         self._pending_bytes = 0
-        self._at: tuple[int, bytes] | None = None  # what the trainer's model is
-        self._doing: Work | None = None  # by the trainer
+        self._position: tuple[int, bytes] | None = None  # what the trainer's model is
+        self._current_work: CatchUpWork | None = None  # by the trainer
         self._target: tuple[int, bytes] | None = None
-        self.failed = ""
-        self.latest = -1
+        self.failure = ""
+        self.latest_step = -1
 
     # -- where it stands ---------------------------------------------------------------------------
 
     @property
     def progress(self) -> tuple[int, int, int, int]:
         """Blocks here, all blocks, the step of the trainer's model (-1: none), the latest step."""
-        here, total = self._image.progress
-        return here, total, -1 if self._at is None else self._at[0], self.latest
+        here, total = self._snapshot.progress
+        return here, total, -1 if self._position is None else self._position[0], self.latest_step
 
     @property
-    def at(self) -> tuple[int, bytes] | None:
+    def position(self) -> tuple[int, bytes] | None:
         """Step and history of the trainer's model; None: it holds nothing yet."""
-        return self._at
+        return self._position
 
     @property
-    def caught_up(self) -> bool:
-        return self._at is not None and not self.failed and self._at[0] >= self.latest - CLOSE_STEPS
+    def is_caught_up(self) -> bool:
+        return self._position is not None and not self.failure and self._position[0] >= self.latest_step - CAUGHT_UP_STEPS
 
     @property
-    def arrived(self) -> bool:
+    def has_reached_target(self) -> bool:
         """The trainer's model is what the VIEW names."""
-        if self._target is None or self._at is None:
+        if self._target is None or self._position is None:
             return False
-        return self._at[0] == self._target[0] and updates.vouched_for(self._at[1], self._target[1])
+        return self._position[0] == self._target[0] and updates.matches_history(self._position[1], self._target[1])
 
     @property
-    def idle(self) -> object | None:
+    def idle_key(self) -> object | None:
         """Equal as long as nothing comes; None: the trainer has something to do, or all is there."""
         return (
             None
-            if self._doing is not None or self.has_work or self.arrived
+            if self._current_work is not None or self.has_work or self.has_reached_target
             else (self.progress, self._received)
         )
 
     # -- from the loop -----------------------------------------------------------------------------
 
-    def donor_up(self, peer: m.PeerId) -> Asks:
-        if peer not in self._donors:
-            self._donors.append(peer)
-        return [] if self.failed else [*self._image.donor_up(peer), *self._subscribe()]
+    def source_up(self, peer: m.PeerId) -> PeerRequests:
+        if peer not in self._sources:
+            self._sources.append(peer)
+        return [] if self.failure else [*self._snapshot.source_up(peer), *self._subscribe()]
 
-    def donor_down(self, peer: m.PeerId) -> Asks:
-        if peer in self._donors:
-            self._donors.remove(peer)
-        if self._source == peer:
-            self._source = None
-        return [] if self.failed else [*self._image.donor_down(peer), *self._subscribe()]
+    def source_down(self, peer: m.PeerId) -> PeerRequests:
+        if peer in self._sources:
+            self._sources.remove(peer)
+        if self._update_source == peer:
+            self._update_source = None
+        return [] if self.failure else [*self._snapshot.source_down(peer), *self._subscribe()]
 
-    def heard(self, peer: m.PeerId, message: m.Message, now_s: float) -> Asks:
+    def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerRequests:
         """Raises `RemoteProtocolError` for what an honest donor cannot have sent."""
-        if self.failed:
+        if self.failure:
             return []
         match message:
-            case m.ImageTable():
-                return [*self._image.take_table(peer, message, now_s), *self._subscribe()]
-            case m.ImageBlock():
-                return self._image.take_block(peer, message)
-            case m.Update(step, latest, payload):
-                self.latest = max(step, min(latest, step + updates.MOST_UPDATES))
+            case m.SnapshotDigests():
+                return [*self._snapshot.receive_table(peer, message, now_s), *self._subscribe()]
+            case m.SnapshotBlock():
+                return self._snapshot.receive_block(peer, message)
+            case m.UpdateLogEntry(step, latest, payload):
+                self.latest_step = max(step, min(latest, step + updates.MOST_UPDATES))
                 if self._received is not None and step == self._received[0] + 1:
-                    self._take(updates.read(step, payload, self._n), len(payload))
+                    self._receive_update(updates.decode_update(step, payload, self._n), len(payload))
                 return []
-            case m.NoImage(reason):
-                asks = self.donor_down(peer)
-                if not self._donors:
-                    self.failed = reason
+            case m.SnapshotUnavailable(reason):
+                asks = self.source_down(peer)
+                if not self._sources:
+                    self.failure = reason
                 return asks
             case _:
                 raise RemoteProtocolError(f"{type(message).__name__} from a donor")
 
-    def tick(self, now_s: float) -> Asks:
-        return [*self._image.tick(now_s), *self._subscribe()]
+    def tick(self, now_s: float) -> PeerRequests:
+        return [*self._snapshot.tick(now_s), *self._subscribe()]
 
-    def enter(self, applied: int, history: bytes) -> None:
+    def set_target(self, applied: int, history: bytes) -> None:
         """The VIEW names this worker: this is what it has to hold."""
         self._target = (applied, history)
         self._check_target()
@@ -164,54 +164,54 @@ class Following:
 
     @property
     def has_work(self) -> bool:
-        if self._doing is not None or self.failed:
+        if self._current_work is not None or self.failure:
             return False
-        return self._image.complete if self._at is None else bool(self._pending)
+        return self._snapshot.is_complete if self._position is None else bool(self._pending)
 
-    def work(self) -> Work:
+    def take_work(self) -> CatchUpWork:
         """To be called only if `has_work`; `done` is to follow."""
-        if self._at is None:
-            self._doing = ImageWork(*self._image.parts())
+        if self._position is None:
+            self._current_work = SnapshotWork(*self._snapshot.take_parts())
         else:
-            self._doing = UpdatesWork(
-                tuple(update for update, _, _ in itertools.islice(self._pending, AT_A_TIME))
+            self._current_work = ReplayWork(
+                tuple(update for update, _, _ in itertools.islice(self._pending, MAX_UPDATES_PER_WORK))
             )
-        return self._doing
+        return self._current_work
 
-    def done(self, work: Work) -> None:
+    def finish_work(self, work: CatchUpWork) -> None:
         """The trainer has carried it out."""
-        if work is not self._doing:
+        if work is not self._current_work:
             return  # it was given by one that this one has replaced
-        self._doing = None
-        if isinstance(work, ImageWork):
-            assert self._image.applied is not None
-            self._at = (self._image.applied, self._image.history)
-            self.latest = max(self.latest, self._at[0])
-            self._skip_to(self._at)
-        for _ in work.steps if isinstance(work, UpdatesWork) else ():
-            self._at = self._drop_first()
+        self._current_work = None
+        if isinstance(work, SnapshotWork):
+            assert self._snapshot.applied is not None
+            self._position = (self._snapshot.applied, self._snapshot.history)
+            self.latest_step = max(self.latest_step, self._position[0])
+            self._discard_before(self._position)
+        for _ in work.steps if isinstance(work, ReplayWork) else ():
+            self._position = self._drop_first()
         self._check_target()
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _take(self, update: StepUpdate, nbytes: int) -> None:
+    def _receive_update(self, update: StepUpdate, nbytes: int) -> None:
         assert self._received is not None
         history = extend_history(self._received[1], update.digest)
         self._received = (update.step, history)
         self._pending.append((update, history, nbytes))
         self._pending_bytes += nbytes
         if self._pending_bytes > MOST_PENDING_BYTES:
-            self.failed = f"{self._pending_bytes} bytes of updates wait to be replayed"
+            self.failure = f"{self._pending_bytes} bytes of updates wait to be replayed"
         self._check_target()
 
-    def _skip_to(self, at: tuple[int, bytes]) -> None:
+    def _discard_before(self, at: tuple[int, bytes]) -> None:
         """What came for an earlier image may not lead on from this one: then it is asked for anew."""
         while self._pending and self._pending[0][0].step <= at[0]:
             self._drop_first()
         leads_on = self._received == at or (self._pending and self._pending[0][0].step == at[0] + 1)
         if not leads_on:
             self._drop_all()
-            self._received, self._source = at, None
+            self._received, self._update_source = at, None
 
     def _drop_first(self) -> tuple[int, bytes]:
         """The next update waits no more; its step, and the history after it."""
@@ -228,21 +228,21 @@ class Following:
         if self._target is None or self._received is None:
             return
         there = self._received[0] == self._target[0]
-        if there and not updates.vouched_for(self._received[1], self._target[1]):
-            self.failed = "the updates that came are not those of the group"
+        if there and not updates.matches_history(self._received[1], self._target[1]):
+            self.failure = "the updates that came are not those of the group"
 
-    def _subscribe(self) -> Asks:
+    def _subscribe(self) -> PeerRequests:
         """Updates come from one donor, from the image's step on; from another one if that one goes."""
-        if self._image.applied is None or self._source is not None or not self._donors:
+        if self._snapshot.applied is None or self._update_source is not None or not self._sources:
             return []
-        if self._received is None or (self._at is None and self._received[0] < self._image.applied):
-            self._received = (self._image.applied, self._image.history)
+        if self._received is None or (self._position is None and self._received[0] < self._snapshot.applied):
+            self._received = (self._snapshot.applied, self._snapshot.history)
             self._drop_all()
-        self._source = self._donors[0]
-        return [(self._source, m.UpdatesAsk(self._received[0]))]
+        self._update_source = self._sources[0]
+        return [(self._update_source, m.UpdatesRequest(self._received[0]))]
 
 
-class Bar:
+class ProgressBar:
     """Tells people now and then how far a follower is."""
 
     def __init__(self, every_s: float = 2.0) -> None:
@@ -255,13 +255,13 @@ class Bar:
         if now_s < self._next_s and not over:
             return
         self._next_s = now_s + self._every_s
-        text = "joined with the state of the last step" if over else line(progress)
+        text = "joined with the state of the last step" if over else progress_line(progress)
         if text != self._told:
             self._told = text
             log.warning("joining while the others train: %s", text)
 
 
-def line(progress: Sequence[int], width: int = 24) -> str:
+def progress_line(progress: Sequence[int], width: int = 24) -> str:
     """How far a follower is, in words and signs."""
     here, total, at, latest = progress
     if total == 0:

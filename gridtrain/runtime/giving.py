@@ -15,112 +15,112 @@ from dataclasses import dataclass, field
 
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.runtime.meeting import Meeting
-from gridtrain.runtime.statefeed import StateOutlet, state_digest
+from gridtrain.runtime.meeting import Mailbox
+from gridtrain.runtime.statefeed import BlobSender, state_digest
 from gridtrain.transport.base import Transport
 
 Blobs = Sequence[bytes | memoryview]
 
 
 @dataclass(slots=True)
-class Brought:
+class SuppliedState:
     """What the trainer has given: its state (generation, blobs, digest), and checkpoints from the disk."""
 
     captured: tuple[int, Blobs, bytes] | None = None
-    kept: list[tuple[m.Held, int, Blobs | None]] = field(default_factory=list)
+    checkpoints: list[tuple[m.CheckpointInfo, int, Blobs | None]] = field(default_factory=list)
 
 
-class Giving:
+class StateSender:
     """See the module's text."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._own = StateOutlet()
-        self._kept: dict[m.Held, StateOutlet] = {}  # of checkpoints, for members of other stages
-        self._asked_in = 0  # the generation of which all that is asked for in the outlets is
-        self._brought = Brought()
+    def __init__(self, meeting: Mailbox) -> None:
+        self._mailbox = meeting
+        self._state_sender = BlobSender()
+        self._checkpoint_senders: dict[m.CheckpointInfo, BlobSender] = {}  # of checkpoints, for members of other stages
+        self._generation = 0  # the generation of which all that is asked for in the outlets is
+        self._supplied = SuppliedState()
 
     # -- the trainer's thread --------------------------------------------------------------------
 
-    def give(self, generation: int, blobs: Blobs) -> None:
+    def supply_state(self, generation: int, blobs: Blobs) -> None:
         """The trainer captured its state for the joiners of `generation`."""
         digest = state_digest(blobs) if len(blobs) > 1 else b""
-        with self._meeting.changed:
-            self._brought.captured = (generation, blobs, digest)
-        self._meeting.stir()
+        with self._mailbox.condition:
+            self._supplied.captured = (generation, blobs, digest)
+        self._mailbox.mark_stale()
 
-    def give_kept(self, held: m.Held, generation: int, blobs: Blobs | None) -> None:
+    def supply_checkpoint(self, held: m.CheckpointInfo, generation: int, blobs: Blobs | None) -> None:
         """A checkpoint on this worker's disk, read for a member that begins from it; None: it cannot be, and
         nobody is given it."""
-        with self._meeting.changed:
-            self._brought.kept.append((held, generation, blobs))
-        self._meeting.stir()
+        with self._mailbox.condition:
+            self._supplied.checkpoints.append((held, generation, blobs))
+        self._mailbox.mark_stale()
 
     # -- the loop's thread -----------------------------------------------------------------------
 
-    def ask(self, effect: io.GiveState, term: int) -> None:
+    def request(self, effect: io.SendState, term: int) -> None:
         """A member lacks it."""
-        outlet = self._own if effect.kept is None else self._kept.setdefault(effect.kept, StateOutlet())
-        outlet.ask(
+        outlet = self._state_sender if effect.checkpoint is None else self._checkpoint_senders.setdefault(effect.checkpoint, BlobSender())
+        outlet.request(
             effect.peer,
             term,
             effect.generation,
-            whole=effect.whole,
-            have=effect.have,
-            digest=effect.digest,
+            whole=effect.is_whole,
+            have=effect.blocks_received,
+            digest=effect.digest_only,
         )
 
     @property
-    def wanted(self) -> tuple[int, bool]:
+    def requested_state(self) -> tuple[int, bool]:
         """See `StateOutlet.wanted`."""
-        return self._own.wanted
+        return self._state_sender.requested
 
     @property
-    def wanted_kept(self) -> tuple[int, m.Held] | None:
+    def requested_checkpoint(self) -> tuple[int, m.CheckpointInfo] | None:
         """Generation, and the checkpoint that the trainer is to read."""
-        wanted = ((outlet.wanted[0], held) for held, outlet in self._kept.items() if outlet.wanted[0])
+        wanted = ((outlet.requested[0], held) for held, outlet in self._checkpoint_senders.items() if outlet.requested[0])
         return next(wanted, None)
 
-    def brought(self) -> Brought:
+    def take_supplied(self) -> SuppliedState:
         """What the trainer has given since; `fill` is to follow, when its commands from before are done."""
-        with self._meeting.changed:
-            brought, self._brought = self._brought, Brought()
+        with self._mailbox.condition:
+            brought, self._supplied = self._supplied, SuppliedState()
         return brought
 
-    def fill(self, brought: Brought, generation: int) -> None:
+    def store_supplied(self, brought: SuppliedState, generation: int) -> None:
         """What was captured for another generation than this one is nobody's any more."""
         if brought.captured is not None and brought.captured[0] == generation:
-            self._own.fill(*brought.captured)
-        for held, asked_in, blobs in brought.kept:
+            self._state_sender.store(*brought.captured)
+        for held, asked_in, blobs in brought.checkpoints:
             if blobs is None:
-                self._kept.pop(held, None)
-            elif held in self._kept:
-                self._kept[held].fill(asked_in, blobs)
+                self._checkpoint_senders.pop(held, None)
+            elif held in self._checkpoint_senders:
+                self._checkpoint_senders[held].store(asked_in, blobs)
 
-    def forget_others(self, generation: int) -> None:
+    def drop_other_generations(self, generation: int) -> None:
         """What was asked for in an earlier generation is of another seat, perhaps, and nobody's any more."""
-        if generation == self._asked_in:
+        if generation == self._generation:
             return
-        self._asked_in = generation
-        self._own.forget_others(generation)
-        for held, outlet in list(self._kept.items()):
-            outlet.forget_others(generation)
-            if not outlet.wanted[0]:
-                del self._kept[held]
+        self._generation = generation
+        self._state_sender.drop_other_generations(generation)
+        for held, outlet in list(self._checkpoint_senders.items()):
+            outlet.drop_other_generations(generation)
+            if not outlet.requested[0]:
+                del self._checkpoint_senders[held]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The generation has started: its members hold the state."""
-        self._own.forget()
-        self._kept.clear()
+        self._state_sender.clear()
+        self._checkpoint_senders.clear()
 
-    def ready(self, transport: Transport) -> bool:
+    def has_data(self, transport: Transport) -> bool:
         """There is something to `pump`."""
-        return any(outlet.ready(transport) for outlet in self._outlets)
+        return any(outlet.has_data(transport) for outlet in self._senders)
 
-    def pump(self, transport: Transport) -> int:
+    def send_pending(self, transport: Transport) -> int:
         """Send what the transport takes; returns how many blocks."""
-        return sum(outlet.pump(transport) for outlet in self._outlets)
+        return sum(outlet.send_pending(transport) for outlet in self._senders)
 
     @property
-    def _outlets(self) -> list[StateOutlet]:
-        return [self._own, *self._kept.values()]
+    def _senders(self) -> list[BlobSender]:
+        return [self._state_sender, *self._checkpoint_senders.values()]

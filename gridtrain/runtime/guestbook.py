@@ -24,24 +24,23 @@ from pathlib import Path
 from typing import Any
 
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.door_rules import stored_form
-from gridtrain.protocol.invitation import Invitation, parse
-from gridtrain.transport.curve import Identity, private_folder
+from gridtrain.protocol.invitation import Invitation, invitation_digest, parse
+from gridtrain.transport.curve import Identity, make_private_folder
 
-BOOK, LOCK = "invitations.json", "invitations.lock"
-MAX_SPARE = 16
+STORE_FILE, LOCK_FILE = "invitations.json", "invitations.lock"
+MAX_UNUSED = 16
 MAX_BYTES = 1 << 18
 
 
 @dataclass(slots=True)
-class _Page:
+class _StoredInvitations:
     """`used`: name of a key file -> digest of the invitation that it came in with ("": not known which)."""
 
-    used: dict[str, str] = field(default_factory=dict)
-    spare: list[str] = field(default_factory=list)
+    used_by_key: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
 
 
-class Guestbook:
+class InvitationStore:
     """See the module's text.  `folder`: where the keys of the run lie.
 
     Each method may raise `ConfigError`: the folder cannot be written to.
@@ -51,11 +50,11 @@ class Guestbook:
         self._folder = folder
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """No other process of this machine chooses a key meanwhile."""
         try:
-            private_folder(self._folder)
-            lock = open(self._folder / LOCK, "w")  # noqa: SIM115  closed below; what the caller raises is not ours
+            make_private_folder(self._folder)
+            lock = open(self._folder / LOCK_FILE, "w")  # noqa: SIM115  closed below; what the caller raises is not ours
         except OSError as error:
             raise ConfigError(
                 f"the folder of this machine's keys, {self._folder}, cannot be written to: {error.strerror}",
@@ -65,77 +64,77 @@ class Guestbook:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def was_let_in(self, key: Path) -> bool:
+    def was_admitted(self, key: Path) -> bool:
         """Some time before, whatever holds now."""
-        return key.stem in self._read().used
+        return key.stem in self._read().used_by_key
 
-    def has_other_keys(self, key: Path) -> bool:
+    def has_other_admitted_keys(self, key: Path) -> bool:
         """That were let in some time before."""
-        return any(name != key.stem for name in self._read().used)
+        return any(name != key.stem for name in self._read().used_by_key)
 
-    def arrives(self, key: Path, invitation: Invitation) -> None:
+    def record_attempt(self, key: Path, invitation: Invitation) -> None:
         """A worker takes `key` and has `invitation`.  To be called while `locked`, which makes the note of
         an invitation that is left over visible before anybody else can miss it."""
         page, name = self._read(), _digest(invitation)
-        if page.used.get(key.stem, name) != name and name not in page.used.values():
+        if page.used_by_key.get(key.stem, name) != name and name not in page.used_by_key.values():
             text = invitation.text()
-            page.spare = [*(one for one in page.spare if one != text), text][-MAX_SPARE:]
+            page.unused = [*(one for one in page.unused if one != text), text][-MAX_UNUSED:]
             self._write(page)
 
-    def is_known(self, key: Path) -> None:
+    def record_known(self, key: Path) -> None:
         """The coordinator let `key` in, without an invitation."""
-        with self.locked():
+        with self.lock():
             page = self._read()
-            if key.stem not in page.used:
-                page.used[key.stem] = ""
+            if key.stem not in page.used_by_key:
+                page.used_by_key[key.stem] = ""
                 self._write(page)
 
-    def came_in(self, key: Path, invitation: Invitation) -> None:
+    def record_admitted(self, key: Path, invitation: Invitation) -> None:
         """A use of `invitation` was spent on `key`."""
-        with self.locked():
+        with self.lock():
             page = self._read()
-            page.used[key.stem] = _digest(invitation)
-            page.spare = [one for one in page.spare if one != invitation.text()]
+            page.used_by_key[key.stem] = _digest(invitation)
+            page.unused = [one for one in page.unused if one != invitation.text()]
             self._write(page)
 
-    def spare(self, besides: Invitation) -> list[Invitation]:
+    def unused(self, besides: Invitation) -> list[Invitation]:
         """Those that were not needed, the first one first."""
         found = []
-        for text in self._read().spare:
+        for text in self._read().unused:
             with contextlib.suppress(ConfigError):
                 found.append(parse(text))
         return [one for one in found if one.token != besides.token]
 
-    def is_worthless(self, invitation: Invitation) -> None:
+    def discard(self, invitation: Invitation) -> None:
         """The coordinator does not accept it."""
-        with self.locked():
+        with self.lock():
             page = self._read()
-            page.spare = [one for one in page.spare if one != invitation.text()]
+            page.unused = [one for one in page.unused if one != invitation.text()]
             self._write(page)
 
-    def _read(self) -> _Page:
+    def _read(self) -> _StoredInvitations:
         """A file that says nothing sensible is a memory that is gone: the coordinator is asked anyway."""
         try:
-            with open(self._folder / BOOK, "rb") as file:
+            with open(self._folder / STORE_FILE, "rb") as file:
                 body: Any = json.loads(file.read(MAX_BYTES))
             used, spare = dict(body["used"]), list(body["spare"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return _Page()
-        return _Page(
+            return _StoredInvitations()
+        return _StoredInvitations(
             {str(key): str(name) for key, name in used.items()},
-            [one for one in spare if isinstance(one, str)][-MAX_SPARE:],
+            [one for one in spare if isinstance(one, str)][-MAX_UNUSED:],
         )
 
-    def _write(self, page: _Page) -> None:
-        partial = self._folder / f".{BOOK}.{secrets.token_hex(4)}"
+    def _write(self, page: _StoredInvitations) -> None:
+        partial = self._folder / f".{STORE_FILE}.{secrets.token_hex(4)}"
         try:
             handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"used": page.used, "spare": page.spare}, file, indent=1)
-            os.replace(partial, self._folder / BOOK)
+                json.dump({"used": page.used_by_key, "spare": page.unused}, file, indent=1)
+            os.replace(partial, self._folder / STORE_FILE)
         except OSError as error:
             raise ConfigError(
-                f"{self._folder / BOOK} cannot be written: {error.strerror}",
+                f"{self._folder / STORE_FILE} cannot be written: {error.strerror}",
                 remedy="make room there, or set XDG_STATE_HOME to another folder",
             ) from None
         finally:
@@ -143,4 +142,4 @@ class Guestbook:
 
 
 def _digest(invitation: Invitation) -> str:
-    return stored_form(Identity.from_secret(invitation.token).public)
+    return invitation_digest(Identity.from_secret(invitation.token).public)

@@ -25,33 +25,33 @@ import numpy as np
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol.allgather import AllGather
-from gridtrain.protocol.collective import StoreOf, StoreSlice, WorkspaceEffect
-from gridtrain.protocol.dividing import Figures
-from gridtrain.protocol.handoff import MOST_PIECES, HandOff, TakeOver
-from gridtrain.protocol.messages import Place
-from gridtrain.protocol.round import largest_party
-from gridtrain.protocol.seats import Seats
-from gridtrain.protocol.telling import telling
+from gridtrain.protocol.collective import BufferEffect, StoreFromRank, StoreSlice
+from gridtrain.protocol.dividing import StepTimings
+from gridtrain.protocol.handoff import MAX_PIECES, ActivationReceiver, ActivationSender
+from gridtrain.protocol.messages import PayloadSlot
+from gridtrain.protocol.round import largest_agreeing_group
+from gridtrain.protocol.seats import RankLayout
+from gridtrain.protocol.telling import make_allgather
 
 PIECE_BYTES = 1 << 20
 """Part of the protocol: a longer buffer travels in slices of this length."""
 
-JOINED_BYTES = 256 * 1024
+MAX_JOINED_BYTES = 256 * 1024
 """Up to so many bytes a hand-off is joined to one piece: a second message costs more than to copy them."""
 
 MOST_BUFFERS = 4096
-UNMEASURED = Figures()
-_ROW = struct.Struct("<32s32s7d")
+UNMEASURED = StepTimings()
+_SUMMARY = struct.Struct("<32s32s7d")
 _REMEDY = "drop the peer; all members of a run train the same model, cut in the same way"
 
 
-class HandOffWorkspace:
+class ActivationSendBuffer:
     """`buffers`: contiguous, of format "B"; there may be none, and empty ones."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         lengths = [buffer.nbytes for buffer in buffers]
         table = struct.pack(f"<{len(lengths)}Q", *lengths)
-        if len(table) + sum(lengths) <= JOINED_BYTES:
+        if len(table) + sum(lengths) <= MAX_JOINED_BYTES:
             joined = b"".join((struct.pack("<Q", len(lengths)), table, *buffers))
             self._pieces: list[memoryview | None] = [memoryview(joined)]
             return
@@ -59,32 +59,32 @@ class HandOffWorkspace:
         for buffer in buffers:
             for start in range(0, buffer.nbytes, PIECE_BYTES):
                 self._pieces.append(buffer[start : start + PIECE_BYTES].toreadonly())
-        if len(self._pieces) > MOST_PIECES or len(buffers) > MOST_BUFFERS:
+        if len(self._pieces) > MAX_PIECES or len(buffers) > MOST_BUFFERS:
             raise LocalProtocolError(
                 f"a hand-off of {len(buffers)} buffers in {len(self._pieces)} pieces; at most "
-                f"{MOST_BUFFERS} in {MOST_PIECES} pieces of {PIECE_BYTES} bytes are possible"
+                f"{MOST_BUFFERS} in {MAX_PIECES} pieces of {PIECE_BYTES} bytes are possible"
             )
 
-    def to(self, rank: int, to_rank: int) -> HandOff:
-        return HandOff(rank, to_rank, len(self._pieces))
+    def make_send(self, rank: int, to_rank: int) -> ActivationSender:
+        return ActivationSender(rank, to_rank, len(self._pieces))
 
-    def apply(self, effect: WorkspaceEffect) -> None:
+    def apply(self, effect: BufferEffect) -> None:
         raise LocalProtocolError(f"{type(effect).__name__} is no effect of HandOff")
 
-    def payload(self, place: Place) -> bytes | memoryview:
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
         piece, self._pieces[place.slice] = self._pieces[place.slice], None
         if piece is None:
             raise LocalProtocolError(f"piece {place.slice} of a hand-off was asked for twice")
         return piece
 
-    def seal(self) -> bytes:
+    def compute_digest(self) -> bytes:
         return b""
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> HandOff:
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> ActivationSender:
         raise LocalProtocolError("a hand-off has a receiver: use `to`")
 
 
-class TakeOverWorkspace:
+class ActivationReceiveBuffer:
     """Pieces of one hand-off; `take` gives the buffers, once.
 
     Args:
@@ -97,15 +97,15 @@ class TakeOverWorkspace:
         self._pieces: dict[int, memoryview] = {}
         self._buffers: list[memoryview] | None = None
 
-    def by(self, rank: int, from_rank: int, world_size: int) -> TakeOver:
-        return TakeOver(rank, from_rank, world_size)
+    def make_receive(self, rank: int, from_rank: int, world_size: int) -> ActivationReceiver:
+        return ActivationReceiver(rank, from_rank, world_size)
 
-    def apply(self, effect: WorkspaceEffect) -> None:
+    def apply(self, effect: BufferEffect) -> None:
         match effect:
             case StoreSlice(pieces, piece, payload, source):
                 view = memoryview(payload).cast("B")
                 self._nbytes += view.nbytes
-                if self._nbytes > self._limit_bytes or view.nbytes > PIECE_BYTES or pieces > MOST_PIECES:
+                if self._nbytes > self._limit_bytes or view.nbytes > PIECE_BYTES or pieces > MAX_PIECES:
                     raise RemoteProtocolError(
                         f"rank {source.rank} handed over {self._nbytes} bytes in {pieces} pieces, the last "
                         f"of {view.nbytes}; at most {self._limit_bytes} are possible here",
@@ -113,28 +113,28 @@ class TakeOverWorkspace:
                     )
                 self._pieces[piece] = view
                 if len(self._pieces) == pieces:
-                    self._buffers = _put_together(self._pieces, source.rank)
+                    self._buffers = _join_pieces(self._pieces, source.rank)
                     self._pieces = {}
             case _:
                 raise LocalProtocolError(f"{type(effect).__name__} is no effect of TakeOver")
 
-    def take(self) -> list[memoryview]:
+    def take_buffers(self) -> list[memoryview]:
         buffers, self._buffers = self._buffers, None
         if buffers is None:
             raise LocalProtocolError("a hand-off was taken before it was complete, or twice")
         return buffers
 
-    def payload(self, place: Place) -> bytes | memoryview:
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
         raise LocalProtocolError("whoever takes over sends nothing")
 
-    def seal(self) -> bytes:
+    def compute_digest(self) -> bytes:
         return b""
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> TakeOver:
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> ActivationReceiver:
         raise LocalProtocolError("a hand-off has a sender: use `by`")
 
 
-def _taken_apart(piece: memoryview, from_rank: int) -> list[memoryview]:
+def _split_joined(piece: memoryview, from_rank: int) -> list[memoryview]:
     """Buffers that came in one piece.  Raises `RemoteProtocolError` if they do not fill it."""
     count = int.from_bytes(piece[:8], "little")
     at = 8 + 8 * count
@@ -149,15 +149,15 @@ def _taken_apart(piece: memoryview, from_rank: int) -> list[memoryview]:
     return [piece[start:stop] for start, stop in pairwise(stops)]
 
 
-def _put_together(pieces: dict[int, memoryview], from_rank: int) -> list[memoryview]:
+def _join_pieces(pieces: dict[int, memoryview], from_rank: int) -> list[memoryview]:
     """Buffers from their table and pieces.  Raises `RemoteProtocolError` if they do not fit."""
     if len(pieces) == 1:
-        return _taken_apart(pieces[0], from_rank)
+        return _split_joined(pieces[0], from_rank)
     table = pieces[0]
     lengths = np.frombuffer(table, "<u8").tolist() if table.nbytes % 8 == 0 else []
     expected = (
         [min(PIECE_BYTES, length - start) for length in lengths for start in range(0, length, PIECE_BYTES)]
-        if sum(lengths) <= MOST_PIECES * PIECE_BYTES
+        if sum(lengths) <= MAX_PIECES * PIECE_BYTES
         else []
     )
     came = [pieces[i].nbytes for i in range(1, len(pieces))]
@@ -176,7 +176,7 @@ def _put_together(pieces: dict[int, memoryview], from_rank: int) -> list[memoryv
     return buffers
 
 
-class Row:
+class StageSummary:
     """What one member says of its stage.
 
     Attributes:
@@ -195,47 +195,47 @@ class Row:
         settings: bytes,
         loss: float,
         norm_squared: float,
-        figures: Figures = UNMEASURED,
+        figures: StepTimings = UNMEASURED,
     ) -> None:
         self.seal, self.settings, self.loss, self.norm_squared = seal, settings, loss, norm_squared
         self.figures = figures
 
     def pack(self) -> bytes:
         told = (self.loss, self.norm_squared, *astuple(self.figures))
-        return _ROW.pack(self.seal, self.settings, *told)
+        return _SUMMARY.pack(self.seal, self.settings, *told)
 
     @classmethod
-    def read(cls, payload: bytes | memoryview) -> Row:
-        seal, settings, loss, norm_squared, *figures = _ROW.unpack(payload)
-        return cls(seal, settings, loss, norm_squared, Figures(*figures))
+    def read(cls, payload: bytes | memoryview) -> StageSummary:
+        seal, settings, loss, norm_squared, *figures = _SUMMARY.unpack(payload)
+        return cls(seal, settings, loss, norm_squared, StepTimings(*figures))
 
     @property
-    def party(self) -> bytes:
+    def replica_key(self) -> bytes:
         """What the replicas of a stage must have alike."""
         norm = struct.pack("<d", self.norm_squared)
         return hashlib.blake2b(self.seal + self.settings + norm, digest_size=32).digest()
 
 
-class SealsWorkspace:
+class StageSummaryBuffer:
     """Everybody's row.  The seal: of each stage that of most replicas, but of one's own stage one's own.
 
     So whoever holds another update than the other replicas of its stage votes for another digest, and is
     found as in a group without stages (`protocol.round`).
     """
 
-    def __init__(self, seats: Seats, rank: int, row: Row) -> None:
-        self._seats, self._rank = seats, rank
+    def __init__(self, seats: RankLayout, rank: int, row: StageSummary) -> None:
+        self._placements, self._rank = seats, rank
         self._payloads: list[bytes | None] = [None] * seats.world_size
         self._payloads[rank] = row.pack()
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return all(payload is not None for payload in self._payloads)
 
     @property
-    def rows(self) -> list[Row]:
+    def summaries(self) -> list[StageSummary]:
         """In rank order, of a collective that is complete."""
-        there = [Row.read(payload) for payload in self._payloads if payload is not None]
+        there = [StageSummary.read(payload) for payload in self._payloads if payload is not None]
         if len(there) < len(self._payloads):
             raise LocalProtocolError(f"rows of {len(there)} of {len(self._payloads)} ranks")
         return there
@@ -243,37 +243,37 @@ class SealsWorkspace:
     @property
     def loss(self) -> float:
         """The mean over all samples of the step."""
-        last = self._seats.group(self._seats.stages - 1)
-        rows = self.rows
+        last = self._placements.stage_ranks(self._placements.stages - 1)
+        rows = self.summaries
         return sum(rows[rank].loss for rank in last)
 
     @property
     def norm_squared(self) -> float:
         """Of the whole model's update."""
-        rows = self.rows
-        return sum(rows[self._seats.group(stage)[0]].norm_squared for stage in range(self._seats.stages))
+        rows = self.summaries
+        return sum(rows[self._placements.stage_ranks(stage)[0]].norm_squared for stage in range(self._placements.stages))
 
     @property
-    def forked(self) -> bool:
+    def has_diverged_settings(self) -> bool:
         """This member's optimizer is set otherwise than that of most replicas of its stage."""
-        rows, group = self.rows, self._seats.group(self._seats.stage_of(self._rank))
-        return self._rank not in largest_party({rank: rows[rank].settings for rank in group})
+        rows, group = self.summaries, self._placements.stage_ranks(self._placements.stage_of(self._rank))
+        return self._rank not in largest_agreeing_group({rank: rows[rank].settings for rank in group})
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
-        return telling(rank, world_size, skip)
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
+        return make_allgather(rank, world_size, skip)
 
-    def apply(self, effect: WorkspaceEffect) -> None:
+    def apply(self, effect: BufferEffect) -> None:
         match effect:
-            case StoreOf(rank, payload, source):
+            case StoreFromRank(rank, payload, source):
                 nbytes = memoryview(payload).nbytes
-                if nbytes != _ROW.size:
+                if nbytes != _SUMMARY.size:
                     raise RemoteProtocolError(
                         f"the row of rank {rank} came from rank {source.rank} with {nbytes} bytes, must be "
-                        f"{_ROW.size}",
+                        f"{_SUMMARY.size}",
                         remedy=_REMEDY,
                     )
-                row = Row.read(payload)
-                if row.norm_squared < 0 or not row.figures.fit():
+                row = StageSummary.read(payload)
+                if row.norm_squared < 0 or not row.figures.is_plausible():
                     raise RemoteProtocolError(
                         f"the row of rank {rank} came from rank {source.rank}: negative square of a norm, or "
                         f"times that cannot be: {row.figures}",
@@ -283,18 +283,18 @@ class SealsWorkspace:
             case _:
                 raise LocalProtocolError(f"{type(effect).__name__} is no effect of AllGather")
 
-    def payload(self, place: Place) -> bytes | memoryview:
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
         stored = self._payloads[place.segment]
         if stored is None:
             raise LocalProtocolError(f"row of rank {place.segment} asked for before it came")
         return stored
 
-    def seal(self) -> bytes:
-        rows, mine = self.rows, self._seats.stage_of(self._rank)
+    def compute_digest(self) -> bytes:
+        rows, mine = self.summaries, self._placements.stage_of(self._rank)
         whole = hashlib.blake2b(digest_size=32)
-        for stage in range(self._seats.stages):
-            parties = {rank: rows[rank].party for rank in self._seats.group(stage)}
-            whole.update(parties[self._rank if stage == mine else largest_party(parties)[0]])
+        for stage in range(self._placements.stages):
+            parties = {rank: rows[rank].replica_key for rank in self._placements.stage_ranks(stage)}
+            whole.update(parties[self._rank if stage == mine else largest_agreeing_group(parties)[0]])
         for row in rows:  # what follows from them must be the same everywhere
             whole.update(struct.pack("<5d", *astuple(row.figures)))
         return whole.digest()

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.protocol.messages import HandOver, PeerId
+from gridtrain.protocol.messages import PeerId, ResidualBlock
 from gridtrain.sparsify.merge import largest_summable
 from gridtrain.wire.schema import MAX_BLOCK_BYTES, MAX_PIECES
-from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode, encoded_bytes
+from gridtrain.wire.sparse import SparseVector, ValueKind, decode, encode, encoded_bytes
 
 MAX_BUDGET_BYTES = MAX_PIECES * MAX_BLOCK_BYTES
 _KIND = ValueKind.FP32
@@ -27,7 +27,7 @@ _REMEDY = "drop that peer; an honest one of the same version never sends this"
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ResidualSelection:
     """What of a residual is handed over.
 
     Attributes:
@@ -37,24 +37,24 @@ class Chosen:
 
     payload: bytes
     entries: int
-    mass: float
-    whole_mass: float
-    rest_N: npt.NDArray[np.float32] | None
+    magnitude_sum: float
+    total_magnitude_sum: float
+    remainder_N: npt.NDArray[np.float32] | None
 
 
-def choose(residual_N: npt.NDArray[np.float32], budget_bytes: int, world_size: int) -> Chosen:
+def select_entries(residual_N: npt.NDArray[np.float32], budget_bytes: int, world_size: int) -> ResidualSelection:
     """The largest entries that fit; of equal ones the first.  Values travel with all their bits."""
     magnitudes_N = np.abs(residual_N)
     whole_mass = float(magnitudes_N.sum(dtype=np.float64))
     candidates_K = np.flatnonzero((magnitudes_N > 0) & (magnitudes_N <= largest_summable(world_size)))
-    k = _most_entries(candidates_K.size, residual_N.size, min(budget_bytes, MAX_BUDGET_BYTES))
+    k = _max_entries(candidates_K.size, residual_N.size, min(budget_bytes, MAX_BUDGET_BYTES))
     if k < candidates_K.size:
         by_size = np.argsort(-magnitudes_N[candidates_K], kind="stable")
         candidates_K = np.sort(candidates_K[by_size[:k]])
     values_K = residual_N[candidates_K]
     rest_N = residual_N.copy()
     rest_N[candidates_K] = 0.0
-    return Chosen(
+    return ResidualSelection(
         encode(candidates_K, values_K, n=residual_N.size, kind=_KIND),
         int(candidates_K.size),
         float(np.abs(values_K).sum(dtype=np.float64)),
@@ -63,7 +63,7 @@ def choose(residual_N: npt.NDArray[np.float32], budget_bytes: int, world_size: i
     )
 
 
-def _most_entries(available: int, n: int, budget_bytes: int) -> int:
+def _max_entries(available: int, n: int, budget_bytes: int) -> int:
     """The largest k whose payload fits; sizes grow with k."""
     low, high = 0, available
     while low < high:
@@ -75,19 +75,19 @@ def _most_entries(available: int, n: int, budget_bytes: int) -> int:
     return low
 
 
-def cut(payload: bytes) -> tuple[memoryview, ...]:
+def split_pieces(payload: bytes) -> tuple[memoryview, ...]:
     """At most `MAX_PIECES` pieces."""
     view = memoryview(payload)
     return tuple(view[i : i + MAX_BLOCK_BYTES] for i in range(0, len(view), MAX_BLOCK_BYTES))
 
 
 @dataclass(slots=True)
-class _Arriving:
+class _IncomingResidual:
     total: int
     pieces: list[bytes] = field(default_factory=list)
 
 
-class Inheritance:
+class IncomingResiduals:
     """The heir's side: pieces that arrive, residuals that are complete, and those that count.
 
     Attributes:
@@ -96,52 +96,52 @@ class Inheritance:
 
     def __init__(self) -> None:
         self._n = 0
-        self._arriving: dict[PeerId, _Arriving] = {}
-        self._complete: dict[PeerId, Sparse] = {}
-        self.counting: list[tuple[PeerId, Sparse]] = []
+        self._incoming: dict[PeerId, _IncomingResidual] = {}
+        self._complete: dict[PeerId, SparseVector] = {}
+        self.confirmed: list[tuple[PeerId, SparseVector]] = []
 
-    def allow(self, n: int) -> None:
+    def set_length(self, n: int) -> None:
         """The length of this worker's residual; 0: it has none."""
         self._n = n
 
-    def take(self, peer: PeerId, piece: HandOver, world_size: int) -> bool:
+    def receive_piece(self, peer: PeerId, piece: ResidualBlock, world_size: int) -> bool:
         """True when this was the last one.  What comes after a gap, left by a connection, is dropped.
 
         Raises `RemoteProtocolError` for what cannot be a residual of this model.
         """
         _check_total(piece.total, self._n)
         if piece.index == 0:
-            self._arriving[peer] = _Arriving(piece.total)
-        arriving = self._arriving.get(peer)
+            self._incoming[peer] = _IncomingResidual(piece.total)
+        arriving = self._incoming.get(peer)
         if arriving is None or (piece.index, piece.total) != (len(arriving.pieces), arriving.total):
             return False
         arriving.pieces.append(bytes(piece.payload))
         if len(arriving.pieces) < arriving.total:
             return False
-        del self._arriving[peer]
+        del self._incoming[peer]
         payload = b"".join(arriving.pieces)
         entries = decode(payload, n=self._n, max_entries=self._n, kind=_KIND)
         _check_values(entries.values, world_size)
         self._complete[peer] = entries
         return True
 
-    def count(self, peer: PeerId) -> None:
+    def confirm(self, peer: PeerId) -> None:
         """It is ours."""
         if peer not in self._complete:
             raise LocalProtocolError(f"the residual of {peer.hex()[:8]} counts before it is complete")
-        self.counting.append((peer, self._complete.pop(peer)))
+        self.confirmed.append((peer, self._complete.pop(peer)))
 
     @property
-    def open_mass(self) -> float:
+    def unconfirmed_magnitude(self) -> float:
         """Sum of magnitudes of what is complete, but does not count yet."""
-        return mass_of(list(self._complete.values()))
+        return magnitude_sum(list(self._complete.values()))
 
     @property
-    def open(self) -> bool:
+    def has_unconfirmed(self) -> bool:
         return bool(self._complete)
 
-    def forget(self, peer: PeerId) -> None:
-        self._arriving.pop(peer, None)
+    def remove_peer(self, peer: PeerId) -> None:
+        self._incoming.pop(peer, None)
         self._complete.pop(peer, None)
 
 
@@ -165,6 +165,6 @@ def _check_values(values_K: npt.NDArray[np.float32], world_size: int) -> None:
         )
 
 
-def mass_of(parts: Sequence[Sparse]) -> float:
+def magnitude_sum(parts: Sequence[SparseVector]) -> float:
     """Sum of magnitudes."""
     return float(sum(np.abs(part.values).sum(dtype=np.float64) for part in parts))

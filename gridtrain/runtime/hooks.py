@@ -18,23 +18,23 @@ from gridtrain.errors import GridtrainError, LocalProtocolError
 _OURS = str(Path(__file__).resolve().parents[1])
 
 
-def leave_on_sigterm() -> None:
+def install_sigterm_handler() -> None:
     """SIGTERM ends the script as Ctrl-C does, so that the group is told."""
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-def speak_plainly() -> None:
+def install_error_hook() -> None:
     """An error that we raise on purpose, and Ctrl-C, end the script with one sentence.
 
     Bugs keep their traceback, as does everything with GRIDTRAIN_DEBUG=1.
     """
     if sys.excepthook is sys.__excepthook__ and not os.environ.get("GRIDTRAIN_DEBUG"):
-        sys.excepthook = _sentence
+        sys.excepthook = _format_error
 
 
-def _sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _format_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, KeyboardInterrupt):
         print("gridtrain: interrupted; this worker leaves the run", file=sys.stderr)
     elif isinstance(error, GridtrainError) and not isinstance(error, LocalProtocolError):

@@ -44,28 +44,28 @@ def block_digest(block: bytes | memoryview) -> bytes:
     return hashlib.blake2b(block, digest_size=_DIGEST_BYTES).digest()
 
 
-def is_as_told(block: memoryview, digest: bytes) -> bool:
+def matches_digest(block: memoryview, digest: bytes) -> bool:
     """The defence: the block is the one that the donors agree on."""
     return block_digest(block) == digest
 
 
-def blocks_too_often(asked: int, blocks: int) -> bool:
+def exceeds_request_limit(asked: int, blocks: int) -> bool:
     """The defence: an honest follower asks for a block again when a donor has gone, not for ever."""
     return asked > 4 * blocks + WINDOW
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class StateSnapshot:
     """What a donor keeps: the state after step `applied`, in two parts."""
 
     applied: int
     history: bytes
-    own: memoryview
-    common: memoryview
+    private_part: memoryview
+    shared_part: memoryview
     table: bytes
 
     @classmethod
-    def of(cls, applied: int, history: bytes, own: bytes, common: bytes) -> Image:
+    def build(cls, applied: int, history: bytes, own: bytes, common: bytes) -> StateSnapshot:
         """Takes about a second for a gigabyte."""
         parts = memoryview(common), memoryview(own)
         digests = [
@@ -77,75 +77,75 @@ class Image:
         return cls(applied, history, parts[1], parts[0], table)
 
     @property
-    def blocks(self) -> int:
-        return _blocks(len(self.own)) + _blocks(len(self.common))
+    def block_count(self) -> int:
+        return _block_count(len(self.private_part)) + _block_count(len(self.shared_part))
 
     def block(self, index: int) -> memoryview | None:
-        common_blocks = _blocks(len(self.common))
-        part, at = (self.common, index) if index < common_blocks else (self.own, index - common_blocks)
-        return part[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES] if at < _blocks(len(part)) else None
+        common_blocks = _block_count(len(self.shared_part))
+        part, at = (self.shared_part, index) if index < common_blocks else (self.private_part, index - common_blocks)
+        return part[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES] if at < _block_count(len(part)) else None
 
 
-class ImageOutlet:
+class SnapshotSender:
     """The donor's side: answers what followers ask, a little at a time."""
 
     def __init__(self) -> None:
-        self.image: Image | None = None
+        self.snapshot: StateSnapshot | None = None
         self._waiting: set[m.PeerId] = set()
         self._queues: dict[m.PeerId, deque[int]] = {}
-        self._asked: dict[m.PeerId, int] = {}
+        self._request_counts: dict[m.PeerId, int] = {}
 
-    def only(self, followers: Sequence[m.PeerId]) -> None:
+    def set_receivers(self, followers: Sequence[m.PeerId]) -> None:
         """Nobody else gets anything any more; with nobody left the image goes."""
         self._waiting &= set(followers)
         self._queues = {peer: queue for peer, queue in self._queues.items() if peer in followers}
-        self._asked = {peer: count for peer, count in self._asked.items() if peer in followers}
+        self._request_counts = {peer: count for peer, count in self._request_counts.items() if peer in followers}
         if not followers:
-            self.image = None
+            self.snapshot = None
 
-    def fill(self, image: Image) -> list[tuple[m.PeerId, m.Message]]:
+    def store(self, image: StateSnapshot) -> list[tuple[m.PeerId, m.Message]]:
         """The image is there; what those who wait for it are told."""
-        self.image = image
+        self.snapshot = image
         self._queues.clear()
         waiting, self._waiting = self._waiting, set()
         return [(peer, self._table()) for peer in sorted(waiting)]
 
-    def asked(self, peer: m.PeerId, ask: m.ImageAsk | m.BlocksAsk) -> list[m.Message]:
+    def handle_request(self, peer: m.PeerId, ask: m.SnapshotRequest | m.SnapshotBlocksRequest) -> list[m.Message]:
         """What is to be answered at once; blocks wait for `next_block`."""
-        if isinstance(ask, m.ImageAsk):
-            if self.image is not None:
+        if isinstance(ask, m.SnapshotRequest):
+            if self.snapshot is not None:
                 return [self._table()]
             self._waiting.add(peer)
             return []
-        if self.image is None or ask.applied != self.image.applied:
-            return [m.NoImage(f"there is no image of step {ask.applied} here")]
-        asked = self._asked[peer] = self._asked.get(peer, 0) + len(ask.blocks)
-        if blocks_too_often(asked, self.image.blocks):
-            return [m.NoImage(f"{asked} blocks were asked for")]
+        if self.snapshot is None or ask.applied != self.snapshot.applied:
+            return [m.SnapshotUnavailable(f"there is no image of step {ask.applied} here")]
+        asked = self._request_counts[peer] = self._request_counts.get(peer, 0) + len(ask.blocks)
+        if exceeds_request_limit(asked, self.snapshot.block_count):
+            return [m.SnapshotUnavailable(f"{asked} blocks were asked for")]
         queue = self._queues.setdefault(peer, deque())
         queue.extend(ask.blocks[: MAX_QUEUED - len(queue)])
         return []
 
-    def hungry(self) -> list[m.PeerId]:
+    def peers_with_blocks_due(self) -> list[m.PeerId]:
         """Who has blocks to come."""
         return [peer for peer, queue in self._queues.items() if queue]
 
     def next_block(self, peer: m.PeerId) -> m.Message | None:
-        if self.image is None or not self._queues.get(peer):
+        if self.snapshot is None or not self._queues.get(peer):
             return None
         index = self._queues[peer].popleft()
-        block = self.image.block(index)
+        block = self.snapshot.block(index)
         if block is None:
-            return m.NoImage(f"the image has no block {index}")
-        return m.ImageBlock(self.image.applied, index, block)
+            return m.SnapshotUnavailable(f"the image has no block {index}")
+        return m.SnapshotBlock(self.snapshot.applied, index, block)
 
-    def _table(self) -> m.ImageTable:
-        assert self.image is not None
-        return m.ImageTable(self.image.applied, self.image.history, self.image.table)
+    def _table(self) -> m.SnapshotDigests:
+        assert self.snapshot is not None
+        return m.SnapshotDigests(self.snapshot.applied, self.snapshot.history, self.snapshot.table)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SnapshotTable:
     """What a donor says its image is."""
 
     applied: int
@@ -156,22 +156,22 @@ class Table:
     common_digests: bytes
 
     @property
-    def blocks(self) -> int:
-        return _blocks(self.own_bytes) + _blocks(self.common_bytes)
+    def block_count(self) -> int:
+        return _block_count(self.own_bytes) + _block_count(self.common_bytes)
 
     @property
-    def common(self) -> tuple[int, bytes, int, bytes]:
+    def shared_key(self) -> tuple[int, bytes, int, bytes]:
         """What donors can agree on."""
         return self.applied, self.history, self.common_bytes, self.common_digests
 
 
 @dataclass(slots=True)
-class _Donor:
-    table: Table | None = None
-    under_way: set[int] = field(default_factory=set)
+class _Source:
+    table: SnapshotTable | None = None
+    requested: set[int] = field(default_factory=set)
 
 
-class ImageIntake:
+class SnapshotReceiver:
     """The follower's side.  Every method returns what is to be asked now.
 
     Args:
@@ -180,15 +180,15 @@ class ImageIntake:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._donors: dict[m.PeerId, _Donor] = {}
+        self._sources: dict[m.PeerId, _Source] = {}
         self._first_s: float | None = None
-        self._chosen: Table | None = None
-        self._own_donor: m.PeerId = b""
+        self._chosen: SnapshotTable | None = None
+        self._private_source: m.PeerId = b""
         self._missing: deque[int] = deque()  # asked of nobody yet
-        self._own = self._common = bytearray()
+        self._private_part = self._shared_part = bytearray()
         self._digests: list[bytes] = []
-        self._got: set[int] = set()
-        self.bytes_by_donor: dict[m.PeerId, int] = {}
+        self._received: set[int] = set()
+        self.bytes_by_source: dict[m.PeerId, int] = {}
 
     @property
     def applied(self) -> int | None:
@@ -199,69 +199,69 @@ class ImageIntake:
         return b"" if self._chosen is None else self._chosen.history
 
     @property
-    def complete(self) -> bool:
-        return self._chosen is not None and len(self._got) == self._chosen.blocks
+    def is_complete(self) -> bool:
+        return self._chosen is not None and len(self._received) == self._chosen.block_count
 
     @property
     def progress(self) -> tuple[int, int]:
         """Blocks that are here, and all of them."""
-        return len(self._got), 0 if self._chosen is None else self._chosen.blocks
+        return len(self._received), 0 if self._chosen is None else self._chosen.block_count
 
-    def parts(self) -> tuple[bytearray, bytearray]:
+    def take_parts(self) -> tuple[bytearray, bytearray]:
         """The donor's own part and the common one, of a complete image; they are released here."""
-        parts = self._own, self._common
-        self._own = self._common = bytearray()
+        parts = self._private_part, self._shared_part
+        self._private_part = self._shared_part = bytearray()
         return parts
 
-    def donor_up(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
+    def source_up(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
         """A donor is connected."""
-        self._donors.setdefault(peer, _Donor())
-        return [] if self.complete else [(peer, m.ImageAsk())]
+        self._sources.setdefault(peer, _Source())
+        return [] if self.is_complete else [(peer, m.SnapshotRequest())]
 
-    def donor_down(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
+    def source_down(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
         """It has gone, or cannot give any more: the others are asked for what it owed."""
-        donor = self._donors.pop(peer, None)
+        donor = self._sources.pop(peer, None)
         if donor is None:
             return []
-        self._missing.extendleft(sorted(donor.under_way, reverse=True))
-        if peer == self._own_donor and not self.complete:
-            self._take_own_part_of_another()
-        if not self.complete and not any(self._serves(other) for other in self._donors.values()):
+        self._missing.extendleft(sorted(donor.requested, reverse=True))
+        if peer == self._private_source and not self.is_complete:
+            self._switch_private_source()
+        if not self.is_complete and not any(self._matches_chosen(other) for other in self._sources.values()):
             self._chosen, self._first_s = None, None  # what comes next may be of another step
-            for other in self._donors.values():
+            for other in self._sources.values():
                 other.table = None
-            return [(other, m.ImageAsk()) for other in sorted(self._donors)]
-        return self._ask()
+            return [(other, m.SnapshotRequest()) for other in sorted(self._sources)]
+        return self._request_blocks()
 
-    def take_table(
-        self, peer: m.PeerId, told: m.ImageTable, now_s: float
+    def receive_table(
+        self, peer: m.PeerId, told: m.SnapshotDigests, now_s: float
     ) -> list[tuple[m.PeerId, m.Message]]:
         """Raises `RemoteProtocolError` for what is no table, or one of too large a state."""
         table = _read_table(told, self._max_bytes)
-        donor = self._donors.get(peer)
+        donor = self._sources.get(peer)
         if donor is None:
             return []
         donor.table = table
         self._first_s = now_s if self._first_s is None else self._first_s
         if self._chosen is not None:
-            return self._ask()
-        return self._choose() if all(d.table for d in self._donors.values()) else []
+            return self._request_blocks()
+        return self._choose_table() if all(d.table for d in self._sources.values()) else []
 
-    def take_block(self, peer: m.PeerId, block: m.ImageBlock) -> list[tuple[m.PeerId, m.Message]]:
+    def receive_block(self, peer: m.PeerId, block: m.SnapshotBlock) -> list[tuple[m.PeerId, m.Message]]:
         """Raises `RemoteProtocolError` for a block that is not what the table says."""
-        donor, chosen = self._donors.get(peer), self._chosen
+        donor, chosen = self._sources.get(peer), self._chosen
         if donor is None or chosen is None or block.applied != chosen.applied:
             return []
-        if block.index not in donor.under_way:
+        if block.index not in donor.requested:
             return []  # asked of somebody else meanwhile
-        donor.under_way.discard(block.index)
+        donor.requested.discard(block.index)
         data = memoryview(block.payload).cast("B")
-        first_own = _blocks(chosen.common_bytes)
+        first_own = _block_count(chosen.common_bytes)
         part, at = (
-            (self._common, block.index) if block.index < first_own else (self._own, block.index - first_own)
+            (self._shared_part, block.index) if block.index < first_own else (self._private_part, block.index - first_own)
         )
         expected = min(BLOCK_BYTES, len(part) - at * BLOCK_BYTES)
-        if len(data) != expected or not is_as_told(data, self._digests[block.index]):
+        if len(data) != expected or not matches_digest(data, self._digests[block.index]):
             self._missing.appendleft(block.index)
             raise RemoteProtocolError(
                 f"block {block.index} of the image of step {chosen.applied} ({len(data)} bytes) is not what "
@@ -269,9 +269,9 @@ class ImageIntake:
                 remedy=_REMEDY,
             )
         part[at * BLOCK_BYTES : at * BLOCK_BYTES + expected] = data
-        self._got.add(block.index)
-        self.bytes_by_donor[peer] = self.bytes_by_donor.get(peer, 0) + expected
-        return self._ask()
+        self._received.add(block.index)
+        self.bytes_by_source[peer] = self.bytes_by_source.get(peer, 0) + expected
+        return self._request_blocks()
 
     @property
     def due_s(self) -> float | None:
@@ -282,70 +282,70 @@ class ImageIntake:
         if self.due_s is None or now_s < self.due_s:
             return []
         assert self._first_s is not None
-        told = sum(donor.table is not None for donor in self._donors.values())
-        most = 2 * told > len(self._donors)  # one that is quick to lie is not alone with its tale
-        return self._choose() if most or now_s >= self._first_s + LONGEST_SETTLE_S else []
+        told = sum(donor.table is not None for donor in self._sources.values())
+        most = 2 * told > len(self._sources)  # one that is quick to lie is not alone with its tale
+        return self._choose_table() if most or now_s >= self._first_s + LONGEST_SETTLE_S else []
 
-    def _choose(self) -> list[tuple[m.PeerId, m.Message]]:
-        tables = {peer: donor.table for peer, donor in self._donors.items() if donor.table is not None}
+    def _choose_table(self) -> list[tuple[m.PeerId, m.Message]]:
+        tables = {peer: donor.table for peer, donor in self._sources.items() if donor.table is not None}
         if not tables:
             return []
-        agree = [table.common for table in tables.values()]
+        agree = [table.shared_key for table in tables.values()]
         best = max(agree, key=lambda common: (agree.count(common), common[0]))
-        self._own_donor = next(peer for peer, table in tables.items() if table.common == best)
-        chosen = self._chosen = tables[self._own_donor]
-        self._own, self._common = bytearray(chosen.own_bytes), bytearray(chosen.common_bytes)
-        self._digests = _split(chosen.common_digests) + _split(chosen.own_digests)
-        self._got, self._missing = set(), deque(range(chosen.blocks))
-        for donor in self._donors.values():
-            donor.under_way.clear()
-        return self._ask()
+        self._private_source = next(peer for peer, table in tables.items() if table.shared_key == best)
+        chosen = self._chosen = tables[self._private_source]
+        self._private_part, self._shared_part = bytearray(chosen.own_bytes), bytearray(chosen.common_bytes)
+        self._digests = _split_digests(chosen.common_digests) + _split_digests(chosen.own_digests)
+        self._received, self._missing = set(), deque(range(chosen.block_count))
+        for donor in self._sources.values():
+            donor.requested.clear()
+        return self._request_blocks()
 
-    def _take_own_part_of_another(self) -> None:
+    def _switch_private_source(self) -> None:
         """Who gave its own part has gone; what is here of the common one stays."""
         chosen = self._chosen
-        other = next((peer for peer, donor in self._donors.items() if self._serves(donor)), None)
+        other = next((peer for peer, donor in self._sources.items() if self._matches_chosen(donor)), None)
         if chosen is None or other is None:
             return
-        table = self._donors[other].table
+        table = self._sources[other].table
         assert table is not None
-        self._own_donor, self._chosen = other, table
-        first_own = _blocks(table.common_bytes)
-        self._own = bytearray(table.own_bytes)
-        self._digests = _split(table.common_digests) + _split(table.own_digests)
-        self._got = {index for index in self._got if index < first_own}
+        self._private_source, self._chosen = other, table
+        first_own = _block_count(table.common_bytes)
+        self._private_part = bytearray(table.own_bytes)
+        self._digests = _split_digests(table.common_digests) + _split_digests(table.own_digests)
+        self._received = {index for index in self._received if index < first_own}
         common = [index for index in self._missing if index < first_own]
-        self._missing = deque([*common, *range(first_own, table.blocks)])
+        self._missing = deque([*common, *range(first_own, table.block_count)])
 
-    def _serves(self, donor: _Donor) -> bool:
+    def _matches_chosen(self, donor: _Source) -> bool:
         return (
-            self._chosen is not None and donor.table is not None and donor.table.common == self._chosen.common
+            self._chosen is not None and donor.table is not None and donor.table.shared_key == self._chosen.shared_key
         )
 
-    def _ask(self) -> list[tuple[m.PeerId, m.Message]]:
+    def _request_blocks(self) -> list[tuple[m.PeerId, m.Message]]:
         asks: list[tuple[m.PeerId, m.Message]] = []
         if self._chosen is None:
             return asks
-        first_own = _blocks(self._chosen.common_bytes)
-        for peer, donor in self._donors.items():
-            if not self._serves(donor):
+        first_own = _block_count(self._chosen.common_bytes)
+        for peer, donor in self._sources.items():
+            if not self._matches_chosen(donor):
                 continue
             wanted: list[int] = []
             passed: list[int] = []
-            while self._missing and len(donor.under_way) < WINDOW:
+            while self._missing and len(donor.requested) < WINDOW:
                 index = self._missing.popleft()
-                if index >= first_own and peer != self._own_donor:
+                if index >= first_own and peer != self._private_source:
                     passed.append(index)  # only its own donor has it
                     continue
                 wanted.append(index)
-                donor.under_way.add(index)
+                donor.requested.add(index)
             self._missing.extendleft(reversed(passed))
             if wanted:
-                asks.append((peer, m.BlocksAsk(self._chosen.applied, tuple(wanted))))
+                asks.append((peer, m.SnapshotBlocksRequest(self._chosen.applied, tuple(wanted))))
         return asks
 
 
-def _read_table(told: m.ImageTable, max_bytes: int) -> Table:
+def _read_table(told: m.SnapshotDigests, max_bytes: int) -> SnapshotTable:
     payload = bytes(told.payload)
     if len(payload) < _TABLE.size:
         raise RemoteProtocolError(f"an image's table of {len(payload)} bytes", remedy=_REMEDY)
@@ -355,19 +355,19 @@ def _read_table(told: m.ImageTable, max_bytes: int) -> Table:
             f"an image of {own_bytes + common_bytes} bytes; at most {max_bytes} are taken for this model",
             remedy=_REMEDY,
         )
-    end = _TABLE.size + _blocks(common_bytes) * _DIGEST_BYTES
-    if len(payload) != end + _blocks(own_bytes) * _DIGEST_BYTES:
+    end = _TABLE.size + _block_count(common_bytes) * _DIGEST_BYTES
+    if len(payload) != end + _block_count(own_bytes) * _DIGEST_BYTES:
         raise RemoteProtocolError(
             f"an image's table of {len(payload)} bytes for parts of {own_bytes} and {common_bytes}",
             remedy=_REMEDY,
         )
     common_digests, own_digests = payload[_TABLE.size : end], payload[end:]
-    return Table(told.applied, told.history, own_bytes, common_bytes, own_digests, common_digests)
+    return SnapshotTable(told.applied, told.history, own_bytes, common_bytes, own_digests, common_digests)
 
 
-def _split(digests: bytes) -> list[bytes]:
+def _split_digests(digests: bytes) -> list[bytes]:
     return [digests[i : i + _DIGEST_BYTES] for i in range(0, len(digests), _DIGEST_BYTES)]
 
 
-def _blocks(nbytes: int) -> int:
+def _block_count(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES)

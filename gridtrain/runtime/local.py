@@ -26,23 +26,23 @@ from typing import Any, NoReturn, TypeVar
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.errors import ConfigError
 from gridtrain.optim.grid import Grid
-from gridtrain.protocol.door import Door
+from gridtrain.protocol.door import Authorization
 from gridtrain.protocol.messages import PeerId
-from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.owner import Owner
-from gridtrain.transport.credits import CreditTransport
+from gridtrain.runtime.acquaintances import PeerAllowlist
+from gridtrain.runtime.owner import AgentControl
+from gridtrain.transport.credits import FlowControlTransport
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.injection import Faults
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
-from gridtrain.transport.stack import over
+from gridtrain.transport.stack import build_stack
 from gridtrain_coordinator.daemon import Coordinator
 from gridtrain_coordinator.log import Log, silent
-from gridtrain_coordinator.reception import gate_of
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.reception import connection_gate
+from gridtrain_coordinator.store import JournalStore
 
 Result = TypeVar("Result")
 
-END_S = 10.0
+SHUTDOWN_TIMEOUT_S = 10.0
 """How long threads that were told to end are waited for; one inside the user's code may not notice."""
 
 
@@ -79,15 +79,15 @@ class LocalGroup:
         identity = Identity.generate()
         self.key = identity.public
         # Whoever can call `join` is in this process already: the door is open, everything else is as usual.
-        door = Door(open_to_all=True, coordinator=identity.public)
-        memory = MemoryTransport(identity.public, self.hub, gate=gate_of(door, time.time))
-        self._transport = over(memory, identity, may_relay=lambda origin, to: True)
+        door = Authorization(open_to_all=True, coordinator=identity.public)
+        memory = MemoryTransport(identity.public, self.hub, gate=connection_gate(door, time.time))
+        self._transport = build_stack(memory, identity, may_relay=lambda origin, to: True)
         self._transport.listen(self.ADDRESS)
         self._stop = threading.Event()
         self.keys: dict[str, PeerId] = {}
         self._joining = threading.Lock()  # guards `keys`, and that nobody joins behind `__exit__`'s back
-        store, self._window = Store.open(":memory:"), _Window()
-        self.coordinator = Coordinator.of_run(
+        store, self._window = JournalStore.open(":memory:"), _CoordinatorWindow()
+        self.coordinator = Coordinator.for_run(
             self._transport,
             store,
             door,
@@ -97,10 +97,10 @@ class LocalGroup:
             window=self._window,
             log=log,
         )
-        self._thread = threading.Thread(target=self._coordinate, name="gridtrain-coordinator", daemon=True)
+        self._thread = threading.Thread(target=self._run_coordinator, name="gridtrain-coordinator", daemon=True)
 
     def __enter__(self) -> LocalGroup:
-        self._window.open_onto(self.coordinator)
+        self._window.attach(self.coordinator)
         self._thread.start()
         return self
 
@@ -110,7 +110,7 @@ class LocalGroup:
             for key in self.keys.values():
                 self.hub.kill(key)
         self._transport.wake()
-        self._thread.join(END_S)
+        self._thread.join(SHUTDOWN_TIMEOUT_S)
 
     def snapshot(self) -> dict[str, Any]:
         """What the coordinator knows now: its phase, members, latest events.  From any thread."""
@@ -128,7 +128,7 @@ class LocalGroup:
         hidden: bool = False,
         checkpoint_every: int = 0,
         state_dir: str = "",
-        owner: Owner | None = None,
+        owner: AgentControl | None = None,
     ) -> Grid:
         """One more worker; to be used from one thread.  Raises `EndpointKilled` after the group's end.
 
@@ -141,7 +141,7 @@ class LocalGroup:
                 raise ConfigError(f"there is a worker {name!r} in the group", remedy="choose another name")
             identity = Identity.generate()
             self.keys[name] = identity.public
-            transport, acquaintances = self._endpoint(identity, name, hidden)
+            transport, acquaintances = self._make_transport(identity, name, hidden)
         config = JoinConfig(
             coordinator=self.ADDRESS,
             coordinator_key=self.key.hex(),
@@ -155,17 +155,17 @@ class LocalGroup:
         )
         grid = Grid(transport, config, acquaintances)
         if owner is not None:
-            grid.led_by(owner, partial(self._endpoint, identity, name, hidden), _no_rates)
+            grid.led_by(owner, partial(self._make_transport, identity, name, hidden), _ignore_limits)
         return grid
 
-    def _coordinate(self) -> None:
+    def _run_coordinator(self) -> None:
         try:
             self.coordinator.run(self._stop)
         finally:
             self._window.close()
 
-    def _endpoint(self, identity: Identity, name: str, hidden: bool) -> tuple[CreditTransport, Acquaintances]:
-        acquaintances = Acquaintances(self.key)
+    def _make_transport(self, identity: Identity, name: str, hidden: bool) -> tuple[FlowControlTransport, PeerAllowlist]:
+        acquaintances = PeerAllowlist(self.key)
         host = name if hidden else "memory"  # a router of its own: nobody else is behind the same one
         memory = MemoryTransport(identity.public, self.hub, gate=acquaintances, host=host)
         if self._stop.is_set():
@@ -173,22 +173,22 @@ class LocalGroup:
         if hidden:
             self.hub.hide(identity.public)
         faulty = partial(self._faults.over, name=name, die=partial(self.hub.kill, identity.public))
-        return over(memory, identity, may_relay=acquaintances.may_relay, with_faults=faulty), acquaintances
+        return build_stack(memory, identity, may_relay=acquaintances.may_relay, with_faults=faulty), acquaintances
 
 
-def _no_rates(upload_Bps: float | None, download_Bps: float | None) -> None:
+def _ignore_limits(upload_Bps: float | None, download_Bps: float | None) -> None:
     """Memory has no line."""
 
 
-class _Window:
+class _CoordinatorWindow:
     """Through which the group's own process looks in; see `gridtrain_coordinator.daemon.Window`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._coordinator: Coordinator | None = None  # its thread runs
-        self._asked: list[Future[dict[str, Any]]] = []
+        self._pending: list[Future[dict[str, Any]]] = []
 
-    def open_onto(self, coordinator: Coordinator) -> None:
+    def attach(self, coordinator: Coordinator) -> None:
         with self._lock:
             self._coordinator = coordinator
 
@@ -204,13 +204,13 @@ class _Window:
         with self._lock:
             if self._coordinator is None:
                 return None
-            self._asked.append(Future())
-            return self._asked[-1]
+            self._pending.append(Future())
+            return self._pending[-1]
 
-    def show(self, picture: Mapping[str, Any]) -> None:
+    def publish(self, picture: Mapping[str, Any]) -> None:
         """Nobody is there who would look at it."""
 
-    def orders(self) -> Iterator[NoReturn]:
+    def take_orders(self) -> Iterator[NoReturn]:
         """None ever; between two turns is the moment to answer."""
         with self._lock:
             self._answer()
@@ -218,8 +218,8 @@ class _Window:
 
     def _answer(self) -> None:
         """Locked, in the coordinator's thread."""
-        while self._asked and self._coordinator is not None:
-            asked = self._asked.pop()
+        while self._pending and self._coordinator is not None:
+            asked = self._pending.pop()
             try:
                 asked.set_result(self._coordinator.snapshot())
             except Exception as error:
@@ -264,6 +264,6 @@ def local(train: Callable[[Grid], Result], workers: int = 4, *, export_dir: str 
                 results[number] = outcome
         return [results[number] for number in range(workers)]
     finally:
-        until_s = time.monotonic() + END_S
+        until_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
         for thread in threads:
             thread.join(max(0.0, until_s - time.monotonic()))

@@ -14,13 +14,13 @@ from random import Random
 
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.routes import relay_of
-from gridtrain.runtime.bursts import Bursts
-from gridtrain.runtime.probe import Prober
+from gridtrain.protocol.messages import relay_of
+from gridtrain.runtime.bursts import BandwidthProbe
+from gridtrain.runtime.probe import RoundTripProbe
 from gridtrain.transport.base import Transport
 
 
-class Measuring:
+class LinkProbe:
     """See the module's text.  Used from the loop's thread alone.
 
     Args:
@@ -30,47 +30,47 @@ class Measuring:
 
     def __init__(self, transport: Transport, limit_s: float, rng: Random) -> None:
         self._transport, self._limit_s = transport, limit_s
-        self._prober = Prober()
-        self._bursts = Bursts(rng)
+        self._round_trips = RoundTripProbe()
+        self._bandwidth = BandwidthProbe(rng)
         self._relayed: set[m.PeerId] = set()  # whom a burst would reach over a third one's line
-        self._measured: io.Probed | None = None  # round trips, while bursts are under way
+        self._measured: io.ProbeResults | None = None  # round trips, while bursts are under way
 
-    def begin(self, probe: io.Probe, now_s: float) -> None:
+    def begin(self, probe: io.ProbePeers, now_s: float) -> None:
         self._relayed = {peer for peer, address in probe.targets if relay_of(address) is not None}
-        self._prober.begin(probe.targets, self._transport, now_s, self._limit_s)
+        self._round_trips.begin(probe.targets, self._transport, now_s, self._limit_s)
 
     def peer_up(self, peer: m.PeerId, now_s: float) -> None:
-        self._prober.peer_up(peer, self._transport, now_s)
+        self._round_trips.peer_up(peer, self._transport, now_s)
 
     def peer_down(self, peer: m.PeerId) -> None:
-        self._bursts.forget(peer)
+        self._bandwidth.remove_peer(peer)
 
-    def heard(
-        self, peer: m.PeerId, message: m.Pong | m.Burst | m.BurstAsk | m.Landed, now_s: float
-    ) -> list[m.Burst] | list[m.Landed] | str:
+    def handle_message(
+        self, peer: m.PeerId, message: m.Pong | m.Burst | m.BurstRequest | m.BurstReceived, now_s: float
+    ) -> list[m.Burst] | list[m.BurstReceived] | str:
         """What is to be answered, or what is wrong with it."""
         match message:
             case m.Pong(nonce):
-                self._prober.pong(nonce, self._transport, now_s)
+                self._round_trips.handle_pong(nonce, self._transport, now_s)
             case m.Burst():
-                answer = self._bursts.came(peer, message, now_s)
-                return [answer] if isinstance(answer, m.Landed) else answer or []
-            case m.BurstAsk(nonce):
-                return self._bursts.asked(peer, nonce, now_s)
-            case m.Landed():
-                self._bursts.landed(peer, message, now_s)
+                answer = self._bandwidth.handle_burst(peer, message, now_s)
+                return [answer] if isinstance(answer, m.BurstReceived) else answer or []
+            case m.BurstRequest(nonce):
+                return self._bandwidth.handle_burst_request(peer, nonce, now_s)
+            case m.BurstReceived():
+                self._bandwidth.handle_acknowledgement(peer, message, now_s)
         return []
 
-    def turn(self, now_s: float) -> tuple[m.Rates | None, io.Probed | None]:
+    def poll(self, now_s: float) -> tuple[m.LinkRates | None, io.ProbeResults | None]:
         """What is to be told: rates go to the coordinator before the round trips do, with which it admits
         this worker."""
-        rtt_s = self._prober.done(now_s)
+        rtt_s = self._round_trips.take_results(now_s)
         if rtt_s is not None:
-            self._measured = io.Probed(rtt_s)
+            self._measured = io.ProbeResults(rtt_s)
             direct = {peer: seconds for peer, seconds in rtt_s if peer not in self._relayed}
-            self._bursts.begin(direct, self._prober.until_s, now_s)
-        waiting = self._bursts.turn(self._transport, now_s)
-        news, measured = self._bursts.news(), None
+            self._bandwidth.begin(direct, self._round_trips.until_s, now_s)
+        waiting = self._bandwidth.advance(self._transport, now_s)
+        news, measured = self._bandwidth.take_new_rates(), None
         if not waiting:
             measured, self._measured = self._measured, None
-        return None if news is None else m.Rates(news), measured
+        return None if news is None else m.LinkRates(news), measured

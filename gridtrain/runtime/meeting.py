@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 from gridtrain.errors import GridtrainError
 from gridtrain.protocol import member_io as io
-from gridtrain.runtime.picture import Picture
+from gridtrain.runtime.picture import WorkerSnapshot
 
 
-class Meeting:
+class Mailbox:
     """See the module's text.
 
     Args:
@@ -38,95 +38,95 @@ class Meeting:
     """
 
     def __init__(self, ring: Callable[[], None]) -> None:
-        self.changed = threading.Condition()
-        self.picture = Picture()
-        self.stale = True
-        self.stopping = False
+        self.condition = threading.Condition()
+        self.snapshot = WorkerSnapshot()
+        self.is_stale = True
+        self.is_stopping = False
         self.error: BaseException | None = None
         self.progress = 0
-        self.inside = False
-        self.wanted_elsewhere: Callable[[], bool] = lambda: False
-        self._ring = ring
-        self._commands: deque[io.Event] = deque()
-        self._awaited: Callable[[Picture], bool] | None = None  # the trainer sleeps until that is so
+        self.is_trainer_waiting = False
+        self.should_interrupt: Callable[[], bool] = lambda: False
+        self._wake_loop = ring
+        self._commands: deque[io.MemberEvent] = deque()
+        self._wait_condition: Callable[[WorkerSnapshot], bool] | None = None  # the trainer sleeps until that is so
 
     # -- the trainer's thread --------------------------------------------------------------------
 
-    def wait(self, ready: Callable[[Picture], bool], timeout_s: float = math.inf) -> Picture | None:
+    def wait(self, ready: Callable[[WorkerSnapshot], bool], timeout_s: float = math.inf) -> WorkerSnapshot | None:
         """Block until `ready(picture)`; None on time-out.  Raises what stopped the loop."""
         until_s = time.monotonic() + timeout_s
-        with self.changed:
-            self.inside = True
+        with self.condition:
+            self.is_trainer_waiting = True
             self.progress += 1
             try:
-                while not ready(self.picture):
+                while not ready(self.snapshot):
                     if self.error is not None:
                         raise self.error
-                    if self.stopping:
+                    if self.is_stopping:
                         raise GridtrainError("this worker has left the run: its grid was closed")
                     left_s = until_s - time.monotonic()
                     if left_s <= 0:
                         return None
-                    self._awaited = ready
-                    self.changed.wait(min(left_s, 1.0))  # bounded, so that Ctrl-C is noticed
-                return self.picture
+                    self._wait_condition = ready
+                    self.condition.wait(min(left_s, 1.0))  # bounded, so that Ctrl-C is noticed
+                return self.snapshot
             finally:
-                self.inside, self._awaited = False, None
+                self.is_trainer_waiting, self._wait_condition = False, None
                 self.progress += 1
 
-    def look(self) -> Picture:
+    def read(self) -> WorkerSnapshot:
         """Raises what stopped the loop."""
-        with self.changed:
+        with self.condition:
             if self.error is not None:
                 raise self.error
-            return self.picture
+            return self.snapshot
 
-    def command(self, event: io.Event) -> None:
+    def submit(self, event: io.MemberEvent) -> None:
         """For the core."""
-        with self.changed:
+        with self.condition:
             self._commands.append(event)
-        self.stir()
+        self.mark_stale()
 
-    def bring(self, event: io.Extend | io.Submit) -> None:
+    def submit_payload(self, event: io.AddCollectives | io.SubmitRound) -> None:
         """As `command`, with what changes no picture as long as the round goes its way."""
-        with self.changed:
+        with self.condition:
             self._commands.append(event)
-        self._ring()
+        self._wake_loop()
 
-    def stir(self) -> None:
+    def mark_stale(self) -> None:
         """The picture has to change, or the loop has something to do; from any thread."""
-        self.stale = True
-        self._ring()
+        self.is_stale = True
+        self._wake_loop()
 
     def stop(self) -> None:
         """The loop is to end, once it has done what was brought before."""
-        with self.changed:
-            self.stopping = True
-        self.stir()
+        with self.condition:
+            self.is_stopping = True
+        self.mark_stale()
 
     # -- the loop's thread -----------------------------------------------------------------------
 
-    def commands(self) -> deque[io.Event]:
+    def take_commands(self) -> deque[io.MemberEvent]:
         """What was brought since, in order."""
-        with self.changed:
+        with self.condition:
             commands, self._commands = self._commands, deque()
         return commands
 
-    def show(self, picture: Picture, *, anyway: bool = False) -> None:
+    def publish(self, picture: WorkerSnapshot, *, anyway: bool = False) -> None:
         """Wake the trainer if the picture is another one, or `anyway`."""
-        with self.changed:
-            if not anyway and picture == self.picture:
+        with self.condition:
+            if not anyway and picture == self.snapshot:
                 return
-            self.picture = picture
-            self.wake()
+            self.snapshot = picture
+            self.notify_trainer()
 
-    def wake(self) -> None:
+    def notify_trainer(self) -> None:
         """Locked.  Not for what the trainer does not wait for, such as what it sent itself."""
-        if self._awaited is None or self._awaited(self.picture):
-            self.changed.notify_all()
+        if self._wait_condition is None or self._wait_condition(self.snapshot):
+            self.condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """The loop has ended with this; the trainer is told at its next call."""
-        with self.changed:
+        with self.condition:
             self.error = error
-            self.changed.notify_all()
+            self.condition.notify_all()

@@ -15,22 +15,22 @@ from gridtrain.protocol.invitation import RUN_NAME
 
 _LOOPBACK = "127.0.0.1"
 
-_FIRST = ("amber", "brisk", "calm", "deft", "eager", "fair", "glad", "keen", "lucid", "mild", "neat", "quiet")
-_SECOND = ("ant", "bear", "crane", "deer", "elk", "finch", "gecko", "hare", "ibis", "lynx", "otter", "wren")
+_ADJECTIVES = ("amber", "brisk", "calm", "deft", "eager", "fair", "glad", "keen", "lucid", "mild", "neat", "quiet")
+_ANIMALS = ("ant", "bear", "crane", "deer", "elk", "finch", "gecko", "hare", "ibis", "lynx", "otter", "wren")
 
 
 def random_name() -> str:
     """A name such as "keen-otter-4f2a" that says nothing about the machine."""
-    return f"{secrets.choice(_FIRST)}-{secrets.choice(_SECOND)}-{secrets.token_hex(2)}"
+    return f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_ANIMALS)}-{secrets.token_hex(2)}"
 
 
 def state_directory(run: str) -> Path:
     """Where files of `run` belong: `$XDG_STATE_HOME/gridtrain/<run>`, by default under ~/.local/state."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "gridtrain" / folder_name(run)
+    return Path(base) / "gridtrain" / run_folder_name(run)
 
 
-def folder_name(run: str) -> str:
+def run_folder_name(run: str) -> str:
     """A run's name as the name of one folder; what is no run's name gets one that no run has."""
     if RUN_NAME.fullmatch(run):
         return run
@@ -38,7 +38,7 @@ def folder_name(run: str) -> str:
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', run)[:32].lstrip('._-')}={digest}"
 
 
-def listen_address(coordinator: str) -> str:
+def default_listen_address(coordinator: str) -> str:
     """Where to wait for other workers: any free port of the interface that leads to the coordinator.
 
     Loopback if the coordinator is on this machine.  Nothing is sent to find out.

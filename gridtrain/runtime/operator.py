@@ -24,22 +24,22 @@ from typing import Any, TypeVar
 
 from gridtrain.errors import ConfigError, JoinRefused, RemoteProtocolError
 from gridtrain.protocol.invitation import RUN_NAME, Invitation
-from gridtrain.protocol.messages import Done, Expel, Invite, Pardon, PeerId
+from gridtrain.protocol.messages import Invite, OperatorReply, PeerId, RemoveWorker, Unban
 from gridtrain.runtime.client import DENIED, CoordinatorClient
 from gridtrain.runtime.naming import state_directory
 from gridtrain.transport.base import Transport
-from gridtrain.transport.contact import CONTACT_FILE, OPERATOR_KEY, ContactFile
+from gridtrain.transport.contact import CONTACT_FILE, OPERATOR_KEY, EndpointFile
 from gridtrain.transport.curve import Identity
 
 Answer = TypeVar("Answer")
 
-ANSWER_S = 5.0
-LOOK_S = 0.05
+ANSWER_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 0.05
 """How often to look for a file that a starting coordinator has not written yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contact:
+class CoordinatorEndpoint:
     """How an operator reaches its coordinator, and what it shows there.
 
     Attributes:
@@ -49,7 +49,7 @@ class Contact:
     """
 
     address: str
-    here: str
+    local_address: str
     coordinator: PeerId
     run: str
     encrypted: bool
@@ -57,7 +57,7 @@ class Contact:
     key_file: Path | None = None
 
     @classmethod
-    def find(cls, run: str = "default", state: Path | None = None, *, wait_s: float = 0.0) -> Contact:
+    def find(cls, run: str = "default", state: Path | None = None, *, wait_s: float = 0.0) -> CoordinatorEndpoint:
         """Read the state folder of a run whose coordinator runs on this machine.
 
         Args:
@@ -71,10 +71,10 @@ class Contact:
             raise ConfigError(f"{run!r} is no run's name", remedy="use the name given to the coordinator")
         folder = state if state is not None else state_directory(run)
         deadline_s = time.monotonic() + wait_s
-        while (found := _read(folder)) is None:
+        while (found := _read_endpoint(folder)) is None:
             if (left_s := deadline_s - time.monotonic()) <= 0:
-                raise _nobody(folder, run)
-            time.sleep(min(left_s, LOOK_S))
+                raise _not_running_error(folder, run)
+            time.sleep(min(left_s, POLL_INTERVAL_S))
         if found.run != run and state is None:
             raise ConfigError(
                 f'{folder / CONTACT_FILE} is of the run "{found.run}", not "{run}"',
@@ -87,7 +87,7 @@ class Contact:
         )
 
 
-class Operator:
+class OperatorClient:
     """Asks the coordinator with the operator's key; a context manager.
 
     Args:
@@ -97,24 +97,24 @@ class Operator:
     Raises `ConfigError`, `CoordinatorUnreachable`.
     """
 
-    def __init__(self, contact: Contact, transport: Transport | None = None) -> None:
-        self.contact = contact
+    def __init__(self, contact: CoordinatorEndpoint, transport: Transport | None = None) -> None:
+        self.endpoint = contact
         self._client = None if transport is None else self._connected(transport)
 
     def _connected(self, transport: Transport | None = None) -> CoordinatorClient:
-        to = self.contact
+        to = self.endpoint
         return CoordinatorClient(
-            to.here, to.coordinator, to.operator, encrypted=to.encrypted, transport=transport
+            to.local_address, to.coordinator, to.operator, encrypted=to.encrypted, transport=transport
         )
 
     def _ask(self, question: Callable[[CoordinatorClient], Answer], timeout_s: float) -> Answer:
-        with _explained(self.contact):
+        with _explain_refusal(self.endpoint):
             if self._client is not None:
                 return question(self._client)
-            with _in_turn(self.contact.key_file, timeout_s), self._connected() as client:
+            with _operator_lock(self.endpoint.key_file, timeout_s), self._connected() as client:
                 return question(client)
 
-    def __enter__(self) -> Operator:
+    def __enter__(self) -> OperatorClient:
         return self
 
     def __exit__(
@@ -123,7 +123,7 @@ class Operator:
         if self._client is not None:
             self._client.__exit__(kind, error, trace)
 
-    def order(self, message: Invite | Expel | Pardon, timeout_s: float = ANSWER_S) -> str:
+    def order(self, message: Invite | RemoveWorker | Unban, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
         """What the coordinator says when it is done; for people.
 
         Raises:
@@ -132,14 +132,14 @@ class Operator:
             RemoteProtocolError: who answers is no coordinator.
         """
         reply = self._ask(lambda client: client.ask(message, timeout_s), timeout_s)
-        if not isinstance(reply, Done):
+        if not isinstance(reply, OperatorReply):
             raise RemoteProtocolError(
                 f"the coordinator answered an order with {type(reply).__name__}",
                 remedy="see that it and this program are of the same version",
             )
         return reply.text
 
-    def status(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    def status(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
         """See `CoordinatorClient.status`.  Raises as `order`."""
         return self._ask(lambda client: client.status(timeout_s), timeout_s)
 
@@ -148,7 +148,7 @@ class Operator:
 
         Raises as `order`; `ConfigError` for an address that does not fit.
         """
-        contact = self.contact
+        contact = self.endpoint
         token = secrets.token_bytes(32)
         invitation = Invitation(
             address or contact.address, contact.coordinator, token, contact.run, contact.encrypted
@@ -162,7 +162,7 @@ class Operator:
 
 
 @contextlib.contextmanager
-def _in_turn(key_file: Path | None, timeout_s: float) -> Iterator[None]:
+def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
     """Alone with the key, where the others take turns, too; who has waited `timeout_s` goes on anyway."""
     if key_file is None:
         yield
@@ -176,14 +176,14 @@ def _in_turn(key_file: Path | None, timeout_s: float) -> Iterator[None]:
             except BlockingIOError:  # somebody asks
                 if (left_s := deadline_s - time.monotonic()) <= 0:
                     break
-                time.sleep(min(left_s, LOOK_S))
+                time.sleep(min(left_s, POLL_INTERVAL_S))
             except OSError:  # this file system has no locks: nobody takes turns on it
                 break
         yield
 
 
 @contextlib.contextmanager
-def _explained(contact: Contact) -> Iterator[None]:
+def _explain_refusal(contact: CoordinatorEndpoint) -> Iterator[None]:
     """A refused operator's key is not a refused worker's: it says what to do."""
     try:
         yield
@@ -192,19 +192,19 @@ def _explained(contact: Contact) -> Iterator[None]:
             raise
         raise JoinRefused(
             DENIED,
-            f"the coordinator at {contact.here} does not know the key in {OPERATOR_KEY}",
+            f"the coordinator at {contact.local_address} does not know the key in {OPERATOR_KEY}",
             remedy="restart the coordinator: it reads the file when it starts",
         ) from None
 
 
-def _read(folder: Path) -> ContactFile | None:
+def _read_endpoint(folder: Path) -> EndpointFile | None:
     try:
-        return ContactFile.read(folder)
+        return EndpointFile.read(folder)
     except FileNotFoundError:
         return None
 
 
-def _nobody(folder: Path, run: str) -> ConfigError:
+def _not_running_error(folder: Path, run: str) -> ConfigError:
     more = "" if run == "default" else f" --run {run}"
     return ConfigError(
         f"no coordinator is running there: {folder / CONTACT_FILE} does not exist",

@@ -11,26 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gridtrain.protocol.messages import PeerId
-from gridtrain.transport.credits import CreditTransport
+from gridtrain.transport.credits import FlowControlTransport
 
 
-class Owed:
+class CreditReturn:
     """See the module's text.  Used from the loop's thread alone."""
 
-    def __init__(self, transport: CreditTransport) -> None:
+    def __init__(self, transport: FlowControlTransport) -> None:
         self._transport = transport
         self._bytes: dict[PeerId, int] = {}
 
-    def came(self, peer: PeerId, nbytes: int) -> None:
+    def record_received(self, peer: PeerId, nbytes: int) -> None:
         self._bytes[peer] = self._bytes.get(peer, 0) + nbytes
 
-    def forget(self, peer: PeerId) -> None:
+    def remove_peer(self, peer: PeerId) -> None:
         """Its connection is gone, and both ends begin to count anew."""
         self._bytes.pop(peer, None)
 
-    def give_back(self, held_bytes: Callable[[PeerId], int]) -> None:
+    def return_credit(self, held_bytes: Callable[[PeerId], int]) -> None:
         for peer, owed in list(self._bytes.items()):
             held = held_bytes(peer)
             if owed > held:
-                self._transport.done(peer, owed - held)
+                self._transport.mark_processed(peer, owed - held)
                 self._bytes[peer] = held

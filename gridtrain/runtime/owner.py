@@ -26,16 +26,16 @@ from gridtrain.config import ENV_PREFIX
 
 log = logging.getLogger("gridtrain")
 
-VARIABLE = ENV_PREFIX + "CONTROL"
+CONTROL_VARIABLE = ENV_PREFIX + "CONTROL"
 MAX_LINE_BYTES = 16_384
-SPENT = "spent"
+BUDGET_EXHAUSTED = "spent"
 """The state of a script that ends itself, as the step it is in would cost more than is left of the day."""
 
-TELL_S = 0.25
+REPORT_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class AgentDirective:
     """What is wanted now.
 
     Attributes:
@@ -55,13 +55,13 @@ class Wish:
     spent_text: str = "the day's bytes are used up"
 
 
-class Owner(Protocol):
+class AgentControl(Protocol):
     """Asked from the training thread."""
 
     @property
-    def wish(self) -> Wish: ...
+    def directive(self) -> AgentDirective: ...
 
-    def tell(self, **state: Any) -> None:
+    def report(self, **state: Any) -> None:
         """How it stands: `state`, `step`, ..."""
         ...
 
@@ -70,7 +70,7 @@ class Owner(Protocol):
         ...
 
 
-class Unled:
+class NoAgent:
     """Nobody says anything: a script that was started by hand, a group in one process.
 
     Attributes:
@@ -78,17 +78,17 @@ class Unled:
     """
 
     def __init__(self) -> None:
-        self.wish = Wish()
-        self.told: list[dict[str, Any]] = []
+        self.directive = AgentDirective()
+        self.reported: list[dict[str, Any]] = []
 
-    def tell(self, **state: Any) -> None:
-        self.told = [*self.told[-99:], state]
+    def report(self, **state: Any) -> None:
+        self.reported = [*self.reported[-99:], state]
 
     def wait(self, timeout_s: float) -> None:
         time.sleep(min(timeout_s, 0.02))
 
 
-class AgentLine:
+class AgentLink:
     """The line to the agent whose socket lies at `path`.
 
     Args:
@@ -96,11 +96,11 @@ class AgentLine:
     """
 
     def __init__(self, path: str, moved_bytes: Callable[[], int]) -> None:
-        self.wish = Wish()
+        self.directive = AgentDirective()
         self._moved_bytes = moved_bytes
         self._state: dict[str, Any] = {"state": "training"}
         self._path = path
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._sending = threading.Lock()
         self._socket = self._connect()
         first = threading.Event()
@@ -108,13 +108,13 @@ class AgentLine:
         self._thread.start()
         first.wait(5.0)  # the rules hold from the beginning
 
-    def tell(self, **state: Any) -> None:
+    def report(self, **state: Any) -> None:
         self._state = state
         self._report()
 
     def wait(self, timeout_s: float) -> None:
-        with self._changed:
-            self._changed.wait(timeout_s)
+        with self._condition:
+            self._condition.wait(timeout_s)
 
     def _report(self) -> None:
         self._send({**self._state, "moved_bytes": self._moved_bytes()})
@@ -123,7 +123,7 @@ class AgentLine:
         """Raises `OSError`."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            line.settimeout(TELL_S)
+            line.settimeout(REPORT_INTERVAL_S)
             line.connect(self._path)
             line.sendall(json.dumps({"role": "script", "pid": os.getpid()}).encode() + b"\n")
         except OSError:
@@ -141,7 +141,7 @@ class AgentLine:
     def _main(self, first: threading.Event) -> None:
         while True:
             self._listen(first)
-            time.sleep(TELL_S)  # the agent ends this process when it goes: till then its last wish holds
+            time.sleep(REPORT_INTERVAL_S)  # the agent ends this process when it goes: till then its last wish holds
             with self._sending:
                 self._socket.close()
                 try:
@@ -164,13 +164,13 @@ class AgentLine:
                 return
             *lines, rest = (rest + got).split(b"\n")
             for line in lines:
-                self._hear(line)
+                self._handle_line(line)
             first.set()
             self._report()
 
-    def _hear(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         said = json.loads(line)
         most = said.pop("most_bytes", None)
-        with self._changed:
-            self.wish = replace(Wish(), **said, most_bytes=math.inf if most is None else float(most))
-            self._changed.notify_all()
+        with self._condition:
+            self.directive = replace(AgentDirective(), **said, most_bytes=math.inf if most is None else float(most))
+            self._condition.notify_all()

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from gridtrain.protocol.sharing import SAMPLES_FIGURE, SECONDS_FIGURE
 
-UNCOUNTED = 1
+WARM_UP_STEPS = 1
 """First batches, in which kernels are compiled and memory is found."""
 
 
-class Pace:
+class ComputeRate:
     """Totals over this worker's stay; a turn that is given up, or in which it evaluates, does not count."""
 
     def __init__(self) -> None:
-        self._turns = 0
+        self._measured_steps = 0
         self._began_s: float | None = None
         self._open_samples = 0
         self._samples = 0
@@ -27,11 +27,11 @@ class Pace:
 
     def begin(self, now_s: float, samples: int) -> None:
         """A batch of so many samples is handed out; 0: a stand-in."""
-        self._turns += samples > 0
-        counts = samples > 0 and self._turns > UNCOUNTED
+        self._measured_steps += samples > 0
+        counts = samples > 0 and self._measured_steps > WARM_UP_STEPS
         self._began_s, self._open_samples = now_s if counts else None, samples
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """What is measured just now is something else."""
         self._began_s = None
 

@@ -8,42 +8,42 @@ from __future__ import annotations
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
-from gridtrain.runtime.catching_up import CatchingUp
-from gridtrain.runtime.disk_duties import DiskDuties
-from gridtrain.runtime.donating import Donating
-from gridtrain.runtime.giving import Giving
-from gridtrain.runtime.picture import Picture
-from gridtrain.runtime.residuals import Residuals
-from gridtrain.runtime.taking import Taking
+from gridtrain.runtime.catching_up import CatchUpSession
+from gridtrain.runtime.disk_duties import CheckpointRequests
+from gridtrain.runtime.donating import CatchUpSource
+from gridtrain.runtime.giving import StateSender
+from gridtrain.runtime.picture import WorkerSnapshot
+from gridtrain.runtime.residuals import ResidualExchange
+from gridtrain.runtime.taking import StateReceiver
 
 
-class Painter:
+class SnapshotBuilder:
     """See the module's text.  Used from the loop's thread alone."""
 
     def __init__(
         self,
-        giving: Giving,
-        taking: Taking,
-        donating: Donating,
-        catching_up: CatchingUp,
-        residuals: Residuals,
-        disk: DiskDuties,
+        giving: StateSender,
+        taking: StateReceiver,
+        donating: CatchUpSource,
+        catching_up: CatchUpSession,
+        residuals: ResidualExchange,
+        disk: CheckpointRequests,
     ) -> None:
-        self._giving, self._taking = giving, taking
-        self._donating, self._catching_up = donating, catching_up
-        self._residuals, self._disk = residuals, disk
+        self._state_sender, self._state_receiver = giving, taking
+        self._catch_up_source, self._catch_up = donating, catching_up
+        self._residuals, self._checkpoint_requests = residuals, disk
         self._assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int] = (None, (), 0)
 
-    def paint(self, here: MemberCore) -> Picture:
-        seat = here.seat
-        me = seat.roster[seat.rank] if seat is not None else None
-        spans, total = self._positions(here)
-        reload = self._disk.reload_in(here.term, here.generation, synced=here.synced)
-        given = self._taking.intake.complete_for(here.generation) and not here.synced
-        inheritance = self._residuals.inheritance
-        return Picture(
-            welcomed=here.welcomed,
-            stage=here.stage,
+    def build(self, here: MemberCore) -> WorkerSnapshot:
+        seat = here.rank_assignment
+        me = seat.members[seat.rank] if seat is not None else None
+        spans, total = self._step_spans(here)
+        reload = self._checkpoint_requests.pending_reload(here.term, here.generation, synced=here.is_synced)
+        given = self._state_receiver.blobs.is_complete_for(here.generation) and not here.is_synced
+        inheritance = self._residuals.incoming
+        return WorkerSnapshot(
+            is_welcomed=here.is_welcomed,
+            phase=here.phase,
             generation=here.generation,
             rank=seat.rank if seat is not None else 0,
             world_size=seat.world_size if seat is not None else 0,
@@ -54,35 +54,35 @@ class Painter:
             applied=here.applied,
             history=here.history,
             ledger=here.ledger,
-            finished=here.finished and here.stage is io.Stage.RUNNING,
+            is_finished=here.is_finished and here.phase is io.MemberPhase.RUNNING,
             run_state=here.run_state,
-            wanted_state=self._giving.wanted,
-            offered_state=(given and self._catching_up.may_load) or reload is not None,
-            wanted_image=self._donating.wanted,
-            offered_work=self._catching_up.has_work,
-            compares_next=here.compares_next,
-            inherited=bool(inheritance.counting),
-            synced=here.synced,
-            touched=here.touched,
-            heir=here.takes_over or inheritance.open,
-            doomed=here.doomed,
+            requested_state=self._state_sender.requested_state,
+            is_state_complete=(given and self._catch_up.can_load_checkpoint) or reload is not None,
+            requested_snapshot=self._catch_up_source.snapshot_requested_after,
+            has_catch_up_work=self._catch_up.has_work,
+            compare_after_step=here.is_comparison_due,
+            has_incoming_residuals=bool(inheritance.confirmed),
+            is_synced=here.is_synced,
+            is_modified=here.is_modified,
+            is_residual_recipient=here.can_accept_residual or inheritance.has_unconfirmed,
+            failing_round=here.doomed_round,
             reload=reload,
-            donor=here.donor,
-            due_digest=me.digest if me is not None else b"",
-            wanted_kept=self._giving.wanted_kept,
-            discard_after=self._disk.discard_after,
+            state_source=here.state_source,
+            expected_digest=me.digest if me is not None else b"",
+            requested_checkpoint=self._state_sender.requested_checkpoint,
+            discard_after=self._checkpoint_requests.discard_after,
             name=me.name if me is not None else "",
             exchange=seat.exchange if seat is not None else "",
-            aside=self._disk.aside,
-            cuts=seat.cuts if seat is not None else (),
+            save_requested=self._checkpoint_requests.save_requested,
+            stage_bounds=seat.stage_bounds if seat is not None else (),
             first_step=here.first_step,
         )
 
-    def _positions(self, here: MemberCore) -> tuple[tuple[m.Span, ...], int]:
+    def _step_spans(self, here: MemberCore) -> tuple[tuple[m.Span, ...], int]:
         """This worker's in the open step, and everybody's samples: worked out once for each round."""
         open_round = here.next_round
         if open_round is None:
             return (), 0
         if open_round != self._assigned[0]:
-            self._assigned = (open_round, *here.positions())
+            self._assigned = (open_round, *here.data_positions())
         return self._assigned[1:]

@@ -11,52 +11,52 @@ from __future__ import annotations
 
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import PeerId, StateBlock
-from gridtrain.runtime.statefeed import BACKLOG_BYTES, MAX_ASKS, StateIntake
+from gridtrain.runtime.statefeed import BACKLOG_BYTES, MAX_STATE_REQUESTS, BlobReceiver
 from gridtrain.transport.base import Transport
 
 
-class PassingOutlet:
+class StateForwarder:
     """See the module's text.  Used from the loop's thread alone."""
 
-    def __init__(self, intake: StateIntake) -> None:
-        self._intake = intake
+    def __init__(self, intake: BlobReceiver) -> None:
+        self._receiver = intake
         self._next: dict[PeerId, tuple[int, int, int]] = {}  # term, generation, the block that comes next
-        self._asks = 0
-        self._here = (0, 0)  # term and generation that these are of
+        self._request_counts = 0
+        self._available = (0, 0)  # term and generation that these are of
 
-    def ask(self, peer: PeerId, term: int, generation: int, have: int) -> None:
+    def request(self, peer: PeerId, term: int, generation: int, have: int) -> None:
         """Bounded in each generation, as `StateOutlet.ask` is; one may end before it has started."""
-        if (term, generation) != self._here:
-            self._here, self._asks = (term, generation), 0
+        if (term, generation) != self._available:
+            self._available, self._request_counts = (term, generation), 0
             self._next.clear()
-        self._asks += 1
-        if self._asks <= MAX_ASKS:
+        self._request_counts += 1
+        if self._request_counts <= MAX_STATE_REQUESTS:
             self._next[peer] = (term, generation, have)
 
     def stop(self) -> None:
         """What was passed on is not the state, and what comes now does not go on from it: ask the donor."""
         self._next.clear()
-        self._asks = MAX_ASKS
+        self._request_counts = MAX_STATE_REQUESTS
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The generation has started."""
         self._next.clear()
-        self._asks = 0
-        self._intake.release()
+        self._request_counts = 0
+        self._receiver.stop_forwarding()
 
-    def ready(self, transport: Transport) -> bool:
+    def has_data(self, transport: Transport) -> bool:
         return any(
-            self._intake.passable(generation, index) is not None and _has_room(transport, peer)
+            self._receiver.forwardable_block(generation, index) is not None and _has_room(transport, peer)
             for peer, (_, generation, index) in self._next.items()
         )
 
-    def pump(self, transport: Transport) -> int:
+    def send_pending(self, transport: Transport) -> int:
         """Queue blocks up to the backlog's bound; returns how many."""
         sent = 0
         for peer, (term, generation, index) in list(self._next.items()):
             try:
                 while _has_room(transport, peer):
-                    block = self._intake.passable(generation, index)
+                    block = self._receiver.forwardable_block(generation, index)
                     if block is None:
                         break
                     transport.send(peer, StateBlock(term, generation, index, *block))

@@ -14,7 +14,7 @@ _NO_LEDGER = m.LedgerState()
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class WorkerSnapshot:
     """What the trainer may know, replaced as a whole whenever something changed.
 
     Attributes:
@@ -42,8 +42,8 @@ class Picture:
         first_step: of this generation.
     """
 
-    welcomed: bool = False
-    stage: io.Stage = io.Stage.APART
+    is_welcomed: bool = False
+    phase: io.MemberPhase = io.MemberPhase.APART
     generation: int = 0
     rank: int = 0
     world_size: int = 0
@@ -54,25 +54,25 @@ class Picture:
     applied: int = -1
     history: bytes = b""
     ledger: m.LedgerState = _NO_LEDGER
-    finished: bool = False
+    is_finished: bool = False
     run_state: tuple[str, str] = ("", "")
-    wanted_state: tuple[int, bool] = (0, False)
-    offered_state: bool = False
-    wanted_image: int | None = None
-    offered_work: bool = False
-    compares_next: bool = False
-    inherited: bool = False
-    synced: bool = False
-    touched: bool = False
-    heir: bool = True
-    doomed: m.RoundId | None = None
-    reload: io.Reload | None = None
-    donor: m.PeerId | None = None
-    due_digest: bytes = b""
-    wanted_kept: tuple[int, m.Held] | None = None
+    requested_state: tuple[int, bool] = (0, False)
+    is_state_complete: bool = False
+    requested_snapshot: int | None = None
+    has_catch_up_work: bool = False
+    compare_after_step: bool = False
+    has_incoming_residuals: bool = False
+    is_synced: bool = False
+    is_modified: bool = False
+    is_residual_recipient: bool = True
+    failing_round: m.RoundId | None = None
+    reload: io.LoadCheckpoints | None = None
+    state_source: m.PeerId | None = None
+    expected_digest: bytes = b""
+    requested_checkpoint: tuple[int, m.CheckpointInfo] | None = None
     discard_after: int | None = None
     name: str = ""
     exchange: str = ""
-    aside: m.Held | None = None
-    cuts: tuple[int, ...] = ()
+    save_requested: m.CheckpointInfo | None = None
+    stage_bounds: tuple[int, ...] = ()
     first_step: int = 0

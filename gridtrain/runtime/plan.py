@@ -30,9 +30,9 @@ class StepPlan:
     world_size: int
     samples: int
     total_samples: int
-    compare: bool = False
+    compare_after: bool = False
     exchange: str = ""
-    cuts: tuple[int, ...] = ()
+    stage_bounds: tuple[int, ...] = ()
     generation: int = 0
     first_step: int = 0
 
@@ -51,5 +51,5 @@ class RoundOutcome:
         skip: committed, but somebody's gradient was not finite: the update is empty.
     """
 
-    committed: bool
-    skip: bool
+    is_committed: bool
+    is_skipped: bool

@@ -11,16 +11,16 @@ from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import PeerId, Ping
 from gridtrain.transport.base import Transport
 
-PINGS = 5
+PINGS_PER_PEER = 5
 
 
-class Prober:
+class RoundTripProbe:
     """One probe at a time; the smallest round trip of each target counts."""
 
     def __init__(self) -> None:
         self._targets: tuple[PeerId, ...] = ()
         self._best_s: dict[PeerId, float] = {}
-        self._left: dict[PeerId, int] = {}
+        self._pings_left: dict[PeerId, int] = {}
         self._sent: dict[int, tuple[PeerId, float]] = {}
         self.until_s = math.inf
         self._nonce = 0
@@ -32,7 +32,7 @@ class Prober:
         """Ping those that are connected, the others when they are; `limit_s` bounds the whole."""
         self._targets = tuple(dict.fromkeys(peer for peer, _ in targets))
         self._best_s, self._sent = {}, {}
-        self._left = dict.fromkeys(self._targets, PINGS)
+        self._pings_left = dict.fromkeys(self._targets, PINGS_PER_PEER)
         self.until_s, self._running = now_s + 0.8 * limit_s, True
         for peer in self._targets:
             if transport.connected(peer):
@@ -42,18 +42,18 @@ class Prober:
         if self._running and peer in self._targets and peer not in self._best_s:
             self._ping(peer, transport, now_s)
 
-    def pong(self, nonce: int, transport: Transport, now_s: float) -> None:
+    def handle_pong(self, nonce: int, transport: Transport, now_s: float) -> None:
         peer, sent_s = self._sent.pop(nonce, (b"", 0.0))
-        if peer not in self._left:
+        if peer not in self._pings_left:
             return
         self._best_s[peer] = min(now_s - sent_s, self._best_s.get(peer, math.inf))
-        self._left[peer] -= 1
-        if self._left[peer] > 0:
+        self._pings_left[peer] -= 1
+        if self._pings_left[peer] > 0:
             self._ping(peer, transport, now_s)
 
-    def done(self, now_s: float) -> tuple[tuple[PeerId, float], ...] | None:
+    def take_results(self, now_s: float) -> tuple[tuple[PeerId, float], ...] | None:
         """Round trips in seconds, once, in the order of targets; None while it runs or none was asked for."""
-        if not self._running or (any(self._left.values()) and now_s < self.until_s):
+        if not self._running or (any(self._pings_left.values()) and now_s < self.until_s):
             return None
         self._running = False
         return tuple((peer, self._best_s[peer]) for peer in self._targets if peer in self._best_s)
@@ -64,4 +64,4 @@ class Prober:
         try:
             transport.send(peer, Ping(self._nonce))
         except TransportError:
-            self._left[peer] = 0  # its connection broke: not measured
+            self._pings_left[peer] = 0  # its connection broke: not measured

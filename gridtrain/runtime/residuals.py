@@ -10,68 +10,68 @@ from __future__ import annotations
 
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.runtime.handover import Inheritance
-from gridtrain.runtime.meeting import Meeting
-from gridtrain.wire.sparse import Sparse
+from gridtrain.runtime.handover import IncomingResiduals
+from gridtrain.runtime.meeting import Mailbox
+from gridtrain.wire.sparse import SparseVector
 
 
-class Residuals:
+class ResidualExchange:
     """See the module's text.
 
     Attributes:
         inheritance: guarded by `Meeting.changed`.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self.inheritance = Inheritance()
-        self._handed: io.Handed | None = None
+    def __init__(self, meeting: Mailbox) -> None:
+        self._mailbox = meeting
+        self.incoming = IncomingResiduals()
+        self._transfer_result: io.ResidualTransferEnded | None = None
 
     # -- the trainer's thread --------------------------------------------------------------------
 
-    def allow(self, n: int) -> None:
+    def set_length(self, n: int) -> None:
         """The length of this worker's residual, which another one's may be added to."""
-        with self._meeting.changed:
-            self.inheritance.allow(n)
+        with self._mailbox.condition:
+            self.incoming.set_length(n)
 
-    def take(self) -> list[tuple[m.PeerId, Sparse]]:
+    def take_confirmed(self) -> list[tuple[m.PeerId, SparseVector]]:
         """What members that have left have handed over: to be added to this worker's residual now."""
-        with self._meeting.changed:
-            counting, self.inheritance.counting = self.inheritance.counting, []
-        self._meeting.stir()
+        with self._mailbox.condition:
+            counting, self.incoming.confirmed = self.incoming.confirmed, []
+        self._mailbox.mark_stale()
         return counting
 
-    def last_call(self, timeout_s: float) -> None:
+    def stop_accepting(self, timeout_s: float) -> None:
         """Take no more residuals over, and wait until those that were acknowledged count, or never will."""
-        self._meeting.command(io.LastCall())
-        self._meeting.wait(lambda picture: not picture.heir, timeout_s)
+        self._mailbox.submit(io.RefuseResiduals())
+        self._mailbox.wait(lambda picture: not picture.is_residual_recipient, timeout_s)
 
     @property
-    def open_mass(self) -> float:
+    def unconfirmed_magnitude(self) -> float:
         """Sum of magnitudes of the residuals that were acknowledged and are not this worker's yet."""
-        with self._meeting.changed:
-            return self.inheritance.open_mass
+        with self._mailbox.condition:
+            return self.incoming.unconfirmed_magnitude
 
-    def hand_on(self, pieces: tuple[memoryview, ...], timeout_s: float) -> io.Handed | None:
+    def transfer(self, pieces: tuple[memoryview, ...], timeout_s: float) -> io.ResidualTransferEnded | None:
         """Give this worker's residual to another one; None: nobody answered.  No step can follow."""
-        self._meeting.command(io.HandOn(pieces))
-        self._meeting.wait(lambda _: self._handed is not None, timeout_s)
-        return self._handed
+        self._mailbox.submit(io.TransferResidual(pieces))
+        self._mailbox.wait(lambda _: self._transfer_result is not None, timeout_s)
+        return self._transfer_result
 
     # -- the loop's thread -----------------------------------------------------------------------
 
-    def do(self, effect: io.TakePiece | io.Inherit | io.Forget | io.Handed) -> io.Inherited | None:
+    def execute(self, effect: io.StoreResidualBlock | io.AddResidual | io.DropResidual | io.ResidualTransferEnded) -> io.ResidualReceived | None:
         """The event that follows at once.  Raises `RemoteProtocolError` for what cannot be a residual."""
-        with self._meeting.changed:
+        with self._mailbox.condition:
             match effect:
-                case io.TakePiece(peer, piece, world_size):
-                    self._meeting.progress += 1
-                    return io.Inherited(peer) if self.inheritance.take(peer, piece, world_size) else None
-                case io.Inherit(peer):
-                    self.inheritance.count(peer)
-                case io.Forget(peer):
-                    self.inheritance.forget(peer)
-                case io.Handed():
-                    self._handed = effect
-                    self._meeting.changed.notify_all()
+                case io.StoreResidualBlock(peer, piece, world_size):
+                    self._mailbox.progress += 1
+                    return io.ResidualReceived(peer) if self.incoming.receive_piece(peer, piece, world_size) else None
+                case io.AddResidual(peer):
+                    self.incoming.confirm(peer)
+                case io.DropResidual(peer):
+                    self.incoming.remove_peer(peer)
+                case io.ResidualTransferEnded():
+                    self._transfer_result = effect
+                    self._mailbox.condition.notify_all()
         return None

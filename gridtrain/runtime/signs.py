@@ -12,57 +12,57 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gridtrain.protocol import member_io as io
-from gridtrain.protocol.forming import STATE_LEFT
-from gridtrain.runtime.meeting import Meeting
+from gridtrain.protocol.messages import STATE_LEFT
+from gridtrain.runtime.meeting import Mailbox
 
-EXCHANGED = ("Data", "Relay", "Relayed")
-MOVED = (*EXCHANGED, "ImageBlock", "Update")
+EXCHANGE_MESSAGES = ("Data", "Relay", "Relayed")
+PROGRESS_MESSAGES = (*EXCHANGE_MESSAGES, "ImageBlock", "Update")
 """Messages that are work: whoever sends or receives them is not hung."""
 
 
-class Signs:
+class HeartbeatSource:
     """See the module's text."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: Mailbox) -> None:
+        self._mailbox = meeting
         self._busy = False
         self._moved_bytes = 0
         self._figures: dict[str, float] = {}
 
     # -- the trainer's thread --------------------------------------------------------------------
 
-    def note(self, figures: Mapping[str, float]) -> None:
+    def add_figures(self, figures: Mapping[str, float]) -> None:
         """Figures for `gridtrain status`, and a sign of life."""
-        with self._meeting.changed:
+        with self._mailbox.condition:
             self._figures.update(figures)
-            self._meeting.progress += 1
+            self._mailbox.progress += 1
 
     @property
     def figures(self) -> dict[str, float]:
         """What was noted so far."""
-        with self._meeting.changed:
+        with self._mailbox.condition:
             return dict(self._figures)
 
-    def busy(self, inside: bool) -> None:
+    def set_busy(self, inside: bool) -> None:
         """The trainer is legitimately busy (an evaluation) and counts as making progress."""
-        with self._meeting.changed:
+        with self._mailbox.condition:
             self._busy = inside
 
     # -- the loop's thread -----------------------------------------------------------------------
 
-    def pulse(self, traffic: Mapping[str, tuple[int, int]], left_bytes: int) -> io.Pulse:
+    def make_heartbeat(self, traffic: Mapping[str, tuple[int, int]], left_bytes: int) -> io.HeartbeatDue:
         """`traffic`: bytes sent and received by message type; `left_bytes`: of the state that is coming."""
-        moved = sum(sum(traffic.get(kind, (0, 0))) for kind in MOVED)
-        with self._meeting.changed:
+        moved = sum(sum(traffic.get(kind, (0, 0))) for kind in PROGRESS_MESSAGES)
+        with self._mailbox.condition:
             if moved != self._moved_bytes or self._busy:
                 self._moved_bytes = moved
-                self._meeting.progress += 1
-            progress, waiting = self._meeting.progress, self._meeting.inside
+                self._mailbox.progress += 1
+            progress, waiting = self._mailbox.progress, self._mailbox.is_trainer_waiting
             figures = tuple(sorted(self._figures.items()))
         sent = float(sum(out for out, _ in traffic.values()))
         received = float(sum(back for _, back in traffic.values()))
-        exchanged = float(sum(traffic.get(kind, (0, 0))[0] for kind in EXCHANGED))
+        exchanged = float(sum(traffic.get(kind, (0, 0))[0] for kind in EXCHANGE_MESSAGES))
         counts = [("exchanged_bytes", exchanged), ("received_bytes", received), ("sent_bytes", sent)]
         if left_bytes:
             counts.append((STATE_LEFT, float(left_bytes)))
-        return io.Pulse(progress, waiting, (*figures, *counts))
+        return io.HeartbeatDue(progress, waiting, (*figures, *counts))

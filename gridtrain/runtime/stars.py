@@ -11,44 +11,44 @@ from __future__ import annotations
 
 import numpy as np
 
-from gridtrain.protocol.collective import AddSlice, Collective, StoreOf, StoreSlice, WorkspaceEffect
-from gridtrain.protocol.messages import Place
-from gridtrain.protocol.ring import slices_of
+from gridtrain.protocol.collective import AddSlice, BufferEffect, Collective, StoreFromRank, StoreSlice
+from gridtrain.protocol.messages import PayloadSlot
+from gridtrain.protocol.ring import count_slices
 from gridtrain.protocol.star import DenseStar, SparseStar
-from gridtrain.protocol.tree import Tree
+from gridtrain.protocol.tree import TreeExchange
 from gridtrain.runtime import buffers
-from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace
-from gridtrain.runtime.direct import DirectWorkspace
+from gridtrain.runtime.buffers import ButterflyBuffer, DenseRingBuffer
+from gridtrain.runtime.direct import DirectBuffer
 from gridtrain.sparsify.merge import FloatArray, sum_in_rank_order, truncate
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
 
-class TreeWorkspace(ButterflyWorkspace):
+class TreeBuffer(ButterflyBuffer):
     """One payload, merged hop by hop up the tree.  `update` is what it decodes to."""
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         self._bring(skip)
-        return Tree(rank, world_size, skip)
+        return TreeExchange(rank, world_size, skip)
 
 
-class StarWorkspace(ButterflyWorkspace):
+class SparseStarBuffer(ButterflyBuffer):
     """Root: one payload of each rank until all are there, then the one that goes to all.
 
     `kept`: at the root, all that it dropped or rounded; elsewhere nothing.
     """
 
-    _parts: dict[int, Sparse]
+    _parts: dict[int, SparseVector]
     _world_size: int
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         self._bring(skip)
         self._world_size, self._parts = world_size, {rank: self.update}
         return SparseStar(rank, world_size, skip)
 
-    def apply(self, effect: WorkspaceEffect) -> None:
+    def apply(self, effect: BufferEffect) -> None:
         match effect:
-            case StoreOf(rank, payload, source):
-                theirs = buffers._from_peer(payload, source, self._kind, self._decode)
+            case StoreFromRank(rank, payload, source):
+                theirs = buffers._decode_from_peer(payload, source, self._kind, self._decode)
                 self._parts[rank] = theirs
                 if len(self._parts) == self._world_size:
                     self._merge()
@@ -60,11 +60,11 @@ class StarWorkspace(ButterflyWorkspace):
         summed = sum_in_rank_order([self._parts[rank] for rank in range(self._world_size)])
         merged = truncate(summed, n=self.n, k=self._k, kind=self._kind)
         self._payload, self.update = merged.payload, merged.sparse
-        self.kept.append(merged.owned(1, 0))
+        self.truncated.append(merged.truncated_of_owner(1, 0))
         self._parts.clear()
 
 
-class DenseStarWorkspace:
+class DenseStarBuffer:
     """The slices of one flat vector; the root adds to its own, the others store what it made.
 
     Takes ownership of `contribution_N` ((n,) float32).  `update_N` is the whole sum once the collective is
@@ -85,17 +85,17 @@ class DenseStarWorkspace:
         self.update_N = contribution_N
         self._world_size = world_size
         if slice_bytes is None:
-            self.slices = slices_of(contribution_N.nbytes)
+            self.slices = count_slices(contribution_N.nbytes)
         else:
             self.slices = max(1, -(-contribution_N.nbytes // slice_bytes))
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         buffers._check_world_size(world_size, self._world_size)
         if skip:
             self.update_N[:] = 0
         return DenseStar(rank, world_size, self.slices, skip)
 
-    def apply(self, effect: WorkspaceEffect) -> None:
+    def apply(self, effect: BufferEffect) -> None:
         match effect:
             case AddSlice(_, index, payload, source):
                 what = f"slice {index} from rank {source.rank}"
@@ -104,36 +104,36 @@ class DenseStarWorkspace:
                 what = f"slice {index} from rank {source.rank}"
                 self._view(index)[:] = buffers._dense_values(payload, self._view(index).nbytes, source, what)
             case _:
-                raise buffers._no_effect_of("DenseStar", effect)
+                raise buffers._unexpected_effect("DenseStar", effect)
 
-    def payload(self, place: Place) -> bytes | memoryview:
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
         return self._view(place.slice).view(np.uint8).data.toreadonly()
 
-    def seal(self) -> bytes:
-        return buffers._seal_of_slices(self._view(index) for index in range(self.slices))
+    def compute_digest(self) -> bytes:
+        return buffers._dense_digest(self._view(index) for index in range(self.slices))
 
     def _view(self, index: int) -> FloatArray:
-        start, stop = buffers._part(0, self.update_N.size, index, self.slices)
+        start, stop = buffers._part_bounds(0, self.update_N.size, index, self.slices)
         return self.update_N[start:stop]
 
 
-DENSE_WORKSPACES: dict[str, type[DenseWorkspace] | type[DenseStarWorkspace]] = {
-    "ring": DenseWorkspace,
-    "direct": DirectWorkspace,
-    "star": DenseStarWorkspace,
+DENSE_BUFFERS: dict[str, type[DenseRingBuffer] | type[DenseStarBuffer]] = {
+    "ring": DenseRingBuffer,
+    "direct": DirectBuffer,
+    "star": DenseStarBuffer,
 }
 
 
-def dense_workspace(
+def make_dense_buffer(
     topology: str, contribution_N: FloatArray, world_size: int
-) -> DenseWorkspace | DenseStarWorkspace:
+) -> DenseRingBuffer | DenseStarBuffer:
     """The one for `Dense(topology=...)`."""
-    return DENSE_WORKSPACES[topology](contribution_N, world_size)
+    return DENSE_BUFFERS[topology](contribution_N, world_size)
 
 
-SPARSE_WORKSPACES: dict[str, type[ButterflyWorkspace]] = {
-    "butterfly": ButterflyWorkspace,
-    "tree": TreeWorkspace,
-    "star": StarWorkspace,
+SPARSE_BUFFERS: dict[str, type[ButterflyBuffer]] = {
+    "butterfly": ButterflyBuffer,
+    "tree": TreeBuffer,
+    "star": SparseStarBuffer,
 }
 """Those for `GTopK(topology=...)`."""

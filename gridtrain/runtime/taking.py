@@ -15,12 +15,12 @@ from dataclasses import replace
 
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.runtime.meeting import Meeting
-from gridtrain.runtime.passing_on import PassingOutlet
-from gridtrain.runtime.statefeed import StateIntake
+from gridtrain.runtime.meeting import Mailbox
+from gridtrain.runtime.passing_on import StateForwarder
+from gridtrain.runtime.statefeed import BlobReceiver
 
 
-class Taking:
+class StateReceiver:
     """See the module's text.
 
     Attributes:
@@ -28,60 +28,60 @@ class Taking:
         passing: its way to others; the loop's alone.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self.intake = StateIntake()
-        self.passing = PassingOutlet(self.intake)
+    def __init__(self, meeting: Mailbox) -> None:
+        self._mailbox = meeting
+        self.blobs = BlobReceiver()
+        self.forwarder = StateForwarder(self.blobs)
 
     # -- the trainer's thread --------------------------------------------------------------------
 
-    def allow(self, max_bytes: int) -> None:
+    def set_limit(self, max_bytes: int) -> None:
         """The largest state that a donor may send."""
-        with self._meeting.changed:
-            self.intake.allow(max_bytes)
+        with self._mailbox.condition:
+            self.blobs.set_limit(max_bytes)
 
-    def take(self) -> tuple[int, int, list[bytes]] | None:
+    def take_state(self) -> tuple[int, int, list[bytes]] | None:
         """Term, generation and blobs of the donor's state, complete; `Restored` is to follow.
 
         None: the one that was offered is gone, as that of the next generation has begun to come.
         """
-        with self._meeting.changed:
-            return self.intake.blobs() if self.intake.complete else None
+        with self._mailbox.condition:
+            return self.blobs.take_blobs() if self.blobs.is_complete else None
 
-    def blame_donor(self, generation: int, reason: str) -> None:
+    def reject_state(self, generation: int, reason: str) -> None:
         """What was given as this worker's state is not that."""
-        picture = self._meeting.look()
-        if picture.generation == generation and picture.donor is not None:
-            self._meeting.command(io.Offence(picture.donor, reason))
+        picture = self._mailbox.read()
+        if picture.generation == generation and picture.state_source is not None:
+            self._mailbox.submit(io.ProtocolViolation(picture.state_source, reason))
 
     # -- the loop's thread -----------------------------------------------------------------------
 
-    def still_lacked(self, ask: m.StateRequest) -> m.StateRequest | None:
+    def remaining_request(self, ask: m.StateRequest) -> m.StateRequest | None:
         """For what is not here yet; None: that is nothing."""
-        have = self.intake.have(ask.generation) if ask.whole and not ask.digest else 0
-        if not have or self.intake.left_bytes(ask.generation):
-            return replace(ask, have=have)
-        if self.intake.lacks_word(ask.generation):
-            return replace(ask, digest=True)
+        have = self.blobs.received_blocks(ask.generation) if ask.is_whole and not ask.digest_only else 0
+        if not have or self.blobs.remaining_bytes(ask.generation):
+            return replace(ask, blocks_received=have)
+        if self.blobs.is_unverified(ask.generation):
+            return replace(ask, digest_only=True)
         return None
 
-    def block(self, block: m.StateBlock, *, vouched: bool, passes_on: bool) -> None:
+    def receive_block(self, block: m.StateBlock, *, vouched: bool, passes_on: bool) -> None:
         """`vouched`: it is the donor's.  Raises `RemoteProtocolError` for one that cannot belong here."""
-        with self._meeting.changed:
-            self._meeting.progress += 1
-            self.intake.keeps = passes_on
-            self.intake.take(block, vouched=vouched)
+        with self._mailbox.condition:
+            self._mailbox.progress += 1
+            self.blobs.keeps_blocks = passes_on
+            self.blobs.receive(block, vouched=vouched)
 
-    def expect(self, generation: int, digest: bytes) -> None:
+    def set_expected_digest(self, generation: int, digest: bytes) -> None:
         """The donor says what its state's digest is."""
-        with self._meeting.changed:
-            self.intake.expect(generation, digest)
+        with self._mailbox.condition:
+            self.blobs.set_expected_digest(generation, digest)
 
-    def refuted(self, generation: int) -> bool:
+    def drop_if_mismatched(self, generation: int) -> bool:
         """All of a state has come, and the donor's has another digest: it is forgotten."""
-        with self._meeting.changed:
-            if not self.intake.is_refuted(generation):
+        with self._mailbox.condition:
+            if not self.blobs.is_digest_mismatch(generation):
                 return False
-            self.intake.forget()
-            self.passing.stop()
+            self.blobs.clear()
+            self.forwarder.stop()
             return True

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.runtime.buffers import seal_of
-from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
+from gridtrain.runtime.buffers import sparse_digest
+from gridtrain.wire.sparse import SparseVector, ValueKind, decode, encode
 
 MOST_UPDATES, MOST_BYTES = 512, 128 << 20
 MAX_SETTINGS_BYTES = 1 << 20
@@ -46,15 +46,15 @@ class StepUpdate:
 
     step: int
     settings: bytes
-    skip: bool
-    update: Sparse | None
-    other_seals: tuple[bytes, ...] = ()
+    is_skipped: bool
+    update: SparseVector | None
+    other_digests: tuple[bytes, ...] = ()
 
     @property
     def digest(self) -> bytes:
         """What the members voted for."""
-        seals = [b"" if self.update is None else seal_of(self.update), *self.other_seals]
-        return vote_digest(self.settings, self.skip, [b""] * len(seals) if self.skip else seals)
+        seals = [b"" if self.update is None else sparse_digest(self.update), *self.other_digests]
+        return vote_digest(self.settings, self.is_skipped, [b""] * len(seals) if self.is_skipped else seals)
 
 
 def vote_digest(settings: bytes, skip: bool, seals: Sequence[bytes]) -> bytes:
@@ -66,7 +66,7 @@ def vote_digest(settings: bytes, skip: bool, seals: Sequence[bytes]) -> bytes:
     return digest.digest()
 
 
-def vouched_for(history: bytes, voted: bytes) -> bool:
+def matches_history(history: bytes, voted: bytes) -> bool:
     """The defence: what was replayed is what the members voted for, step by step."""
     return history == voted
 
@@ -75,47 +75,47 @@ class UpdateLog:
     """The last updates, oldest first, without a gap."""
 
     def __init__(self, most: int = MOST_UPDATES, most_bytes: int = MOST_BYTES) -> None:
-        self._most, self._most_bytes = most, most_bytes
-        self._kept: deque[StepUpdate] = deque()
+        self._max_count, self._max_bytes = most, most_bytes
+        self._updates: deque[StepUpdate] = deque()
         self._bytes = 0
 
     def add(self, update: StepUpdate) -> None:
-        if self._kept and update.step != self._kept[-1].step + 1:
+        if self._updates and update.step != self._updates[-1].step + 1:
             self.clear()  # this member was away: what it has does not lead to here
-        self._kept.append(update)
+        self._updates.append(update)
         self._bytes += _memory_bytes(update)
-        while len(self._kept) > self._most or (self._bytes > self._most_bytes and len(self._kept) > 1):
-            self._bytes -= _memory_bytes(self._kept.popleft())
+        while len(self._updates) > self._max_count or (self._bytes > self._max_bytes and len(self._updates) > 1):
+            self._bytes -= _memory_bytes(self._updates.popleft())
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._updates.clear()
         self._bytes = 0
 
     @property
-    def latest(self) -> int:
+    def latest_step(self) -> int:
         """-1: there is none."""
-        return self._kept[-1].step if self._kept else -1
+        return self._updates[-1].step if self._updates else -1
 
-    def has_after(self, applied: int) -> bool:
+    def has_all_after(self, applied: int) -> bool:
         """Whether all steps after `applied` up to the latest are here; also if that is none."""
-        return bool(self._kept) and self._kept[0].step <= applied + 1 <= self._kept[-1].step + 1
+        return bool(self._updates) and self._updates[0].step <= applied + 1 <= self._updates[-1].step + 1
 
     def get(self, step: int) -> StepUpdate | None:
-        if not self._kept or not self._kept[0].step <= step <= self._kept[-1].step:
+        if not self._updates or not self._updates[0].step <= step <= self._updates[-1].step:
             return None
-        return self._kept[step - self._kept[0].step]
+        return self._updates[step - self._updates[0].step]
 
 
-def write(update: StepUpdate, n: int) -> bytes:
+def encode_update(update: StepUpdate, n: int) -> bytes:
     """As payload of an Update; n: length of the flat gradient."""
     parts = [struct.pack("<I", len(update.settings)), update.settings]
-    parts += [bytes([update.skip, len(update.other_seals)]), *update.other_seals]
+    parts += [bytes([update.is_skipped, len(update.other_digests)]), *update.other_digests]
     if update.update is not None:
         parts.append(encode(update.update.indices, update.update.values, n=n, kind=ValueKind.FP32))
     return b"".join(parts)
 
 
-def read(step: int, payload: bytes | memoryview, n: int) -> StepUpdate:
+def decode_update(step: int, payload: bytes | memoryview, n: int) -> StepUpdate:
     """Raises `RemoteProtocolError` if the payload is none of a model of n elements."""
     data = memoryview(payload).cast("B")
     if len(data) < 6:

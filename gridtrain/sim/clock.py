@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable
 
 
-class Clock:
+class VirtualClock:
     """Seconds since the simulation began, and what is still to happen."""
 
     def __init__(self) -> None:

@@ -68,10 +68,10 @@ _NUMBER_OF = {rule: number for number, rule in enumerate(RULES)}
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class MemberBefore:
     """A member's state before an event."""
 
-    stage: io.Stage
+    stage: io.MemberPhase
     generation: int
     here: m.RoundId | None
     is_open: bool
@@ -79,19 +79,19 @@ class Before:
     finished: bool
 
     @classmethod
-    def of(cls, core: MemberCore) -> Before:
+    def of(cls, core: MemberCore) -> MemberBefore:
         opened = core.open_round
         here = opened if opened is not None else core.due_round
-        return cls(core.stage, core.generation, here, opened is not None, core.synced, core.finished)
+        return cls(core.phase, core.generation, here, opened is not None, core.is_synced, core.is_finished)
 
 
 @dataclass(slots=True)
-class Coverage:
+class CommitCoverage:
     """One history's.  `reached`: how often, by rule."""
 
     reached: Counter[str] = field(default_factory=Counter)
-    _reports: dict[m.PeerId, m.Report] = field(default_factory=dict)
-    _view: m.View | None = None
+    _reports: dict[m.PeerId, m.FreezeReport] = field(default_factory=dict)
+    _view: m.MembershipView | None = None
     _roster: frozenset[m.PeerId] = frozenset()
     _started: bool = True
     _restarted: bool = False
@@ -102,43 +102,43 @@ class Coverage:
 
     # -- members -------------------------------------------------------------------------------------
 
-    def member(
+    def record_member(
         self,
         core: MemberCore,
-        before: Before,
-        event: io.Event | None,
-        effects: Sequence[io.Effect],
+        before: MemberBefore,
+        event: io.MemberEvent | None,
+        effects: Sequence[io.MemberEffect],
         *,
         coordinator_up: bool,
     ) -> None:
         """A member's core has handled `event` (None: it was a tick)."""
-        if core.paused:
+        if core.pause_reason:
             self.mark("10 PAUSED: a member fails while it is down")
         match event:
-            case io.Heard(peer, m.View() as view) if peer == core.coordinator and effects:
-                self._viewed(core, before, view, effects)
-            case io.Heard(_, message) if isinstance(message, m.Data | m.Vote | m.Decision):
-                self._heard(before, message, effects)
-            case io.Restored() if any(_is(effect, m.Ready) for effect in effects):
+            case io.MessageReceived(peer, m.MembershipView() as view) if peer == core.coordinator and effects:
+                self._record_view(core, before, view, effects)
+            case io.MessageReceived(_, message) if isinstance(message, m.Data | m.Vote | m.Decision):
+                self._record_message(before, message, effects)
+            case io.StateLoaded() if any(_is(effect, m.Ready) for effect in effects):
                 self.mark("12 a joiner gets the state and is READY")
             case _:
                 pass
         for effect in effects:
             match effect:
-                case io.Post(_, message):
-                    self._posted(message)
-                case io.Resolve(round_id, True, skip, reason):
-                    self._committed(round_id, skip, reason, coordinator_up=coordinator_up)
-                case io.Note("old_coordinator"):
+                case io.Send(_, message):
+                    self._record_sent(message)
+                case io.ResolveRound(round_id, True, skip, reason):
+                    self._record_commit(round_id, skip, reason, coordinator_up=coordinator_up)
+                case io.LogEvent("old_coordinator"):
                     self.mark("11 a lower term is refused")
 
-    def _heard(
-        self, before: Before, message: m.Data | m.Vote | m.Decision, effects: Sequence[object]
+    def _record_message(
+        self, before: MemberBefore, message: m.Data | m.Vote | m.Decision, effects: Sequence[object]
     ) -> None:
         if before.here is None:
             return
-        if before.stage is io.Stage.FROZEN:
-            telling = [effect for effect in effects if not isinstance(effect, io.Note)]
+        if before.stage is io.MemberPhase.FROZEN:
+            telling = [effect for effect in effects if not isinstance(effect, io.LogEvent)]
             assert not telling, f"a frozen member answers {message} with {telling}"
             self.mark("5 frozen: neither votes nor applies")
         elif message.round < before.here:
@@ -146,7 +146,7 @@ class Coverage:
         elif message.round > before.here or not before.is_open:
             self.mark("1 a later round's message is held")
 
-    def _posted(self, message: m.Message) -> None:
+    def _record_sent(self, message: m.Message) -> None:
         match message:
             case m.Vote(_, True, _, reason):
                 self.mark(
@@ -160,14 +160,14 @@ class Coverage:
                 self.mark("3 ABORT: digests differ")
             case m.Decision(_, m.Verdict.ABORT, reason) if reason != "repeated":
                 self.mark("3 ABORT: silence")
-            case m.Stalled(_, _, _, reason) if reason.startswith("attempts at step"):
+            case m.RoundStalled(_, _, _, reason) if reason.startswith("attempts at step"):
                 self.mark("4 two aborts: the root asks for a FREEZE")
-            case m.Report():
+            case m.FreezeReport():
                 self.mark("5 FREEZE: REPORT")
             case _:
                 pass
 
-    def _committed(self, round_id: m.RoundId, skip: bool, reason: str, *, coordinator_up: bool) -> None:
+    def _record_commit(self, round_id: m.RoundId, skip: bool, reason: str, *, coordinator_up: bool) -> None:
         if skip:
             self.mark("2 skipped: a committed empty update")
         if round_id.attempt:
@@ -177,8 +177,8 @@ class Coverage:
         if not coordinator_up:
             self.mark("10 a step commits while the coordinator is down")
 
-    def _viewed(self, core: MemberCore, before: Before, view: m.View, effects: Sequence[io.Effect]) -> None:
-        ended = next((effect for effect in effects if isinstance(effect, io.Resolve)), None)
+    def _record_view(self, core: MemberCore, before: MemberBefore, view: m.MembershipView, effects: Sequence[io.MemberEffect]) -> None:
+        ended = next((effect for effect in effects if isinstance(effect, io.ResolveRound)), None)
         away = 0 < before.generation < view.generation - 1
         if ended is None:
             pass
@@ -186,41 +186,41 @@ class Coverage:
             self.mark("6 an open round is given up by the VIEW")
         elif away:
             self.mark("9 comes back prepared: applies it")
-        elif view.decided == ended.round:
+        elif view.decided_round == ended.round:
             self.mark("6 COMMIT by FREEZE: all of S are prepared")
         else:
             self.mark("6 at A - 1, prepared: applies A")
         if away and before.synced:
             stayed = "9 comes back and holds what was decided"
-            self.mark(stayed if core.synced else "9 comes back as a joiner")
+            self.mark(stayed if core.is_synced else "9 comes back as a joiner")
 
     # -- the coordinator -----------------------------------------------------------------------------
 
-    def coordinator(
+    def record_coordinator(
         self, core: Membership, event: cio.Event | None, effects: Sequence[cio.Effect], *, from_backup: bool
     ) -> None:
         """The coordinator's core has handled `event` (None: it was a tick, or the start)."""
-        if isinstance(event, cio.Heard) and isinstance(event.message, m.Report):
+        if isinstance(event, cio.MessageReceived) and isinstance(event.message, m.FreezeReport):
             self._reports[event.peer] = event.message
         journalled = False
         for effect in effects:
             match effect:
-                case cio.Journal("term", {"term": int(term)}) if term > 1:
+                case cio.JournalEntry("term", {"term": int(term)}) if term > 1:
                     self._restarted = True
                     self.mark("11 term + 1 is journalled first")
-                case cio.Journal("generation", body):
+                case cio.JournalEntry("generation", body):
                     journalled = True
-                    self._generation(body, from_backup=from_backup)
-                case cio.Send(_, m.View() as view) if view != self._view:
+                    self._record_generation(body, from_backup=from_backup)
+                case cio.Send(_, m.MembershipView() as view) if view != self._view:
                     assert journalled or self._restarted or self._view is None, "a VIEW before its journal"
                     self._view = view
-                case cio.Send(_, m.Start()) if not self._started:
+                case cio.Send(_, m.StartGeneration()) if not self._started:
                     self._started = True
                     self.mark("8 READY by all, then START")
-                case cio.Note(_, name, fields):
-                    self._noted(name, fields)
+                case cio.LogEvent(_, name, fields):
+                    self._record_note(name, fields)
 
-    def _noted(self, name: str, fields: Mapping[str, object]) -> None:
+    def _record_note(self, name: str, fields: Mapping[str, object]) -> None:
         reason = str(fields.get("reason", ""))
         if name == "no_route":
             self.mark("4 the link is at fault: the plan goes round it")
@@ -232,12 +232,12 @@ class Coverage:
             to = "a checkpoint" if fields["to"] else "the beginning"
             self.mark(f"13 ROLLBACK to {to}")
 
-    def _generation(self, body: Mapping[str, object], *, from_backup: bool) -> None:
+    def _record_generation(self, body: Mapping[str, object], *, from_backup: bool) -> None:
         self.mark("7 journalled, then VIEW")
         members = body["members"]
         assert isinstance(members, list)
         roster = frozenset(bytes.fromhex(line["peer"]) for line in members)
-        reports = [r for p, r in self._reports.items() if r.synced and p in self._roster]
+        reports = [r for p, r in self._reports.items() if r.is_synced and p in self._roster]
         if body["verdict"] == "ABORT" and reports:
             prepared = any(report.prepared is not None for report in reports)
             self.mark(f"6 ABORT by FREEZE: {'some of S are' if prepared else 'nobody is'} prepared")
@@ -256,8 +256,8 @@ class Coverage:
         self._roster, self._started, self._restarted = roster, False, False
 
 
-def _is(effect: io.Effect, kind: type[m.Message]) -> bool:
-    return isinstance(effect, io.Post) and isinstance(effect.message, kind)
+def _is(effect: io.MemberEffect, kind: type[m.Message]) -> bool:
+    return isinstance(effect, io.Send) and isinstance(effect.message, kind)
 
 
 def table(histories: Sequence[Counter[str]]) -> str:
@@ -270,5 +270,5 @@ def table(histories: Sequence[Counter[str]]) -> str:
     return "\n".join(lines)
 
 
-def unreached(histories: Sequence[Counter[str]]) -> list[str]:
+def unreached_rules(histories: Sequence[Counter[str]]) -> list[str]:
     return [rule for rule in RULES if not any(counter[rule] for counter in histories)]

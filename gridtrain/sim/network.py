@@ -18,14 +18,14 @@ from math import inf
 from random import Random
 from typing import Generic, TypeVar
 
-from gridtrain.sim.clock import Clock
+from gridtrain.sim.clock import VirtualClock
 
 Node = TypeVar("Node", bound=Hashable)
 Message = TypeVar("Message")
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkProperties:
     """One direction of an edge.
 
     Attributes:
@@ -52,7 +52,7 @@ class Delivery(Generic[Node, Message]):
     message: Message
 
 
-class Network(Generic[Node, Message]):
+class VirtualNetwork(Generic[Node, Message]):
     """Nodes, the links between them, and what goes wrong with either.
 
     Args:
@@ -60,15 +60,15 @@ class Network(Generic[Node, Message]):
         link: every edge that `set_link` does not name.
     """
 
-    def __init__(self, seed: int, link: Link | None = None) -> None:
-        self.clock = Clock()
+    def __init__(self, seed: int, link: LinkProperties | None = None) -> None:
+        self.clock = VirtualClock()
         self._random = Random(seed)
-        self._default = link or Link()
-        self._links: dict[tuple[Node, Node], Link] = {}
+        self._default = link or LinkProperties()
+        self._links: dict[tuple[Node, Node], LinkProperties] = {}
         self._receivers: dict[Node, Callable[[Node, Node, Message], None]] = {}
         self._crashed: set[Node] = set()
-        self._deaths: dict[Node, int] = {}
-        self._cut: set[tuple[Node, Node]] = set()
+        self._crash_counts: dict[Node, int] = {}
+        self._partitioned: set[tuple[Node, Node]] = set()
         self._free_at_s: dict[tuple[Node, Node], float] = {}
         self._last_arrival_s: dict[tuple[Node, Node], float] = {}
         self._delivery: Delivery[Node, Message] | None = None
@@ -82,9 +82,9 @@ class Network(Generic[Node, Message]):
     def send(self, src: Node, dst: Node, message: Message, nbytes: int = 0) -> None:
         """Never fails and never tells: whether and when it arrives is the network's affair."""
         edge, link = (src, dst), self._links.get((src, dst), self._default)
-        if src in self._crashed or edge in self._cut or self._random.random() < link.loss:
+        if src in self._crashed or edge in self._partitioned or self._random.random() < link.loss:
             return
-        deaths = self._deaths.get(dst, 0)
+        deaths = self._crash_counts.get(dst, 0)
         begins_s = max(self.clock.now_s, self._free_at_s.get(edge, 0.0))
         sent_s = self._free_at_s[edge] = begins_s + nbytes / link.bandwidth_Bps
         for _ in range(2 if self._random.random() < link.duplicate else 1):
@@ -96,7 +96,7 @@ class Network(Generic[Node, Message]):
 
     def call_at(self, when_s: float, action: Callable[[], None], *, node: Node | None = None) -> None:
         """A timer; one that belongs to a `node` dies with it."""
-        deaths = 0 if node is None else self._deaths.get(node, 0)
+        deaths = 0 if node is None else self._crash_counts.get(node, 0)
 
         def due() -> None:
             if node is None or not self._is_dead(node, deaths):
@@ -106,29 +106,29 @@ class Network(Generic[Node, Message]):
 
     # -- what goes wrong ---------------------------------------------------------------------------
 
-    def set_link(self, src: Node, dst: Node, link: Link) -> None:
+    def set_link(self, src: Node, dst: Node, link: LinkProperties) -> None:
         """For this direction, from now on."""
         self._links[src, dst] = link
 
     def crash(self, node: Node) -> None:
         """For ever, or until `revive`; one that comes back has nothing of what it was."""
         self._crashed.add(node)
-        self._deaths[node] = self._deaths.get(node, 0) + 1
+        self._crash_counts[node] = self._crash_counts.get(node, 0) + 1
 
     def revive(self, node: Node) -> None:
         """A node of the same name: its old timers, and what was on the way to it, are gone."""
         self._crashed.discard(node)
 
-    def cut(self, side: Iterable[Node], other: Iterable[Node]) -> None:
+    def partition(self, side: Iterable[Node], other: Iterable[Node]) -> None:
         """Nothing passes between the two sides, in either direction, until `heal`."""
         others = list(other)
         for a in side:
             for b in others:
-                self._cut |= {(a, b), (b, a)}
+                self._partitioned |= {(a, b), (b, a)}
 
     def heal(self) -> None:
         """All cut edges work again; what was lost stays lost."""
-        self._cut.clear()
+        self._partitioned.clear()
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -146,10 +146,10 @@ class Network(Generic[Node, Message]):
 
     def _is_dead(self, node: Node, deaths: int) -> bool:
         """Is the node, which had died so often when it was looked at, dead now, or another one?"""
-        return node in self._crashed or self._deaths.get(node, 0) != deaths
+        return node in self._crashed or self._crash_counts.get(node, 0) != deaths
 
     def _arrive(self, src: Node, dst: Node, message: Message, deaths: int) -> None:
-        if self._is_dead(dst, deaths) or (src, dst) in self._cut:
+        if self._is_dead(dst, deaths) or (src, dst) in self._partitioned:
             return
         self._delivery = Delivery(self.clock.now_s, src, dst, message)
         self._receivers[dst](src, dst, message)

@@ -24,20 +24,20 @@ from typing import Any
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import membership_io as cio
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Seat
+from gridtrain.protocol.attempts import RankAssignment
 from gridtrain.protocol.collective import (
-    Arrived,
+    BufferEffect,
+    CollectiveComplete,
     CollectiveEffect,
-    Complete,
+    PayloadReceived,
+    Provenance,
     SendTo,
-    Source,
-    StoreOf,
-    WorkspaceEffect,
-    check_due,
+    StoreFromRank,
+    check_expected,
 )
-from gridtrain.protocol.seats import Seats
-from gridtrain.sim.world import Disk as OneDisk
+from gridtrain.protocol.seats import RankLayout
 from gridtrain.sim.world import SimWorker, World
+from gridtrain.sim.world import WorkerDisk as OneDisk
 
 ACTIVATION, GRADIENT, SHARE, SEAL = range(4)
 MOST_STEPS_KEPT = 2
@@ -45,11 +45,11 @@ MOST_STEPS_KEPT = 2
 State = tuple[int, ...]
 """Of a stage: of each of its blocks."""
 
-Disk = dict[m.Held, State]
+SimCheckpoints = dict[m.CheckpointInfo, State]
 """Checkpoints, and the state of each."""
 
 
-def weight_of(position: int, block: int) -> int:
+def layer_weight(position: int, block: int) -> int:
     """What a sample adds to the state of a block."""
     return (position * 7919 + block * 104729) % 1009 + 1
 
@@ -60,10 +60,10 @@ class PipelineStep:
     What arrives is stored whenever it comes, and what it makes possible is sent at once.
     """
 
-    def __init__(self, rank: int, seats: Seats, skip: bool) -> None:
+    def __init__(self, rank: int, seats: RankLayout, skip: bool) -> None:
         self._rank, self._seats, self._any_skip = rank, seats, skip
-        self._before, self._after = _known(seats.before(rank)), _known(seats.after(rank))
-        self._group = frozenset(seats.group(seats.stage_of(rank))) - {rank}
+        self._before, self._after = _known(seats.previous_stage_rank(rank)), _known(seats.next_stage_rank(rank))
+        self._group = frozenset(seats.stage_ranks(seats.stage_of(rank))) - {rank}
         self._everyone = frozenset(range(seats.world_size)) - {rank}
         self._due: dict[int, set[int]] = {
             ACTIVATION: set(self._before),
@@ -77,15 +77,15 @@ class PipelineStep:
     def start(self, now_s: float) -> list[CollectiveEffect]:
         return self._go_on()
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
-        kind, rank = event.place.hop, event.from_rank
-        place = _place(kind)
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
+        kind, rank = event.slot.hop, event.from_rank
+        place = _place_of(kind)
         due = (rank, place) if rank in self._due.get(kind, ()) else None
-        check_due(f"pipeline, rank {self._rank}", event, due)
+        check_expected(f"pipeline, rank {self._rank}", event, due)
         self._due[kind].discard(rank)
         self._any_skip |= event.skip
-        source = Source(rank, 1, self._seats.world_size, roundings=0)
-        return [StoreOf(rank, event.payload, source), *self._go_on()]
+        source = Provenance(rank, 1, self._seats.world_size, roundings=0)
+        return [StoreFromRank(rank, event.payload, source), *self._go_on()]
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset(rank for ranks in self._due.values() for rank in ranks)
@@ -103,10 +103,10 @@ class PipelineStep:
         ):
             if possible and kind not in self._sent:
                 self._sent.add(kind)
-                effects += [SendTo(rank, _place(kind), self._any_skip) for rank in sorted(to)]
+                effects += [SendTo(rank, _place_of(kind), self._any_skip) for rank in sorted(to)]
         if shared and not self._due[SEAL] and not self.complete:
             self.complete = True
-            effects.append(Complete(self._any_skip))
+            effects.append(CollectiveComplete(self._any_skip))
         return effects
 
 
@@ -114,24 +114,24 @@ def _known(rank: int | None) -> frozenset[int]:
     return frozenset() if rank is None else frozenset({rank})
 
 
-def _place(kind: int) -> m.Place:
-    return m.Place(m.Phase.SPREAD, kind)
+def _place_of(kind: int) -> m.PayloadSlot:
+    return m.PayloadSlot(m.CollectivePhase.ALL_GATHER, kind)
 
 
-class StageWorkspace:
+class StageStateBuffer:
     """The numbers of one attempt."""
 
-    def __init__(self, seat: Seat, state: State, positions: Sequence[int]) -> None:
-        self.seat, self.state = seat, state
+    def __init__(self, seat: RankAssignment, state: State, positions: Sequence[int]) -> None:
+        self.placement, self.state = seat, state
         self.positions = tuple(positions)  # of the first stage; others are told by their neighbour
         self.shares: dict[int, State] = {}
-        self.seals: dict[int, str] = {}
+        self.digests: dict[int, str] = {}
 
-    def collective(self, rank: int, world_size: int, skip: bool) -> PipelineStep:
-        return PipelineStep(rank, self.seat.seats, skip)
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> PipelineStep:
+        return PipelineStep(rank, self.placement.layout, skip)
 
-    def apply(self, effect: WorkspaceEffect) -> None:
-        assert isinstance(effect, StoreOf)
+    def apply(self, effect: BufferEffect) -> None:
+        assert isinstance(effect, StoreFromRank)
         kind, value = json.loads(effect.payload)
         if kind == ACTIVATION:
             self.positions = tuple(value)
@@ -140,23 +140,23 @@ class StageWorkspace:
         elif kind == SHARE:
             self.shares[effect.rank] = tuple(value)
         else:
-            self.seals[effect.rank] = value
+            self.digests[effect.rank] = value
 
-    def payload(self, place: m.Place) -> bytes:
+    def payload(self, place: m.PayloadSlot) -> bytes:
         kind = place.hop
         value: Any = self.positions
         if kind == SHARE:
             value = self._own_share()
         elif kind == SEAL:
-            value = self._own_seal()
+            value = self._own_digest()
         return json.dumps([kind, value]).encode()
 
-    def seal(self) -> bytes:
+    def compute_digest(self) -> bytes:
         """All stages' digests; where replicas of one stage differ it is nobody else's, so that all abort."""
-        seals = {**self.seals, self.seat.rank: self._own_seal()}
-        for stage in range(self.seat.stages):
-            if len({seals[rank] for rank in self.seat.seats.group(stage)}) > 1:
-                return self.seat.me
+        seals = {**self.digests, self.placement.rank: self._own_digest()}
+        for stage in range(self.placement.stages):
+            if len({seals[rank] for rank in self.placement.layout.stage_ranks(stage)}) > 1:
+                return self.placement.own_id
         return hashlib.blake2b(json.dumps(sorted(seals.items())).encode(), digest_size=16).digest()
 
     @property
@@ -164,11 +164,11 @@ class StageWorkspace:
         return tuple(map(sum, zip(self.state, self._own_share(), *self.shares.values(), strict=True)))
 
     def _own_share(self) -> State:
-        blocks = range(self.seat.blocks.start, self.seat.blocks.stop)
-        return tuple(sum(weight_of(position, block) for position in self.positions) for block in blocks)
+        blocks = range(self.placement.layers.start, self.placement.layers.stop)
+        return tuple(sum(layer_weight(position, block) for position in self.positions) for block in blocks)
 
-    def _own_seal(self) -> str:
-        return f"{self.seat.stage} {self.after}"
+    def _own_digest(self) -> str:
+        return f"{self.placement.stage} {self.after}"
 
 
 class StageTrainer:
@@ -183,11 +183,11 @@ class StageTrainer:
         self.blocks, self.state = blocks, (0,) * (blocks.stop - blocks.start)
 
     def prepare(
-        self, round_id: m.RoundId, seat: Seat, spans: Sequence[m.Span], skip: bool
+        self, round_id: m.RoundId, seat: RankAssignment, spans: Sequence[m.Span], skip: bool
     ) -> dict[m.Channel, Any]:
-        assert self.blocks == seat.blocks, f"holds {self.blocks}, sits at {seat.blocks}"
+        assert self.blocks == seat.layers, f"holds {self.blocks}, sits at {seat.layers}"
         positions = [position for span in spans for position in range(span.start, span.stop)]
-        return {m.Channel(): StageWorkspace(seat, self.state, positions)}
+        return {m.Channel(): StageStateBuffer(seat, self.state, positions)}
 
     def commit(self, workspaces: dict[m.Channel, Any], skip: bool) -> None:
         if not skip:
@@ -199,10 +199,10 @@ class StageTrainer:
     def restore(self, state: Any) -> None:
         self.blocks, self.state = state
 
-    def surrender(self) -> Any:
+    def take_residual(self) -> Any:
         return b""
 
-    def inherit(self, residual: Any) -> None: ...
+    def add_residual(self, residual: Any) -> None: ...
 
 
 class StagedWorker(SimWorker):
@@ -210,111 +210,111 @@ class StagedWorker(SimWorker):
 
     trainer: StageTrainer
 
-    def __init__(self, world: StagedWorld, peer: m.PeerId, setup: m.Setup, shelf: Disk) -> None:
+    def __init__(self, world: StagedWorld, peer: m.PeerId, setup: m.Setup, shelf: SimCheckpoints) -> None:
         self.trainer = StageTrainer()
         memory_bytes = world.memory_bytes() if setup.model is not None else 0
-        mine = replace(setup, kept=tuple(shelf), memory_bytes=memory_bytes)
+        mine = replace(setup, stage_checkpoints=tuple(shelf), memory_bytes=memory_bytes)
         super().__init__(world, peer, self.trainer, mine)
         self.staged, self.memory_bytes = world, memory_bytes
-        self.shelf = shelf
-        self._to_load: io.Reload | None = None
-        self._to_keep: m.Held | None = None
-        self.came_back = False
+        self.stored_checkpoints = shelf
+        self._to_load: io.LoadCheckpoints | None = None
+        self._to_keep: m.CheckpointInfo | None = None
+        self.has_returned = False
 
-    def _ask(self, event: io.Event | None) -> list[io.Effect]:
-        effects = super()._ask(event)
-        seat = self.core.seat
+    def _run_core(self, event: io.MemberEvent | None) -> list[io.MemberEffect]:
+        effects = super()._run_core(event)
+        seat = self.core.rank_assignment
         if (
             seat is not None
-            and self.core.synced
+            and self.core.is_synced
             and self.core.applied < 0
-            and self.trainer.blocks != seat.blocks
+            and self.trainer.blocks != seat.layers
         ):
-            self.trainer.begin(seat.blocks)
+            self.trainer.begin(seat.layers)
         return effects
 
-    def _do(self, effect: io.Effect) -> list[io.Effect]:
+    def _execute_one(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
         match effect:
-            case io.GiveState(peer, term, generation, _, m.Held() as held):
-                if held in self.shelf:
-                    state = held.blocks, self.shelf[held]
+            case io.SendState(peer, term, generation, _, m.CheckpointInfo() as held):
+                if held in self.stored_checkpoints:
+                    state = held.layers, self.stored_checkpoints[held]
                     self.world.send(self.peer, peer, m.StateBlock(term, generation, 0, 1, state))
                 return []
-            case io.Reload():
+            case io.LoadCheckpoints():
                 self._to_load = effect
                 return []
-            case io.PutAside(held):
+            case io.SaveCheckpoint(held):
                 self._to_keep = held
                 return []
-            case io.SendCopy(peer, term, generation, held):
-                if held in self.shelf:
-                    block = m.Copy(term, generation, held, 0, 1, self.shelf[held])
+            case io.SendCheckpoint(peer, term, generation, held):
+                if held in self.stored_checkpoints:
+                    block = m.CheckpointBlock(term, generation, held, 0, 1, self.stored_checkpoints[held])
                     self.world.send(self.peer, peer, block)
                 return []
-            case io.TakeCopy(_, block):
+            case io.StoreCheckpointBlock(_, block):
                 self.staged.copies += 1
                 written_s = self.world.random.uniform(0.0, 0.1)
-                self.world.later(written_s, self.peer, partial(self.keep, block.held, block.payload))
+                self.world.later(written_s, self.peer, partial(self.store_checkpoint, block.checkpoint, block.payload))
                 return []
-            case io.Discard(after):
-                for held in [held for held in self.shelf if held.applied > after]:
-                    del self.shelf[held]
+            case io.DiscardCheckpoints(after):
+                for held in [held for held in self.stored_checkpoints if held.applied > after]:
+                    del self.stored_checkpoints[held]
                 return []
             case _:
-                return super()._do(effect)
+                return super()._execute_one(effect)
 
     def _go_on(self) -> None:
         free = self.alive and not self._computing and not self._frozen
         if self._to_keep is not None and free:
             held, self._to_keep = self._to_keep, None
-            if (held.blocks, held.applied) == (self.trainer.blocks, self.core.applied):
+            if (held.layers, held.applied) == (self.trainer.blocks, self.core.applied):
                 state = self.trainer.state
-                self.world.later(self.world.restore_s(), self.peer, lambda: self.keep(held, state))
+                self.world.later(self.world.restore_s(), self.peer, lambda: self.store_checkpoint(held, state))
         if self._to_load is not None and self.alive and not self._computing and not self._frozen:
             self._computing, todo, self._to_load = True, self._to_load, None
             self.world.later(self.world.restore_s(), self.peer, partial(self._loaded, todo))
             return
         super()._go_on()
 
-    def _loaded(self, todo: io.Reload) -> None:
+    def _loaded(self, todo: io.LoadCheckpoints) -> None:
         self._computing = False
         self._batch_step = -1
-        if not all(held in self.shelf for held in todo.held):
-            self.handle(io.Keeping(tuple(self.shelf)))
+        if not all(held in self.stored_checkpoints for held in todo.checkpoints):
+            self.handle(io.StageCheckpointsChanged(tuple(self.stored_checkpoints)))
             return
         self.staged.reloads += 1
-        self.staged.merges += len(todo.held) > 1
+        self.staged.merges += len(todo.checkpoints) > 1
         known: dict[int, int] = {}
-        for held in todo.held:
-            known.update(zip(range(held.blocks.start, held.blocks.stop), self.shelf[held], strict=True))
-        blocks = range(todo.blocks.start, todo.blocks.stop)
-        self.trainer.restore((todo.blocks, tuple(known[block] for block in blocks)))
-        self.handle(io.Restored(todo.term, todo.generation))
+        for held in todo.checkpoints:
+            known.update(zip(range(held.layers.start, held.layers.stop), self.stored_checkpoints[held], strict=True))
+        blocks = range(todo.layers.start, todo.layers.stop)
+        self.trainer.restore((todo.layers, tuple(known[block] for block in blocks)))
+        self.handle(io.StateLoaded(todo.term, todo.generation))
 
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool) -> None:
         super()._resolve(round_id, committed, skip)
-        seat = self.core.seat
+        seat = self.core.rank_assignment
         if not committed or seat is None or round_id.step % self.world.checkpoint_every:
             return
-        held = m.Held(self.core.applied, self.core.history, self.core.ledger, self.trainer.blocks)
+        held = m.CheckpointInfo(self.core.applied, self.core.history, self.core.ledger, self.trainer.blocks)
         written_s = self.world.random.uniform(0.0, 0.1)
-        self.world.later(written_s, self.peer, partial(self.keep, held, self.trainer.state))
+        self.world.later(written_s, self.peer, partial(self.store_checkpoint, held, self.trainer.state))
 
-    def keep(self, held: m.Held, state: State) -> None:
-        self.shelf[held] = state
-        for blocks in {known.blocks for known in self.shelf}:
-            of_stage = sorted((k for k in self.shelf if k.blocks == blocks), key=lambda k: k.applied)
+    def store_checkpoint(self, held: m.CheckpointInfo, state: State) -> None:
+        self.stored_checkpoints[held] = state
+        for blocks in {known.layers for known in self.stored_checkpoints}:
+            of_stage = sorted((k for k in self.stored_checkpoints if k.layers == blocks), key=lambda k: k.applied)
             for old in of_stage[:-MOST_STEPS_KEPT]:
-                del self.shelf[old]
+                del self.stored_checkpoints[old]
         # Whoever was moved about holds old ones of many stages: the oldest go.
-        for old in sorted(self.shelf, key=lambda k: k.applied)[: -m.MOST_KEPT]:
-            del self.shelf[old]
+        for old in sorted(self.stored_checkpoints, key=lambda k: k.applied)[: -m.MAX_STAGE_CHECKPOINTS]:
+            del self.stored_checkpoints[old]
         if self.alive:
-            self.handle(io.Keeping(tuple(self.shelf)))
+            self.handle(io.StageCheckpointsChanged(tuple(self.stored_checkpoints)))
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class FailureNotice:
     """How long it took until all who live knew that somebody had died."""
 
     peer: m.PeerId
@@ -340,26 +340,26 @@ class StagedWorld(World):
         memory: Sequence[int] = (0,),
         **more: Any,
     ) -> None:
-        self.notices: list[Notice] = []
+        self.notices: list[FailureNotice] = []
         self.pauses = 0
         self.reloads = 0
         self.copies = 0
         self.merges = 0
-        self.cuts: list[tuple[int, ...]] = []
+        self.stage_bounds: list[tuple[int, ...]] = []
         self.setup = setup
         self._memory: tuple[int, ...] = tuple(memory)
-        self._next_shelf: Disk = {}
+        self._next_checkpoints: SimCheckpoints = {}
         self.lost_steps: list[tuple[int | None, int]] = []
         super().__init__(seed, StageTrainer, edges, setup, min_workers=1, **more)
 
-    def join_with(self, shelf: Disk) -> SimWorker:
+    def join_with(self, shelf: SimCheckpoints) -> SimWorker:
         """A worker that starts again, with a new name but with what it had saved."""
-        self._next_shelf = shelf
+        self._next_checkpoints = shelf
         return self.join()
 
     def _disk_of(self, old: SimWorker) -> OneDisk | None:
         assert isinstance(old, StagedWorker)
-        self._next_shelf = old.shelf  # what a stage's worker goes on from
+        self._next_checkpoints = old.stored_checkpoints  # what a stage's worker goes on from
         return None
 
     def memory_bytes(self) -> int:
@@ -367,37 +367,37 @@ class StagedWorld(World):
         return self.random.choice(self._memory) if len(self._memory) > 1 else self._memory[0]
 
     def make_worker(self, peer: m.PeerId, trainer: Any, setup: m.Setup) -> SimWorker:
-        shelf, self._next_shelf = dict(self._next_shelf), {}
+        shelf, self._next_checkpoints = dict(self._next_checkpoints), {}
         return StagedWorker(self, peer, setup, shelf)
 
     def watch(self, peer: m.PeerId) -> None:
         """A member has just died: look when the last of the others knows that the open round is over."""
-        others = [w for w in self.alive if w.core.stage is io.Stage.RUNNING and w.core.open_round is not None]
+        others = [w for w in self.alive if w.core.phase is io.MemberPhase.RUNNING and w.core.open_round is not None]
         opened = {w.peer: w.core.open_round for w in others}
         died_s = self.now_s
 
         def look() -> None:
             waiting = [
                 w for w in others
-                if w.alive and w.core.stage is io.Stage.RUNNING and w.core.open_round == opened[w.peer]
+                if w.alive and w.core.phase is io.MemberPhase.RUNNING and w.core.open_round == opened[w.peer]
             ]  # fmt: skip
             if waiting:
                 self.at(self.now_s + 0.01, look)
             else:
-                self.notices.append(Notice(peer, self.now_s - died_s))
+                self.notices.append(FailureNotice(peer, self.now_s - died_s))
 
         look()
 
-    def _coordinate(self, effects: list[cio.Effect], event: cio.Event | None) -> None:
+    def _execute_coordinator(self, effects: list[cio.Effect], event: cio.Event | None) -> None:
         for effect in effects:
             match effect:
-                case cio.Note("error", "paused"):
+                case cio.LogEvent("error", "paused"):
                     self.pauses += 1
-                case cio.Note("error", "rollback", fields):
+                case cio.LogEvent("error", "rollback", fields):
                     known = None if fields["at_least"] else fields["from"]
                     self.lost_steps.append((known, fields["to"]))
-                case cio.Note("info", "generation", _):
-                    self.cuts.append(self.coordinator.run.cut)
-                case cio.Note(_, "restored", fields):
+                case cio.LogEvent("info", "generation", _):
+                    self.stage_bounds.append(self.coordinator.run.effective_partition)
+                case cio.LogEvent(_, "restored", fields):
                     self.lost_steps.append((None, fields["step"]))
-        super()._coordinate(effects, event)
+        super()._execute_coordinator(effects, event)

@@ -18,18 +18,18 @@ from random import Random
 
 from gridtrain.sim.world import SimWorker, World
 
-BACK_AFTER_S = (0.0, 0.005, 0.05, 0.5, 1.5)
-ENTERS_AFTER_S = (0.0, 0.0, 0.3, 2.0)
+RESTART_DELAYS_S = (0.0, 0.005, 0.05, 0.5, 1.5)
+JOIN_DELAYS_S = (0.0, 0.0, 0.3, 2.0)
 
 
-def plan(world: World, seed: int, members: Callable[[], Sequence[SimWorker]], within_s: float) -> None:
+def schedule_restarts(world: World, seed: int, members: Callable[[], Sequence[SimWorker]], within_s: float) -> None:
     """In half of all histories, once or twice; `members`: who may be hit, when the time has come."""
     dice = Random(seed ^ 0xB0B0)
     for _ in range(dice.choice((0, 0, 1, 2))):
-        world.at(dice.uniform(0.35, within_s), partial(happen, world, dice, members))
+        world.at(dice.uniform(0.35, within_s), partial(restart_members, world, dice, members))
 
 
-def happen(world: World, dice: Random, members: Callable[[], Sequence[SimWorker]]) -> None:
+def restart_members(world: World, dice: Random, members: Callable[[], Sequence[SimWorker]]) -> None:
     """To one member or, as after a power cut, to all; perhaps while the coordinator stands still."""
     here = sorted(members(), key=lambda worker: worker.peer)
     if not here:
@@ -39,5 +39,5 @@ def happen(world: World, dice: Random, members: Callable[[], Sequence[SimWorker]
         world.freeze_coordinator(dice.choice((0.2, 1.0, 3.0)))
     for worker in hit:
         world.crash(worker.peer)
-        again = partial(world.bear_again, worker.peer, dice.choice(ENTERS_AFTER_S))
-        world.at(world.now_s + dice.choice(BACK_AFTER_S), again)
+        again = partial(world.restart_process, worker.peer, dice.choice(JOIN_DELAYS_S))
+        world.at(world.now_s + dice.choice(RESTART_DELAYS_S), again)

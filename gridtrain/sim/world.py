@@ -25,22 +25,22 @@ from gridtrain.errors import JoinRefused, RemoteProtocolError
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import membership_io as cio
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Seat
+from gridtrain.protocol.attempts import RankAssignment
 from gridtrain.protocol.member import MemberCore
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.recovery import recover
-from gridtrain.protocol.routes import RELAY, relay_of
-from gridtrain.sim.coverage import Before, Coverage
-from gridtrain.sim.network import Link, Network
+from gridtrain.protocol.messages import RELAY_PREFIX, relay_of
+from gridtrain.protocol.recovery import recover_run
+from gridtrain.sim.coverage import CommitCoverage, MemberBefore
+from gridtrain.sim.network import LinkProperties, VirtualNetwork
 
 COORDINATOR = b"c" * 32
 
 
-class Trainer(Protocol):
+class SimTrainer(Protocol):
     """What a simulated worker computes with; tests bring it (the numbers are not the simulator's)."""
 
     def prepare(
-        self, round_id: m.RoundId, seat: Seat, spans: Sequence[m.Span], skip: bool
+        self, round_id: m.RoundId, seat: RankAssignment, spans: Sequence[m.Span], skip: bool
     ) -> dict[m.Channel, Any]:
         """Workspaces for one attempt, from the same samples each time; `skip`: the gradient is not finite."""
         ...
@@ -51,21 +51,21 @@ class Trainer(Protocol):
 
     def restore(self, state: Any) -> None: ...
 
-    def surrender(self) -> Any:
+    def take_residual(self) -> Any:
         """What this worker has not sent, as it leaves; it takes no further step."""
         ...
 
-    def inherit(self, residual: Any) -> None:
+    def add_residual(self, residual: Any) -> None:
         """What another one has surrendered is this one's now."""
         ...
 
 
-HAND_OVER_S = 3.0
+RESIDUAL_TRANSFER_S = 3.0
 MOST_FOLLOWING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
+class _ConnectionChange:
     """Sent through the network when a connection comes up or breaks."""
 
     up: bool
@@ -81,7 +81,7 @@ class Submission:
 
 
 @dataclass(slots=True)
-class Log:
+class History:
     """What happened, for tests."""
 
     submissions: list[Submission] = field(default_factory=list)
@@ -96,35 +96,35 @@ class Log:
     state_transfers: int = 0
     passed_on: int = 0
     rollbacks: int = 0
-    reborn: int = 0  # processes that came with the key of one that had just died
+    restarted_processes: int = 0  # processes that came with the key of one that had just died
     blackouts: int = 0  # moments in which no worker was alive any more
     blank_backups: int = 0  # of the lost ones, and of take-overs: nothing was left that names a member
-    take_overs: int = 0
+    coordinator_failovers: int = 0
     lost_disks: int = 0  # of the coordinator, with a generation that no backup knew
     skipped: set[m.RoundId] = field(default_factory=set)
-    followed: int = 0
+    caught_up: int = 0
     refused: list[str] = field(default_factory=list)
     acknowledged: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)  # residuals: leaver, heir
-    inherited: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)
-    void: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)  # acknowledged for nothing
+    added_residuals: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)
+    void_residuals: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)  # acknowledged for nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class WorkerDisk:
     """What a worker finds on its disk when it starts again."""
 
-    held: m.Held
+    held: m.CheckpointInfo
     state: Any
 
 
 class SimWorker:
     """One worker: core, trainer, and the little that the driver does between them."""
 
-    def __init__(self, world: World, peer: m.PeerId, trainer: Trainer, setup: m.Setup) -> None:
+    def __init__(self, world: World, peer: m.PeerId, trainer: SimTrainer, setup: m.Setup) -> None:
         self.world = world
         self.peer = peer
         self.trainer = trainer
-        self.disk: Disk | None = None
+        self.disk: WorkerDisk | None = None
         self.flip_next = False  # one bit of the next update is wrong here
         self.alive = True
         self.left = False
@@ -137,17 +137,17 @@ class SimWorker:
         self.has_computed = False  # a batch, at least
         self._frozen = False
         self._offered: m.StateBlock | None = None
-        self._missed: list[io.Event] = []
+        self._missed_events: list[io.MemberEvent] = []
         self._workspaces: dict[m.Channel, Any] = {}
-        self._wanted: list[tuple[m.PeerId, int, int, bool]] = []
-        self._passing: list[tuple[m.PeerId, int, int]] = []  # who gets from us what comes
-        self._came: m.StateBlock | None = None
+        self._state_requests: list[tuple[m.PeerId, int, int, bool]] = []
+        self._forward_requests: list[tuple[m.PeerId, int, int]] = []  # who gets from us what comes
+        self._received_block: m.StateBlock | None = None
         self._progress = 0
-        self._spoilt = False  # a payload of the open round was refused
-        self._estates: dict[m.PeerId, Any] = {}  # complete residuals of leavers that do not count yet
-        self._leaves_by_s: float | None = None
-        self._handing = False
-        self._met: set[m.PeerId] = set()  # donors that are connected
+        self._is_round_failed = False  # a payload of the open round was refused
+        self._pending_residuals: dict[m.PeerId, Any] = {}  # complete residuals of leavers that do not count yet
+        self._leave_deadline_s: float | None = None
+        self._is_transferring = False
+        self._connected_sources: set[m.PeerId] = set()  # donors that are connected
 
     def freeze(self, for_s: float) -> None:
         """As SIGSTOP: connections stay, nothing is read or said; all of it comes later, at once."""
@@ -155,206 +155,206 @@ class SimWorker:
         self.world.later(for_s, self.peer, self._thaw)
 
     def _thaw(self) -> None:
-        self._frozen, missed, self._missed = False, self._missed, []
+        self._frozen, missed, self._missed_events = False, self._missed_events, []
         if self.world.random.random() < 0.5:
             self.tick()  # the loop may look at its deadline before it reads
         for event in missed:
             self.handle(event)
         self._go_on()
 
-    def handle(self, event: io.Event) -> None:
+    def handle(self, event: io.MemberEvent) -> None:
         if not self.alive:
             return
         if self._frozen:
-            self._missed.append(event)
+            self._missed_events.append(event)
             return
         try:
-            effects = self._ask(event)
+            effects = self._run_core(event)
         except RemoteProtocolError as error:
-            if not isinstance(event, io.Heard):
+            if not isinstance(event, io.MessageReceived):
                 raise
-            effects = self._ask(io.Offence(event.peer, error.reason))
-        self._carry_out(effects)
+            effects = self._run_core(io.ProtocolViolation(event.peer, error.reason))
+        self._execute(effects)
 
     def tick(self) -> None:
         if self.alive and not self._frozen and self.world.now_s >= self.core.deadline_s:
-            self._carry_out(self._ask(None))
+            self._execute(self._run_core(None))
 
-    def _ask(self, event: io.Event | None) -> list[io.Effect]:
+    def _run_core(self, event: io.MemberEvent | None) -> list[io.MemberEffect]:
         """The core; None is a tick."""
-        world, before = self.world, Before.of(self.core)
+        world, before = self.world, MemberBefore.of(self.core)
         now_s = world.now_s
         effects = self.core.tick(now_s) if event is None else self.core.handle(event, now_s)
-        world.coverage.member(self.core, before, event, effects, coordinator_up=world.coordinator_up)
+        world.coverage.record_member(self.core, before, event, effects, coordinator_up=world.coordinator_up)
         return effects
 
-    def pulse(self) -> None:
+    def send_heartbeat(self) -> None:
         if self._frozen:
             return
-        self.handle(io.Pulse(self._progress, not self._computing, self.world.figures(self)))
+        self.handle(io.HeartbeatDue(self._progress, not self._computing, self.world.figures(self)))
         self.tick()
 
     def enter(self) -> None:
-        self.handle(io.Enter(self._setup, self.world.edges, None, self.world.choices))
+        self.handle(io.TrainerJoined(self._setup, self.world.edges, None, self.world.choices))
 
-    def _carry_out(self, effects: list[io.Effect]) -> None:
+    def _execute(self, effects: list[io.MemberEffect]) -> None:
         queue = list(effects)
         while queue and self.alive:
             effect = queue.pop(0)
             try:
-                queue.extend(self._do(effect))
+                queue.extend(self._execute_one(effect))
             except RemoteProtocolError as error:
-                self._spoilt = True
-                culprit = effect.peer if isinstance(effect, io.Fill) else None
-                event = io.Broke(str(error)) if culprit is None else io.Offence(culprit, error.reason)
-                queue.extend(self._ask(event))
+                self._is_round_failed = True
+                culprit = effect.peer if isinstance(effect, io.ApplyToBuffer) else None
+                event = io.RoundFailed(str(error)) if culprit is None else io.ProtocolViolation(culprit, error.reason)
+                queue.extend(self._run_core(event))
         self._go_on()
 
-    def _do(self, effect: io.Effect) -> list[io.Effect]:
+    def _execute_one(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
         world = self.world
         match effect:
-            case io.Post(peer, message):
+            case io.Send(peer, message):
                 world.send(self.peer, peer, message)
-            case io.Ship() | io.Fill() | io.Seal() if self._spoilt:
+            case io.SendPayload() | io.ApplyToBuffer() | io.ComputeDigest() if self._is_round_failed:
                 pass
-            case io.Ship(peer, round_id, channel, place, skip):
+            case io.SendPayload(peer, round_id, channel, place, skip):
                 if not world.connected(self.peer, peer):
-                    return self._ask(io.Broke("edge is down"))
+                    return self._run_core(io.RoundFailed("edge is down"))
                 payload = bytes(self._workspaces[channel].payload(place))
                 world.send(self.peer, peer, m.Data(round_id, channel, place, skip, payload))
-            case io.Fill(channel, fill):
+            case io.ApplyToBuffer(channel, fill):
                 self._progress += 1
                 self._workspaces[channel].apply(fill)
-            case io.Seal(skip):
+            case io.ComputeDigest(skip):
                 digest = b"" if skip else self._workspaces[m.Channel()].seal()
                 flipped, self.flip_next = self.flip_next, False
-                return self._ask(io.Sealed(digest + bytes([skip, flipped])))
-            case io.Resolve(round_id, committed, skip, _):
+                return self._run_core(io.DigestComputed(digest + bytes([skip, flipped])))
+            case io.ResolveRound(round_id, committed, skip, _):
                 self._resolve(round_id, committed, skip)
             case io.Dial(peer, address):
                 world.dial(self.peer, peer, address)
-            case io.HangUp(peer):
+            case io.Disconnect(peer):
                 world.break_edge(self.peer, peer, None)
-            case io.Probe(probe):
+            case io.ProbePeers(probe):
                 if rates := world.rates_Bps(self.peer, [peer for peer, _ in probe]):
-                    world.send(self.peer, COORDINATOR, m.Rates(rates))
-                return self._ask(io.Probed(()))
-            case io.GiveState(peer, term, generation) as asked:
-                self._wanted.append((peer, term, generation, asked.digest))
-            case io.PassOn(peer, term, generation):
-                self._passing.append((peer, term, generation))
-                self._pass_on()
-            case io.TakeDigest():
+                    world.send(self.peer, COORDINATOR, m.LinkRates(rates))
+                return self._run_core(io.ProbeResults(()))
+            case io.SendState(peer, term, generation) as asked:
+                self._state_requests.append((peer, term, generation, asked.digest_only))
+            case io.ForwardState(peer, term, generation):
+                self._forward_requests.append((peer, term, generation))
+                self._forward_state()
+            case io.ExpectStateDigest():
                 pass  # what is passed on is right here
-            case io.TakeBlock(_, block):
+            case io.StoreStateBlock(_, block):
                 world.log.state_transfers += 1
-                self._offered = self._came = block
-                self._pass_on()
-            case io.DonorUp(peer):
-                self._met.add(peer)
-            case io.DonorDown(peer):
-                self._met.discard(peer)
-            case io.Follow():
+                self._offered = self._received_block = block
+                self._forward_state()
+            case io.SourceConnected(peer):
+                self._connected_sources.add(peer)
+            case io.SourceDisconnected(peer):
+                self._connected_sources.discard(peer)
+            case io.BeginCatchUp():
                 # What it copies meanwhile is not simulated: it gets the state when it enters.
-                world.later(world.follow_s(), self.peer, self._catch_up)
+                world.later(world.catch_up_s(), self.peer, self._catch_up)
             case io.Stop(error):
                 self._stop(error)
-            case io.TakePiece(peer, piece):
-                self._estates[peer] = piece.payload
-                told = self._ask(io.Inherited(peer))
-                answers = [x.message for x in told if isinstance(x, io.Post)]
-                if any(isinstance(answer, m.TakenOver) and answer.taken for answer in answers):
+            case io.StoreResidualBlock(peer, piece):
+                self._pending_residuals[peer] = piece.payload
+                told = self._run_core(io.ResidualReceived(peer))
+                answers = [x.message for x in told if isinstance(x, io.Send)]
+                if any(isinstance(answer, m.ResidualReply) and answer.is_accepted for answer in answers):
                     world.log.acknowledged.append((peer, self.peer))
                 return told
-            case io.Inherit(peer):
-                world.log.inherited.append((peer, self.peer))
-                self.trainer.inherit(self._estates.pop(peer))
-            case io.Forget(peer):
-                if self._estates.pop(peer, None) is not None:
-                    world.log.void.append((peer, self.peer))
-            case io.Handed():
+            case io.AddResidual(peer):
+                world.log.added_residuals.append((peer, self.peer))
+                self.trainer.add_residual(self._pending_residuals.pop(peer))
+            case io.DropResidual(peer):
+                if self._pending_residuals.pop(peer, None) is not None:
+                    world.log.void_residuals.append((peer, self.peer))
+            case io.ResidualTransferEnded():
                 self.depart()
-            case io.Note():
+            case io.LogEvent():
                 pass
         return []
 
-    def holds(self, leaver: m.PeerId) -> bool:
+    def has_residual_of(self, leaver: m.PeerId) -> bool:
         """The residual of this one is here, and does not count yet."""
-        return leaver in self._estates
+        return leaver in self._pending_residuals
 
     # -- leaving in order --------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Take nothing over any more, end the open round, hand over what is left, go."""
-        if self._leaves_by_s is None:
-            self._leaves_by_s = self.world.now_s + HAND_OVER_S
-            self.handle(io.LastCall())
-            self.handle(io.Withdraw())
-            self._hand_over()
+        if self._leave_deadline_s is None:
+            self._leave_deadline_s = self.world.now_s + RESIDUAL_TRANSFER_S
+            self.handle(io.RefuseResiduals())
+            self.handle(io.AbandonRound())
+            self._transfer_residual()
 
-    def _hand_over(self) -> None:
-        if not self.alive or self._leaves_by_s is None:
+    def _transfer_residual(self) -> None:
+        if not self.alive or self._leave_deadline_s is None:
             return
-        if self.world.now_s >= self._leaves_by_s:
+        if self.world.now_s >= self._leave_deadline_s:
             self.depart()
             return
-        ready = self.core.open_round is None and not self._estates and self.core.stage is io.Stage.RUNNING
-        if ready and not self._handing and not self._frozen:
-            self._handing = True
-            self.handle(io.HandOn((self.trainer.surrender(),)))
-        self.world.at(self.world.now_s + 0.05, self._hand_over)
+        ready = self.core.open_round is None and not self._pending_residuals and self.core.phase is io.MemberPhase.RUNNING
+        if ready and not self._is_transferring and not self._frozen:
+            self._is_transferring = True
+            self.handle(io.TransferResidual((self.trainer.take_residual(),)))
+        self.world.at(self.world.now_s + 0.05, self._transfer_residual)
 
     def depart(self) -> None:
         if self.alive:
             self.left = True
-            self.handle(io.Depart("leaves"))
+            self.handle(io.LeaveGroup("leaves"))
             self.world.crash(self.peer)
 
     def _catch_up(self) -> None:
-        if self.core.seat is None and not self._met:
+        if self.core.rank_assignment is None and not self._connected_sources:
             self.world.later(0.2, self.peer, self._catch_up)
-        elif self.core.seat is None and not self._frozen:
-            fails = self.world.follow_s() > MOST_FOLLOWING_S * 0.9
-            self.handle(io.Strayed("on purpose") if fails else io.CaughtUp(0, b""))
-            self.world.log.followed += 1
+        elif self.core.rank_assignment is None and not self._frozen:
+            fails = self.world.catch_up_s() > MOST_FOLLOWING_S * 0.9
+            self.handle(io.CatchUpFailed("on purpose") if fails else io.CaughtUp(0, b""))
+            self.world.log.caught_up += 1
 
     def _stop(self, error: JoinRefused) -> None:
         self.world.log.refused.append(str(error))
         self.world.crash(self.peer)
         if error.code == "stale-model":  # as an agent does with --restarts
-            self.world.at(self.world.now_s + 1.0, self.world.come_anew)
+            self.world.at(self.world.now_s + 1.0, self.world.restart_script)
 
     def _go_on(self) -> None:
         """What the training thread does when it may: hand out its state, begin a step."""
-        if not self.alive or self._computing or self._frozen or self._leaves_by_s is not None:
+        if not self.alive or self._computing or self._frozen or self._leave_deadline_s is not None:
             return
         if self._offered is not None:
             # Loading takes a while, in which the group may change once more.
             self._computing, block, self._offered = True, self._offered, None
             self.world.later(self.world.restore_s(), self.peer, lambda: self._restored(block))
             return
-        for peer, term, generation, digest in self._wanted:
-            if self.core.seat is not None and (term, generation) == (
-                self.core.seat.term,
-                self.core.seat.generation,
+        for peer, term, generation, digest in self._state_requests:
+            if self.core.rank_assignment is not None and (term, generation) == (
+                self.core.rank_assignment.term,
+                self.core.rank_assignment.generation,
             ):
                 block = m.StateBlock(term, generation, 0, 1, None if digest else self.trainer.capture())
                 told = m.StateDigest(term, generation, b"") if digest else block
                 self.world.send(self.peer, peer, told)
-        self._wanted.clear()
-        if self.core.next_round is None or (self.core.awaits_choice and self.has_computed):
+        self._state_requests.clear()
+        if self.core.next_round is None or (self.core.is_exchange_undecided and self.has_computed):
             return
         self._computing = True
         fresh = self._batch_step != self.core.step
         self.world.later(self.world.compute_s(self.peer) if fresh else 0.0, self.peer, self._submit)
 
-    def _pass_on(self) -> None:
+    def _forward_state(self) -> None:
         """The loop's thread does it, whatever the trainer is doing."""
-        came = self._came
-        for asked in list(self._passing):
+        came = self._received_block
+        for asked in list(self._forward_requests):
             peer, term, generation = asked
             if came is not None and (term, generation) == (came.term, came.generation):
-                self._passing.remove(asked)
+                self._forward_requests.remove(asked)
                 self.world.log.passed_on += 1
                 self.world.send(self.peer, peer, came)
 
@@ -362,7 +362,7 @@ class SimWorker:
         self._computing = False
         self._batch_step = -1  # a batch in hand was for another model
         self.trainer.restore(block.payload)
-        self.handle(io.Restored(block.term, block.generation))
+        self.handle(io.StateLoaded(block.term, block.generation))
 
     def _submit(self) -> None:
         if self._frozen:
@@ -370,18 +370,18 @@ class SimWorker:
             return
         self._computing = False
         self._progress += 1
-        round_id, seat = self.core.next_round, self.core.seat
-        if not self.alive or round_id is None or seat is None or self._leaves_by_s is not None:
+        round_id, seat = self.core.next_round, self.core.rank_assignment
+        if not self.alive or round_id is None or seat is None or self._leave_deadline_s is not None:
             self._go_on()
             return
         self.has_computed = True
-        if self.core.awaits_choice:  # the gradient waits for an exchange
+        if self.core.is_exchange_undecided:  # the gradient waits for an exchange
             return
-        spans = self.core.assignment().get(self.peer, ())
+        spans = self.core.data_assignment().get(self.peer, ())
         if self._batch_step == self.core.step and spans not in ((), self._batch):
             self.world.log.voided += 1  # it was off the roll, and its batch in hand is nobody's any more
         self._batch, self._batch_step = spans, self.core.step
-        self._spoilt = False
+        self._is_round_failed = False
         skip = self.world.is_skipped(self.peer, round_id.step)
         self._workspaces = self.trainer.prepare(round_id, seat, spans, skip)
         self.world.log.submissions.append(Submission(self.peer, round_id, spans))
@@ -389,7 +389,7 @@ class SimWorker:
             channel: workspace.collective(seat.rank, seat.world_size, skip)
             for channel, workspace in self._workspaces.items()
         }
-        self.handle(io.Submit(round_id, collectives))
+        self.handle(io.SubmitRound(round_id, collectives))
 
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool) -> None:
         if committed:
@@ -398,8 +398,8 @@ class SimWorker:
             if skip:
                 self.world.log.skipped.add(round_id)
             if round_id.step % self.world.checkpoint_every == 0:
-                held = m.Held(self.core.applied, self.core.history, self.core.ledger)
-                self.disk = Disk(held, self.trainer.capture())
+                held = m.CheckpointInfo(self.core.applied, self.core.history, self.core.ledger)
+                self.disk = WorkerDisk(held, self.trainer.capture())
         else:
             self.world.log.aborts += 1
         self._workspaces = {}
@@ -422,7 +422,7 @@ class World:
     def __init__(
         self,
         seed: int,
-        make_trainer: Callable[[], Trainer],
+        make_trainer: Callable[[], SimTrainer],
         edges: Callable[..., frozenset[int]],
         setup: m.Setup,
         *,
@@ -438,20 +438,20 @@ class World:
     ) -> None:
         self.choices = choices
         self.random = Random(seed)
-        self.coverage = Coverage()
+        self.coverage = CommitCoverage()
         self.checkpoint_every = checkpoint_every
         self._seed = seed
         self._skips = skips
         self._slow_restore = slow_restore
-        self._holes: set[tuple[m.PeerId, m.PeerId]] = set()
-        self._unaware: dict[frozenset[m.PeerId], m.PeerId] = {}
+        self._partitions: set[tuple[m.PeerId, m.PeerId]] = set()
+        self._undetected: dict[frozenset[m.PeerId], m.PeerId] = {}
         self._backup = 0  # so many entries of the journal are in the latest one
         self._from_backup = False
-        self._losing: tuple[m.PeerId | None, float] | None = None
+        self._decisions_to_lose: tuple[m.PeerId | None, float] | None = None
         self.slow_next_restore = False
         self._coordinator_frozen = False
-        self._ghost: Membership | None = None
-        self._haunted: set[m.PeerId] = set()  # whose dial of the coordinator ends at the ghost
+        self._stale_coordinator: Membership | None = None
+        self._misdirected: set[m.PeerId] = set()  # whose dial of the coordinator ends at the ghost
         self._coordinator_missed: list[cio.Event] = []
         self._nat = Random(seed)  # by itself, so that a history without NAT stays what it was
         self._behind_nat = behind_nat
@@ -468,11 +468,11 @@ class World:
             reshare_s=reshare_s,
             recut_s=3.0,
         )
-        self.network: Network[m.PeerId, Any] = Network(seed, Link(delay_s=delay_s, in_order=True))
+        self.network: VirtualNetwork[m.PeerId, Any] = VirtualNetwork(seed, LinkProperties(delay_s=delay_s, in_order=True))
         self.edges = edges
-        self.log = Log()
+        self.log = History()
         self.workers: dict[m.PeerId, SimWorker] = {}
-        self.reborn: set[m.PeerId] = set()  # keys of which another process has come
+        self.restarted_processes: set[m.PeerId] = set()  # keys of which another process has come
         self._make_trainer = make_trainer
         self._setup = setup
         self._compute_s = compute_s
@@ -500,11 +500,11 @@ class World:
     def at(self, when_s: float, action: Callable[[], None]) -> None:
         self.network.call_at(when_s, action)
 
-    def come_anew(self) -> None:
+    def restart_script(self) -> None:
         """An agent starts its script again."""
         self.join()
 
-    def join(self, disk: Disk | None = None) -> SimWorker:
+    def join(self, disk: WorkerDisk | None = None) -> SimWorker:
         """`disk`: a worker that starts again, with a new name but with what it had saved."""
         peer = self.random.randbytes(32)
         if self._nat.random() < self._behind_nat:
@@ -513,10 +513,10 @@ class World:
         self.network.attach(peer, self._to_worker)
         return self._begin(peer, disk)
 
-    def _begin(self, peer: m.PeerId, disk: Disk | None, enters_after_s: float = 0.0) -> SimWorker:
+    def _begin(self, peer: m.PeerId, disk: WorkerDisk | None, enters_after_s: float = 0.0) -> SimWorker:
         setup, trainer = self._setup, self._make_trainer()
         if disk is not None:
-            setup = replace(setup, held=disk.held)
+            setup = replace(setup, checkpoint=disk.held)
             trainer.restore(disk.state)
         worker = self.make_worker(peer, trainer, setup)
         self.workers[peer] = worker
@@ -525,28 +525,28 @@ class World:
             self.later(enters_after_s, peer, worker.enter)
         else:
             worker.enter()
-        self._pulses(worker)
+        self._send_heartbeats(worker)
         return worker
 
-    def bear_again(self, peer: m.PeerId, enters_after_s: float = 0.0) -> None:
+    def restart_process(self, peer: m.PeerId, enters_after_s: float = 0.0) -> None:
         """Another process with the key of one that has died, and with its disk; nothing else is left of it.
 
         `enters_after_s`: so long it builds its model; it is known to the coordinator, and says nothing yet.
         """
         old = self.workers[peer]
-        if peer in self._haunted:
-            self.at(self.now_s + 0.2, partial(self.bear_again, peer, enters_after_s))
-        if old.alive or old.left or peer in self._haunted:
+        if peer in self._misdirected:
+            self.at(self.now_s + 0.2, partial(self.restart_process, peer, enters_after_s))
+        if old.alive or old.left or peer in self._misdirected:
             return
-        self.log.reborn += 1
-        self.reborn.add(peer)
+        self.log.restarted_processes += 1
+        self.restarted_processes.add(peer)
         self.network.revive(peer)
         self._begin(peer, self._disk_of(old), enters_after_s)
 
-    def _disk_of(self, old: SimWorker) -> Disk | None:
+    def _disk_of(self, old: SimWorker) -> WorkerDisk | None:
         return old.disk
 
-    def make_worker(self, peer: m.PeerId, trainer: Trainer, setup: m.Setup) -> SimWorker:
+    def make_worker(self, peer: m.PeerId, trainer: SimTrainer, setup: m.Setup) -> SimWorker:
         return SimWorker(self, peer, trainer, setup)
 
     def crash(self, peer: m.PeerId) -> None:
@@ -566,7 +566,7 @@ class World:
         """At once, without handing anything over."""
         self.workers[peer].depart()
 
-    def hand_over(self, peer: m.PeerId) -> None:
+    def leave_gracefully(self, peer: m.PeerId) -> None:
         """Leave in order."""
         self.workers[peer].leave()
 
@@ -580,10 +580,10 @@ class World:
             deadlines=self.deadlines,
             software="sim",
             min_workers=self._min_workers,
-            recovered=recover(self._journal),
+            recovered=recover_run(self._journal),
         )
         self.coordinator_up = True
-        self._coordinate(self.coordinator.start(self.now_s), None)
+        self._execute_coordinator(self.coordinator.start(self.now_s), None)
         self._backup = len(self._journal) if self._backup == 0 else self._backup
         for worker in self.alive:
             self.connect(worker.peer, COORDINATOR)
@@ -636,13 +636,13 @@ class World:
         rest = ({COORDINATOR} | set(self.workers)) - side
         holes = {(a, b) for a in side for b in rest}
         holes |= set() if one_way else {(b, a) for a, b in holes}
-        self._holes |= holes
+        self._partitions |= holes
         for pair in sorted((p for p in self._connections if len(p & side) == 1), key=sorted):
             for end in sorted(pair):
-                self.at(self.now_s + self.random.uniform(0.1, 1.0), partial(self._notice, pair, end))
+                self.at(self.now_s + self.random.uniform(0.1, 1.0), partial(self._detect_loss, pair, end))
 
         def heal() -> None:
-            self._holes -= holes
+            self._partitions -= holes
 
         self.at(self.now_s + for_s, heal)
 
@@ -652,12 +652,12 @@ class World:
         `away_s`: for so long that worker is away from root and coordinator; 0.0: its connection to the
         root is back at once.
         """
-        self._losing = (to, away_s)
+        self._decisions_to_lose = (to, away_s)
 
     def _lose(self, src: m.PeerId, dst: m.PeerId, to: m.PeerId | None, away_s: float) -> None:
         if to not in (None, dst):
             return
-        self._losing = None
+        self._decisions_to_lose = None
         self.break_edge(src, dst, back_after_s=max(0.03, away_s))  # longer than a message is under way
         if away_s:
             self.break_edge(dst, COORDINATOR, back_after_s=away_s)
@@ -665,70 +665,70 @@ class World:
     def cut_link(self, a: m.PeerId, b: m.PeerId, for_s: float) -> None:
         """Between these two alone."""
         holes = {(a, b), (b, a)}
-        self._holes |= holes
+        self._partitions |= holes
         pair = frozenset((a, b))
         if pair in self._connections and pair not in self._relayed:
             self._disconnect(pair)
             self.connect(a, b)
 
         def heal() -> None:
-            self._holes -= holes
+            self._partitions -= holes
 
         self.at(self.now_s + for_s, heal)
 
-    def take_over(self) -> None:
+    def fail_over_coordinator(self) -> None:
         """A standby has the journal as it is now, and all workers dial it; the old coordinator lives on."""
-        if not self.coordinator_up or self._ghost is not None:
+        if not self.coordinator_up or self._stale_coordinator is not None:
             return
-        self._ghost, self._coordinator_frozen = self.coordinator, False
+        self._stale_coordinator, self._coordinator_frozen = self.coordinator, False
         self._coordinator_missed.clear()
         for pair in sorted((p for p in self._connections if COORDINATOR in p), key=sorted):
             self._disconnect(pair)
             (peer,) = pair - {COORDINATOR}
-            self._ghost_hears(cio.Lost(peer, "connection broke"))
-        self.log.take_overs += 1
+            self._tell_stale_coordinator(cio.PeerDisconnected(peer, "connection broke"))
+        self.log.coordinator_failovers += 1
         # Neither knows a member: each may begin with whom it meets, and nobody can tell them of the other.
         self.log.blank_backups += not any(kind == "generation" for kind, _ in self._journal)
         self.start_coordinator()
 
-    def haunt(self, peer: m.PeerId, for_s: float) -> None:
+    def connect_to_stale_coordinator(self, peer: m.PeerId, for_s: float) -> None:
         """This worker's way to the coordinator leads to the old one for a while.
 
         Only if it has heard of the new one: nothing can tell a worker of a standby that it never met.
         """
         worker = self.workers[peer]
-        if self._ghost is None or not worker.alive or peer in self._haunted:
+        if self._stale_coordinator is None or not worker.alive or peer in self._misdirected:
             return
-        if worker.core.term <= self._ghost.term:
+        if worker.core.term <= self._stale_coordinator.term:
             return
         self.break_edge(peer, COORDINATOR, None)
 
         def begin() -> None:
-            self._haunted.add(peer)
-            self._ghost_hears(cio.Up(peer, "open"))
-            self._tell(COORDINATOR, peer, _Link(True))
+            self._misdirected.add(peer)
+            self._tell_stale_coordinator(cio.PeerConnected(peer, "open"))
+            self._notify(COORDINATOR, peer, _ConnectionChange(True))
 
         def end() -> None:
-            self._haunted.discard(peer)
-            self._ghost_hears(cio.Lost(peer, "connection broke"))
+            self._misdirected.discard(peer)
+            self._tell_stale_coordinator(cio.PeerDisconnected(peer, "connection broke"))
             if self.workers[peer].alive:
-                self._tell(COORDINATOR, peer, _Link(False))
+                self._notify(COORDINATOR, peer, _ConnectionChange(False))
                 self.connect(peer, COORDINATOR)
 
         self.at(self.now_s + 0.1, begin)
         self.at(self.now_s + 0.1 + for_s, end)
 
-    def _ghost_hears(self, event: cio.Event | None) -> None:
-        if self._ghost is None or self.finished:
+    def _tell_stale_coordinator(self, event: cio.Event | None) -> None:
+        if self._stale_coordinator is None or self.finished:
             return
-        ghost, now_s = self._ghost, self.now_s
+        ghost, now_s = self._stale_coordinator, self.now_s
         for effect in ghost.tick(now_s) if event is None else ghost.handle(event, now_s):
             match effect:
-                case cio.Send(peer, message) if peer in self._haunted:
-                    self._tell(COORDINATOR, peer, message)
-                case cio.CallBack(peer, addresses):
-                    back = cio.CalledBack(peer, addresses[0])
-                    self.at(now_s + 0.01, partial(self._ghost_hears, back))
+                case cio.Send(peer, message) if peer in self._misdirected:
+                    self._notify(COORDINATOR, peer, message)
+                case cio.DialBack(peer, addresses):
+                    back = cio.DialBackResult(peer, addresses[0])
+                    self.at(now_s + 0.01, partial(self._tell_stale_coordinator, back))
                 case _:
                     pass  # what it writes is on another disk
 
@@ -765,23 +765,23 @@ class World:
         elif self.connected(dialler, relay) and self.connected(peer, relay):
             self._replace(pair, relay)
             self.connect(dialler, peer, relay)
-        elif self.workers[dialler].alive and peer in self.workers[dialler].core.acquaintances:
+        elif self.workers[dialler].alive and peer in self.workers[dialler].core.known_peers:
             self.at(self.now_s + 0.1, lambda: self.dial(dialler, peer, address))
 
-    def _notice(self, pair: frozenset[m.PeerId], end: m.PeerId) -> None:
+    def _detect_loss(self, pair: frozenset[m.PeerId], end: m.PeerId) -> None:
         """One end finds that nothing comes through any more."""
         (other,) = pair - {end}
-        if pair in self._connections and pair not in self._unaware:
+        if pair in self._connections and pair not in self._undetected:
             relay = self._relayed.get(pair)
             self._disconnect(pair, told=False)
-            self._unaware[pair] = other
-            self._tell(other, end, _Link(False))
+            self._undetected[pair] = other
+            self._notify(other, end, _ConnectionChange(False))
             self.connect(end, other, relay)  # as soon as it can
-        elif self._unaware.get(pair) == end:
-            del self._unaware[pair]
-            self._tell(other, end, _Link(False))
+        elif self._undetected.get(pair) == end:
+            del self._undetected[pair]
+            self._notify(other, end, _ConnectionChange(False))
 
-    def _tell(self, src: m.PeerId, dst: m.PeerId, message: Any) -> None:
+    def _notify(self, src: m.PeerId, dst: m.PeerId, message: Any) -> None:
         if dst == COORDINATOR:
             self._to_coordinator(src, dst, message)
         else:
@@ -798,13 +798,13 @@ class World:
         self._relayed.pop(pair, None)
         a, b = sorted(pair)
         if told:
-            self.network.send(a, b, _Link(False))
-            self.network.send(b, a, _Link(False))
+            self.network.send(a, b, _ConnectionChange(False))
+            self.network.send(b, a, _ConnectionChange(False))
         through = [p for p, relay in self._relayed.items() if relay in pair and pair - {relay} <= p]
         for other in sorted(through, key=sorted):
             relay, (dialler, peer) = self._relayed[other], sorted(other)
             self._disconnect(other)
-            again = partial(self.dial, dialler, peer, RELAY + relay.hex())
+            again = partial(self.dial, dialler, peer, RELAY_PREFIX + relay.hex())
             self.at(self.now_s + 0.1, again)
 
     def connect(self, dialler: m.PeerId, peer: m.PeerId, relay: m.PeerId | None = None) -> None:
@@ -813,31 +813,31 @@ class World:
             (p == COORDINATOR and self.coordinator_up) or (p in self.workers and self.workers[p].alive)
             for p in pair
         )
-        if pair in self._connections or not living or (COORDINATOR in pair and pair & self._haunted):
+        if pair in self._connections or not living or (COORDINATOR in pair and pair & self._misdirected):
             return
-        if not (self._passes(dialler, peer, relay) and self._passes(peer, dialler, relay)):
+        if not (self._is_passable(dialler, peer, relay) and self._is_passable(peer, dialler, relay)):
             self.at(self.now_s + 0.2, lambda: self.connect(dialler, peer, relay))
             return
-        if pair in self._unaware:
-            self._notice(pair, self._unaware[pair])  # a new greeting ends the old connection
+        if pair in self._undetected:
+            self._detect_loss(pair, self._undetected[pair])  # a new greeting ends the old connection
         self._connections.add(pair)
         if relay is not None:
             self._relayed[pair] = relay
-        self.network.send(dialler, peer, _Link(True))
-        self.network.send(peer, dialler, _Link(True))
+        self.network.send(dialler, peer, _ConnectionChange(True))
+        self.network.send(peer, dialler, _ConnectionChange(True))
 
-    def _passes(self, src: m.PeerId, dst: m.PeerId, relay: m.PeerId | None) -> bool:
+    def _is_passable(self, src: m.PeerId, dst: m.PeerId, relay: m.PeerId | None) -> bool:
         """Nothing is in the way of the one direction."""
         hops = {(src, dst)} if relay is None else {(src, relay), (relay, dst)}
-        return not hops & self._holes
+        return not hops & self._partitions
 
     def send(self, src: m.PeerId, dst: m.PeerId, message: m.Message) -> None:
-        if dst == COORDINATOR and src in self._haunted:
-            self._ghost_hears(cio.Heard(src, message))
-        elif self.connected(src, dst) and self._passes(src, dst, self._relayed.get(frozenset((src, dst)))):
+        if dst == COORDINATOR and src in self._misdirected:
+            self._tell_stale_coordinator(cio.MessageReceived(src, message))
+        elif self.connected(src, dst) and self._is_passable(src, dst, self._relayed.get(frozenset((src, dst)))):
             self.network.send(src, dst, message)
-            if isinstance(message, m.Decision) and self._losing is not None and message.verdict:
-                self._lose(src, dst, *self._losing)
+            if isinstance(message, m.Decision) and self._decisions_to_lose is not None and message.verdict:
+                self._lose(src, dst, *self._decisions_to_lose)
 
     def later(self, delay_s: float, node: m.PeerId, action: Callable[[], None]) -> None:
         self.network.call_at(self.now_s + delay_s, action, node=node)
@@ -852,7 +852,7 @@ class World:
 
         self.at(self.now_s + delay_s, tell)
 
-    def follow_s(self) -> float:
+    def catch_up_s(self) -> float:
         """How long a follower takes to catch up."""
         return self.random.uniform(0.05, MOST_FOLLOWING_S)
 
@@ -880,71 +880,71 @@ class World:
     def compute_s(self, peer: m.PeerId) -> float:
         return self.random.uniform(*self._compute_s)
 
-    def _pulses(self, worker: SimWorker) -> None:
+    def _send_heartbeats(self, worker: SimWorker) -> None:
         if worker.alive and not self.finished:
-            worker.pulse()
-            self.later(0.25, worker.peer, lambda: self._pulses(worker))
+            worker.send_heartbeat()
+            self.later(0.25, worker.peer, lambda: self._send_heartbeats(worker))
 
     def _coordinator_ticks(self) -> None:
         if not self.finished:
             if not self._coordinator_frozen:
                 self._coordinator_tick()
-            if self._ghost is not None and self.now_s >= self._ghost.deadline_s:
-                self._ghost_hears(None)
+            if self._stale_coordinator is not None and self.now_s >= self._stale_coordinator.deadline_s:
+                self._tell_stale_coordinator(None)
             self.at(self.now_s + 0.05, self._coordinator_ticks)
 
     def _coordinator_tick(self) -> None:
         if self.coordinator_up and self.now_s >= self.coordinator.deadline_s:
-            self._coordinate(self.coordinator.tick(self.now_s), None)
+            self._execute_coordinator(self.coordinator.tick(self.now_s), None)
 
     def _tell_coordinator(self, event: cio.Event) -> None:
         if self._coordinator_frozen:
             self._coordinator_missed.append(event)
         else:
-            self._coordinate(self.coordinator.handle(event, self.now_s), event)
+            self._execute_coordinator(self.coordinator.handle(event, self.now_s), event)
 
     def _to_worker(self, src: m.PeerId, dst: m.PeerId, message: Any) -> None:
         worker = self.workers[dst]
         match message:
-            case _Link(True):
-                worker.handle(io.EdgeUp(src))
-            case _Link(False):
-                worker.handle(io.EdgeDown(src, "connection broke"))
+            case _ConnectionChange(True):
+                worker.handle(io.PeerConnected(src))
+            case _ConnectionChange(False):
+                worker.handle(io.PeerDisconnected(src, "connection broke"))
             case _:
-                if self.connected(src, dst) or (src == COORDINATOR and dst in self._haunted):
-                    worker.handle(io.Heard(src, message))
+                if self.connected(src, dst) or (src == COORDINATOR and dst in self._misdirected):
+                    worker.handle(io.MessageReceived(src, message))
 
     def _to_coordinator(self, src: m.PeerId, _: m.PeerId, message: Any) -> None:
-        if not self.coordinator_up or not (self.connected(src, COORDINATOR) or message == _Link(False)):
+        if not self.coordinator_up or not (self.connected(src, COORDINATOR) or message == _ConnectionChange(False)):
             return
         match message:
-            case _Link(True):
-                event: cio.Event = cio.Up(src, src.hex() if src in self._hidden else "open")
-            case _Link(False):
-                event = cio.Lost(src, "connection broke")
+            case _ConnectionChange(True):
+                event: cio.Event = cio.PeerConnected(src, src.hex() if src in self._hidden else "open")
+            case _ConnectionChange(False):
+                event = cio.PeerDisconnected(src, "connection broke")
             case _:
-                event = cio.Heard(src, message)
+                event = cio.MessageReceived(src, message)
         self._tell_coordinator(event)
 
-    def _coordinate(self, effects: list[cio.Effect], event: cio.Event | None) -> None:
-        self.coverage.coordinator(self.coordinator, event, effects, from_backup=self._from_backup)
+    def _execute_coordinator(self, effects: list[cio.Effect], event: cio.Event | None) -> None:
+        self.coverage.record_coordinator(self.coordinator, event, effects, from_backup=self._from_backup)
         for effect in effects:
             match effect:
                 case cio.Send(peer, message):
                     self.send(COORDINATOR, peer, message)
-                case cio.Note("error", "waiting"):
+                case cio.LogEvent("error", "waiting"):
                     self.log.start_overs += 1
-                case cio.Note("error", "rollback"):
+                case cio.LogEvent("error", "rollback"):
                     self.log.rollbacks += 1
-                case cio.Journal(kind, body):
+                case cio.JournalEntry(kind, body):
                     self._from_backup = self._from_backup and kind != "generation"
                     self._journal.append((kind, json.loads(json.dumps(body))))  # as a disk gives it back
                     self.log.generations += kind == "generation"
-                case cio.CallBack(peer, addresses):
+                case cio.DialBack(peer, addresses):
                     proven = "" if peer in self._hidden else addresses[0]
                     delay_s = self.deadlines.reach_s if not proven else 0.01
-                    self.later_at_coordinator(delay_s, cio.CalledBack(peer, proven))
-                case cio.Strike(peer, reason):
-                    self._tell_coordinator(cio.Expelled(peer, "offence", reason, ""))
+                    self.later_at_coordinator(delay_s, cio.DialBackResult(peer, proven))
+                case cio.RecordViolation(peer, reason):
+                    self._tell_coordinator(cio.WorkerRemoved(peer, "offence", reason, ""))
                 case _:
                     pass

@@ -59,16 +59,16 @@ class ThresholdHint:
     def start(self, floor_bits: int) -> int:
         return max(self.bits, floor_bits)
 
-    def missed(self) -> None:
+    def mark_missed(self) -> None:
         """Too high: fewer than k elements reached it."""
         self.misses += 1
         self._slack = max(_SLACK_MIN, self._slack * 0.8)
 
-    def learn(self, kth_bits: int, candidates: int, k: int) -> None:
+    def update(self, kth_bits: int, candidates: int, k: int) -> None:
         """Take over the k-th magnitude of a selection that had to look at `candidates` elements."""
         if candidates > 3 * k:
             self._slack = min(_SLACK_MAX, self._slack * 1.02)
-        kth = min(bits_value(kth_bits), float(np.finfo(np.float32).max))
+        kth = min(value_from_bits(kth_bits), float(np.finfo(np.float32).max))
         self.bits = value_bits(kth * self._slack) if kth == kth else 0
 
 
@@ -77,11 +77,11 @@ def value_bits(magnitude: float) -> int:
     return int(np.array(magnitude, np.float32).view(np.uint32))
 
 
-def bits_value(bits: int) -> float:
+def value_from_bits(bits: int) -> float:
     return float(np.array(bits, np.uint32).view(np.float32))
 
 
-class BlockedSelection:
+class CpuSelection:
     """Selects again and again from vectors of about the same distribution.  Not for two threads at once."""
 
     def __init__(self) -> None:
@@ -118,10 +118,10 @@ class BlockedSelection:
             self._reached = np.empty(min(n, BLOCK), np.bool_)
         floor_bits = max(_LOWEST_BITS, value_bits(floor))
         found = self._candidates(acc_N.view(np.uint32), k, floor_bits, fill)
-        seen = found.seen
+        seen = found.seen_count
         indices_K, bits_K = found.prune()
         if bits_K.size == k:
-            self.hint.learn(int(bits_K.min()), seen, k)
+            self.hint.update(int(bits_K.min()), seen, k)
         return indices_K
 
     def _candidates(
@@ -130,15 +130,15 @@ class BlockedSelection:
         start_bits = self.hint.start(floor_bits)
         if start_bits > _LOWEST_BITS:
             found = self._visit(bits_N, k, start_bits, fill)
-            if found.seen >= k or start_bits == floor_bits:
+            if found.seen_count >= k or start_bits == floor_bits:
                 return found
-            self.hint.missed()
+            self.hint.mark_missed()
         elif fill is not None:  # a threshold needs a sample, a sample needs acc
             for start in range(0, bits_N.size, BLOCK):
                 fill(start, min(start + BLOCK, bits_N.size))
         sampled_bits = max(floor_bits, _sampled_threshold(bits_N, k))
         found = self._visit(bits_N, k, sampled_bits, None)
-        if found.seen >= k or sampled_bits == floor_bits:
+        if found.seen_count >= k or sampled_bits == floor_bits:
             return found
         return self._visit(bits_N, k, floor_bits, None)
 
@@ -171,13 +171,13 @@ class _Candidates:
         self._k = k
         self._indices: list[IndexArray] = []
         self._bits: list[BitsArray] = []
-        self.seen = 0
+        self.seen_count = 0
         self.held = 0
 
     def add(self, start: int, hits: IndexArray, magnitudes: BitsArray) -> None:
         self._bits.append(magnitudes[hits])
         self._indices.append(hits + start)
-        self.seen += hits.size
+        self.seen_count += hits.size
         self.held += hits.size
 
     def prune(self) -> tuple[IndexArray, BitsArray]:
@@ -212,7 +212,7 @@ def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
     return keep
 
 
-class BlockedSum:
+class BlockwiseSum:
     """What `fill` computes: residual + weight * gradient, or with DGC momentum u = m u + weight * gradient.
 
     Each product and each sum is rounded to float32 by itself, in the order in which it is written here: the

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from gridtrain.sparsify.blocked import ThresholdHint, value_bits
 from gridtrain.sparsify.select import (
+    AccumulationTerms,
     HostSelection,
-    Selected,
+    SelectedEntries,
     Selection,
     TensorSelection,
-    Terms,
     check_k,
     key_indices,
 )
@@ -37,20 +37,20 @@ _BLOCK = (
 )
 _WARPS = 8
 _PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
-_ROOM = 4  # times k keys
-_ROOM_MIN = 1 << 14
+_CAPACITY_FACTOR = 4  # times k keys
+_MIN_CAPACITY = 1 << 14
 
 
-def selection_on(device: torch.device) -> Selection:
+def make_selection(device: torch.device) -> Selection:
     """The fastest way of selecting that works on `device`."""
     if device.type == "cpu":
         return HostSelection()
-    if device.type == "cuda" and kernels_agree(device):
-        return KernelSelection()
+    if device.type == "cuda" and are_kernels_correct(device):
+        return CudaSelection()
     return TensorSelection()
 
 
-class KernelSelection:
+class CudaSelection:
     """CUDA with Triton.  Not for two threads at once."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class KernelSelection:
         self._wide = TensorSelection()
         self._keys_C: Tensor | None = None
 
-    def select(self, terms: Terms, k: int, floor: float = 0.0) -> Selected:
+    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
         """See `Selection.select`."""
         check_k(terms.acc_N.numel(), k)
         floor_bits = max(1, value_bits(floor))
@@ -74,25 +74,25 @@ class KernelSelection:
                 self._find(terms, k, floor_bits, keys_C, threshold, count, sum_first=True)
             seen, selected = _fetch(terms.acc_N, k, keys_C, count)
             if seen < k and start_bits > floor_bits:
-                self.hint.missed()
+                self.hint.mark_missed()
                 keys_C.zero_()
                 self._find(terms, k, floor_bits, keys_C, threshold, count.zero_(), sum_first=False)
                 seen, selected = _fetch(terms.acc_N, k, keys_C, count)
         if seen > keys_C.numel():
             selected = self._select_wide(terms.acc_N, k, floor)
         if selected.indices_K.size == k:
-            self.hint.learn(int((selected.values_K.view(np.uint32) & 0x7FFF_FFFF).min()), seen, k)
+            self.hint.update(int((selected.values_K.view(np.uint32) & 0x7FFF_FFFF).min()), seen, k)
         return selected
 
     def _scratch(self, device: torch.device, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """(keys, threshold, count); keys and count are zero."""
-        room = max(_ROOM * k, _ROOM_MIN)
+        room = max(_CAPACITY_FACTOR * k, _MIN_CAPACITY)
         if self._keys_C is None or self._keys_C.numel() != room or self._keys_C.device != device:
             self._keys_C = torch.empty(room, dtype=torch.int64, device=device)
         threshold = torch.zeros(1, dtype=torch.int32, device=device)
         return self._keys_C.zero_(), threshold, torch.zeros_like(threshold)
 
-    def _accumulate(self, terms: Terms, keys_C: Tensor, threshold: Tensor, count: Tensor) -> None:
+    def _accumulate(self, terms: AccumulationTerms, keys_C: Tensor, threshold: Tensor, count: Tensor) -> None:
         n = terms.acc_N.numel()
         self._kernels.accumulate[(-(-n // _BLOCK),)](
             *_pointers(terms),
@@ -109,7 +109,7 @@ class KernelSelection:
 
     def _find(
         self,
-        terms: Terms,
+        terms: AccumulationTerms,
         k: int,
         floor_bits: int,
         keys_C: Tensor,
@@ -150,12 +150,12 @@ class KernelSelection:
             enable_fp_fusion=False,
         )
 
-    def _select_wide(self, acc_N: Tensor, k: int, floor: float) -> Selected:
+    def _select_wide(self, acc_N: Tensor, k: int, floor: float) -> SelectedEntries:
         where_K = self._wide.indices(acc_N, k, floor)
-        return Selected(where_K.cpu().numpy(), acc_N[where_K].cpu().numpy(), where_K)
+        return SelectedEntries(where_K.cpu().numpy(), acc_N[where_K].cpu().numpy(), where_K)
 
 
-def _pointers(terms: Terms) -> tuple[Tensor | float, ...]:
+def _pointers(terms: AccumulationTerms) -> tuple[Tensor | float, ...]:
     nothing = terms.acc_N  # never read or written as u: the kernel is compiled without it
     return (
         terms.residual_N,
@@ -168,7 +168,7 @@ def _pointers(terms: Terms) -> tuple[Tensor | float, ...]:
     )
 
 
-def _variant(terms: Terms) -> dict[str, bool]:
+def _variant(terms: AccumulationTerms) -> dict[str, bool]:
     return {
         "WEIGHTED": terms.weight not in (0.0, 1.0),
         "EMPTY": terms.weight == 0.0,
@@ -176,7 +176,7 @@ def _variant(terms: Terms) -> dict[str, bool]:
     }
 
 
-def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, Selected]:
+def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, SelectedEntries]:
     """The k largest keys' entries by one copy to the host, and how many keys there were."""
     keys_K = torch.topk(keys_C, min(k, keys_C.numel()), sorted=False).values
     where_K = key_indices(keys_K).sort().values  # keys of 0 come last
@@ -187,7 +187,7 @@ def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, S
     found = min(seen, size)
     indices_K = host[1 : 1 + size].view(np.uint32)[:found].astype(np.int64)
     values = host[1 + size :].view(np.float32)[:found].copy()
-    return seen, Selected(indices_K, values, where_K[:found])
+    return seen, SelectedEntries(indices_K, values, where_K[:found])
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -202,7 +202,7 @@ def _programs(device: torch.device) -> int:
 
 
 @functools.cache
-def kernels_agree(device: torch.device) -> bool:
+def are_kernels_correct(device: torch.device) -> bool:
     """Whether Triton is here, compiles, and selects on `device` what torch's operations select.
 
     Tried once on small vectors, before the kernels are trusted with anybody's gradient: Triton needs a C
@@ -213,7 +213,7 @@ def kernels_agree(device: torch.device) -> bool:
     except ImportError:
         return False  # nothing wrong: torch comes without Triton on many platforms
     try:
-        agree = all(_agrees(device, weight, momentum) for weight in (1.0, 0.3) for momentum in (0.0, 0.9))
+        agree = all(_is_selection_correct(device, weight, momentum) for weight in (1.0, 0.3) for momentum in (0.0, 0.9))
         problem = "its results differ from torch's"
     except Exception as error:  # whatever a compiler, a driver or a launch may raise
         agree, problem = False, f"{type(error).__name__}: {error}"
@@ -227,18 +227,18 @@ def kernels_agree(device: torch.device) -> bool:
     return agree
 
 
-def _agrees(device: torch.device, weight: float, momentum: float) -> bool:
+def _is_selection_correct(device: torch.device, weight: float, momentum: float) -> bool:
     generator = torch.Generator().manual_seed(1)
     n, k = 3 * _BLOCK + 17, 200
-    one, other = KernelSelection(), TensorSelection()
+    one, other = CudaSelection(), TensorSelection()
     for _ in range(3):  # cold, then with a threshold carried over
         residual_N, gradient_N, u_N = torch.randn(3, n, generator=generator).to(device).unbind()
         results = []
         for selection in (one, other):
             acc_N, new_u_N = torch.empty_like(residual_N), torch.empty_like(u_N)
-            terms = Terms(residual_N, gradient_N, acc_N, weight, momentum=momentum)
+            terms = AccumulationTerms(residual_N, gradient_N, acc_N, weight, momentum=momentum)
             if momentum:
-                terms = Terms(residual_N, gradient_N, acc_N, weight, u_N, new_u_N, momentum)
+                terms = AccumulationTerms(residual_N, gradient_N, acc_N, weight, u_N, new_u_N, momentum)
             selected = selection.select(terms, k)
             results.append((selected, acc_N, new_u_N if momentum else acc_N))
         (mine, acc_N, new_u_N), (theirs, other_acc_N, other_new_u_N) = results

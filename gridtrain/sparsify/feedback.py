@@ -33,16 +33,16 @@ import torch
 from torch import Tensor
 
 from gridtrain.errors import ConfigError, LocalProtocolError
-from gridtrain.sparsify.device import selection_on
-from gridtrain.sparsify.merge import Kept
-from gridtrain.sparsify.select import Selection, Terms
-from gridtrain.wire.sparse import Sparse, ValueKind, encode_once
+from gridtrain.sparsify.device import make_selection
+from gridtrain.sparsify.merge import TruncatedEntries
+from gridtrain.sparsify.select import AccumulationTerms, Selection
+from gridtrain.wire.sparse import SparseVector, ValueKind, encode_with_decoded
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedState:
     """A round's new state before the vote.  Valid until the next `prepare` of the same part.
 
     Attributes:
@@ -55,7 +55,7 @@ class Prepared:
     """
 
     payload: bytes
-    decoded: Sparse
+    decoded: SparseVector
     skip: bool
     new_residual_N: Tensor | None
     new_u_N: Tensor | None
@@ -100,7 +100,7 @@ class ErrorFeedback:
         weight: float = 1.0,
         start: int = 0,
         floor: float = 0.0,
-    ) -> Prepared:
+    ) -> PreparedState:
         """Select, encode, and compute what stays behind.  The committed state is untouched.
 
         A contribution that is not finite, or a sum that is not, makes a skip: no need to look for it before.
@@ -121,7 +121,7 @@ class ErrorFeedback:
         part = self._part(start, contribution_N.numel())
         acc_N = self._spare_residual_N[part]
         new_u_N = None if self._spare_u_N is None else self._spare_u_N[part]
-        terms = Terms(
+        terms = AccumulationTerms(
             self._residual_N[part],
             contribution_N,
             acc_N,
@@ -134,28 +134,28 @@ class ErrorFeedback:
         magnitudes_K = np.abs(selected.values_K)
         if not (magnitudes_K <= limit).all():  # the largest magnitudes are among the selected, and NaN
             return self.prepare_skip(kind, start=start, n=acc_N.numel())
-        made = encode_once(selected.indices_K, selected.values_K, n=acc_N.numel(), kind=kind)
+        made = encode_with_decoded(selected.indices_K, selected.values_K, n=acc_N.numel(), kind=kind)
         acc_N.index_add_(0, selected.where_K, _like(made.sparse.values, acc_N), alpha=-1)
         if new_u_N is not None:
             new_u_N.index_fill_(0, selected.where_K, 0.0)
         threshold = float(magnitudes_K.min()) if magnitudes_K.size else 0.0
-        return Prepared(made.payload, made.sparse, False, acc_N, new_u_N, start, threshold)
+        return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start, threshold)
 
-    def prepare_skip(self, kind: ValueKind, *, start: int = 0, n: int | None = None) -> Prepared:
+    def prepare_skip(self, kind: ValueKind, *, start: int = 0, n: int | None = None) -> PreparedState:
         """Take part with an empty payload: a gradient here is not finite.  `n`: of the part at `start`."""
         nothing = np.empty(0, np.int64), np.empty(0, np.float32)
         n = self._residual_N.numel() if n is None else n
-        made = encode_once(*nothing, n=n, kind=kind)
-        return Prepared(made.payload, made.sparse, True, None, None, start)
+        made = encode_with_decoded(*nothing, n=n, kind=kind)
+        return PreparedState(made.payload, made.sparse, True, None, None, start)
 
-    def commit(self, prepared: Prepared, kept: Iterable[Kept]) -> None:
+    def commit(self, prepared: PreparedState, kept: Iterable[TruncatedEntries]) -> None:
         """Make the prepared state the committed one and add what the merges on this worker kept.
 
         A round that was skipped (by anybody) is not committed here: residual and u stay as they are.
         """
         self.commit_parts([(prepared, kept)])
 
-    def commit_parts(self, parts: Sequence[tuple[Prepared, Iterable[Kept]]]) -> None:
+    def commit_parts(self, parts: Sequence[tuple[PreparedState, Iterable[TruncatedEntries]]]) -> None:
         """Commit a vector that was prepared in parts, each with what its merges kept (indices from `start`).
 
         If one of them is a skip, nothing changes.
@@ -183,10 +183,10 @@ class ErrorFeedback:
     def _selection(self, part: slice) -> Selection:
         key = (part.start, part.stop)
         if key not in self._selections:
-            self._selections[key] = selection_on(self._residual_N.device)
+            self._selections[key] = make_selection(self._residual_N.device)
         return self._selections[key]
 
-    def _check_whole(self, parts: Sequence[Prepared]) -> None:
+    def _check_whole(self, parts: Sequence[PreparedState]) -> None:
         """Parts follow each other from the first element to the last, all in the second buffer."""
         covered = 0
         for prepared in sorted(parts, key=lambda prepared: prepared.start):
@@ -202,7 +202,7 @@ class ErrorFeedback:
         if covered != self._residual_N.numel():
             raise LocalProtocolError(f"commit of {covered} of {self._residual_N.numel()} elements")
 
-    def absorb(
+    def add_residual(
         self, indices_K: npt.NDArray[np.int64], values_K: npt.NDArray[np.float32], limit: float
     ) -> bool:
         """Add another worker's residual to the committed one, between two rounds: all of it or nothing.
@@ -216,7 +216,7 @@ class ErrorFeedback:
         self._residual_N.index_copy_(0, where, summed_K)
         return True
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """What was kept belongs to another life of this worker: zeros, as at the beginning."""
         self._residual_N.zero_()
         if self._u_N is not None:

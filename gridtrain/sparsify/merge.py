@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.wire.sparse import Sparse, ValueKind, encode_once
+from gridtrain.wire.sparse import SparseVector, ValueKind, encode_with_decoded
 
 IndexArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
-Kept = tuple[IndexArray, FloatArray]
+TruncatedEntries = tuple[IndexArray, FloatArray]
 """What must go back into a residual: indices (K,), strictly increasing, and values (K,), none zero."""
 
 _KEPT_BYTES = 24 << 20  # below glibc's largest threshold, 32 MiB; it keeps at most twice as much
@@ -40,23 +40,23 @@ _MARGIN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergeResult:
     """`sparse` is what `payload` decodes to.  sparse + kept == mine + theirs, summed in float32."""
 
     payload: bytes
-    sparse: Sparse
-    kept_indices: IndexArray
-    kept_values: FloatArray
+    sparse: SparseVector
+    truncated_indices: IndexArray
+    truncated_values: FloatArray
 
-    def owned(self, modulus: int, residue: int) -> Kept:
+    def truncated_of_owner(self, modulus: int, residue: int) -> TruncatedEntries:
         """The part of what is kept that falls to the owner of indices i % modulus == residue."""
         if modulus == 1:
-            return self.kept_indices, self.kept_values
+            return self.truncated_indices, self.truncated_values
         # Moduli are powers of two, for which a mask takes a tenth of a division's time.
         is_power = modulus & (modulus - 1) == 0
-        remainders = self.kept_indices & (modulus - 1) if is_power else self.kept_indices % modulus
+        remainders = self.truncated_indices & (modulus - 1) if is_power else self.truncated_indices % modulus
         owned = np.flatnonzero(remainders == residue)
-        return self.kept_indices.take(owned), self.kept_values.take(owned)
+        return self.truncated_indices.take(owned), self.truncated_values.take(owned)
 
 
 def keep_freed_memory() -> None:
@@ -78,7 +78,7 @@ def largest_summable(world_size: int) -> float:
     return float(np.finfo(np.float32).max) / (2 * world_size)
 
 
-def merge(mine: Sparse, theirs: Sparse, *, n: int, k: int, kind: ValueKind) -> Merged:
+def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
     """Sum two payloads by index, truncate to the k largest, and keep the rest.
 
     Selection is by (-|s|, index), before encoding; an entry whose sum is exactly 0 is dropped.
@@ -93,7 +93,7 @@ def merge(mine: Sparse, theirs: Sparse, *, n: int, k: int, kind: ValueKind) -> M
     return truncate(sum_of_two(mine, theirs), n=n, k=k, kind=kind)
 
 
-def truncate(summed: Sparse, *, n: int, k: int, kind: ValueKind) -> Merged:
+def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
     """The k largest of a sum by (-|s|, index), encoded once; the rest, and what encoding rounds off, is kept.
 
     Args:
@@ -101,14 +101,14 @@ def truncate(summed: Sparse, *, n: int, k: int, kind: ValueKind) -> Merged:
     """
     chosen = np.flatnonzero(_largest(np.abs(summed.values), k))
     sums = summed.values.take(chosen)
-    made = encode_once(summed.indices.take(chosen), sums, n=n, kind=kind)
+    made = encode_with_decoded(summed.indices.take(chosen), sums, n=n, kind=kind)
     kept_values = summed.values.copy()
     kept_values[chosen] = sums - made.sparse.values  # exact: see `wire.sparse.encode_once`
     is_kept = np.flatnonzero(kept_values != 0)
-    return Merged(made.payload, made.sparse, summed.indices.take(is_kept), kept_values.take(is_kept))
+    return MergeResult(made.payload, made.sparse, summed.indices.take(is_kept), kept_values.take(is_kept))
 
 
-def sum_of_two(mine: Sparse, theirs: Sparse) -> Sparse:
+def sum_of_two(mine: SparseVector, theirs: SparseVector) -> SparseVector:
     """Sum by index in float32, whichever of the two comes first; exact zeros are no entries.
 
     Raises:
@@ -130,7 +130,7 @@ def sum_of_two(mine: Sparse, theirs: Sparse) -> Sparse:
     return _entries(indices, total)
 
 
-def sum_in_rank_order(parts: Sequence[Sparse]) -> Sparse:
+def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
     """Sum by index, element by element in the order of `parts`, in float32; exact zeros are no entries.
 
     Raises:
@@ -153,7 +153,7 @@ def sum_in_rank_order(parts: Sequence[Sparse]) -> Sparse:
     return _entries(ordered.take(np.flatnonzero(is_first)), total)
 
 
-def _entries(indices: IndexArray, total: FloatArray) -> Sparse:
+def _entries(indices: IndexArray, total: FloatArray) -> SparseVector:
     """Those whose sum is not 0.  Raises `RemoteProtocolError` if one is not finite."""
     if not np.isfinite(total).all():
         raise RemoteProtocolError(
@@ -161,7 +161,7 @@ def _entries(indices: IndexArray, total: FloatArray) -> Sparse:
             remedy="drop the peer: a member whose values are that large has to skip the step",
         )
     is_entry = np.flatnonzero(total != 0)
-    return Sparse(indices.take(is_entry), total.take(is_entry))
+    return SparseVector(indices.take(is_entry), total.take(is_entry))
 
 
 def _largest(magnitudes: FloatArray, k: int) -> npt.NDArray[np.bool_]:

@@ -30,8 +30,8 @@ from torch import Tensor
 from gridtrain.errors import LocalProtocolError
 from gridtrain.sparsify.blocked import (
     MAGNITUDE_MASK,
-    BlockedSelection,
-    BlockedSum,
+    BlockwiseSum,
+    CpuSelection,
     ThresholdHint,
     value_bits,
 )
@@ -42,7 +42,7 @@ _FEW = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class AccumulationTerms:
     """acc = residual + added, added = weight * gradient, or u with u = m u + weight * gradient.
 
     All tensors are (n,) float32 on one device, contiguous.  `acc_N` and `new_u_N` are written, nothing else.
@@ -64,7 +64,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
+class SelectedEntries:
     """`indices_K`, ascending, and `values_K` of acc, on the host; `where_K`: the indices on the device."""
 
     indices_K: npt.NDArray[np.int64]
@@ -75,7 +75,7 @@ class Selected:
 class Selection(Protocol):
     """Computes acc and selects from it.  Carries a threshold from call to call: one object a vector."""
 
-    def select(self, terms: Terms, k: int, floor: float = 0.0) -> Selected:
+    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
         """The k largest |acc|; ties to the lowest index, exact zeros and what is below `floor` not at all.
 
         What is not finite counts as larger than all that is, so it is among the selected.
@@ -100,7 +100,7 @@ def select_topk(acc_N: Tensor, k: int) -> Tensor:
         LocalProtocolError: k is out of range.
     """
     if acc_N.device.type == "cpu":
-        return torch.from_numpy(BlockedSelection().select(acc_N.detach().contiguous().numpy(), k))
+        return torch.from_numpy(CpuSelection().select(acc_N.detach().contiguous().numpy(), k))
     return TensorSelection().indices(acc_N, k)
 
 
@@ -108,15 +108,15 @@ class HostSelection:
     """Vectors in host memory, by numpy, on the calling thread alone."""
 
     def __init__(self) -> None:
-        self._blocked = BlockedSelection()
+        self._blocked = CpuSelection()
 
     @property
     def hint(self) -> ThresholdHint:
         return self._blocked.hint
 
-    def select(self, terms: Terms, k: int, floor: float = 0.0) -> Selected:
+    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
         acc_N = terms.acc_N.numpy()
-        fill = BlockedSum(
+        fill = BlockwiseSum(
             terms.residual_N.numpy(),
             terms.gradient_N.detach().numpy(),
             acc_N,
@@ -127,7 +127,7 @@ class HostSelection:
         )
         with np.errstate(over="ignore", invalid="ignore"):  # found among the selected values
             indices_K = self._blocked.select(acc_N, k, fill, floor)
-        return Selected(indices_K, acc_N[indices_K], torch.from_numpy(indices_K))
+        return SelectedEntries(indices_K, acc_N[indices_K], torch.from_numpy(indices_K))
 
 
 class TensorSelection:
@@ -136,9 +136,9 @@ class TensorSelection:
     def __init__(self) -> None:
         self.hint = ThresholdHint()
 
-    def select(self, terms: Terms, k: int, floor: float = 0.0) -> Selected:
+    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
         where_K = self.indices(_sum(terms), k, floor)
-        return Selected(where_K.cpu().numpy(), terms.acc_N[where_K].cpu().numpy(), where_K)
+        return SelectedEntries(where_K.cpu().numpy(), terms.acc_N[where_K].cpu().numpy(), where_K)
 
     def indices(self, acc_N: Tensor, k: int, floor: float = 0.0) -> Tensor:
         """(K,) int64, ascending, on the device; see `Selection.select`."""
@@ -154,14 +154,14 @@ class TensorSelection:
             start_bits = max(floor_bits, _lower_bound(bits_N, k, many))
             candidates = self._reaching(bits_N, start_bits, 0, many)
         if candidates is None:  # more than are worth sorting reach the k-th magnitude itself
-            where_K = _by_exact_threshold(bits_N, k, start_bits)
+            where_K = _select_by_threshold(bits_N, k, start_bits)
             seen = where_K.numel()
         else:
             seen = candidates.numel()
             keys = sort_keys(bits_N[candidates], candidates)
             where_K = key_indices(torch.topk(keys, min(k, seen), sorted=False).values).sort().values
         if where_K.numel() == k:
-            self.hint.learn(int(bits_N[where_K].min()), seen, k)
+            self.hint.update(int(bits_N[where_K].min()), seen, k)
         return where_K
 
     def _reaching(self, bits_N: Tensor, threshold_bits: int, at_least: int, at_most: int) -> Tensor | None:
@@ -169,7 +169,7 @@ class TensorSelection:
         reached = bits_N >= threshold_bits
         count = int(torch.count_nonzero(reached))
         if count < at_least:
-            self.hint.missed()
+            self.hint.mark_missed()
             return None
         return None if count > at_most else torch.nonzero(reached).squeeze(1)
 
@@ -190,7 +190,7 @@ def key_indices(keys_C: Tensor) -> Tensor:
     return _INDEX_MASK - (keys_C & _INDEX_MASK)
 
 
-def _sum(terms: Terms) -> Tensor:
+def _sum(terms: AccumulationTerms) -> Tensor:
     """acc_N, in as many passes as there are operations.  Never `alpha=`: it would fuse, and round once."""
     added = terms.gradient_N
     if terms.weight == 0.0:
@@ -228,7 +228,7 @@ def _lower_bound(bits_N: Tensor, k: int, many: int) -> int:
     return prefix
 
 
-def _by_exact_threshold(bits_N: Tensor, k: int, kth_bits: int) -> Tensor:
+def _select_by_threshold(bits_N: Tensor, k: int, kth_bits: int) -> Tensor:
     above = torch.nonzero(bits_N > kth_bits).squeeze(1)
     ties = torch.nonzero(bits_N == kth_bits).squeeze(1)[: k - above.numel()]
     return torch.cat((above, ties)).sort().values

@@ -52,7 +52,7 @@ def _sum_block(
 
 
 @triton.jit
-def _keep(acc, offsets, inside, threshold, keys_C, count, capacity):
+def _append_keys(acc, offsets, inside, threshold, keys_C, count, capacity):
     """Append the keys of what reaches the threshold; one atomic addition for a block that has any."""
     bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     reached = (bits >= threshold) & inside
@@ -100,7 +100,7 @@ def accumulate(
         EMPTY,
         HAS_U,
     )
-    _keep(acc, offsets, inside, tl.load(threshold), keys_C, count, capacity)
+    _append_keys(acc, offsets, inside, tl.load(threshold), keys_C, count, capacity)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def compact(acc_N, threshold, keys_C, count, n, capacity, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     acc = tl.load(acc_N + offsets, mask=inside, other=0.0)
-    _keep(acc, offsets, inside, tl.load(threshold), keys_C, count, capacity)
+    _append_keys(acc, offsets, inside, tl.load(threshold), keys_C, count, capacity)
 
 
 @triton.jit

@@ -27,18 +27,18 @@ from typing import Protocol
 
 from gridtrain.config import ENV_PREFIX
 from gridtrain.errors import GridtrainError
-from gridtrain.speed.referee import Referee, Report
+from gridtrain.speed.referee import BarrierServer, MemberReport
 
-CLI = (sys.executable, "-c", "from gridtrain.cli import main; main()")
-MEMBER = (sys.executable, "-m", "gridtrain.speed.member")
-INVITE_S = 30
-START_S, START_EACH_S = 60.0, 10.0
-REPEAT_S = 600.0
-GRACE_S = 5.0
+CLI_COMMAND = (sys.executable, "-c", "from gridtrain.cli import main; main()")
+MEMBER_COMMAND = (sys.executable, "-m", "gridtrain.speed.member")
+INVITATION_TIMEOUT_S = 30
+START_TIMEOUT_S, START_TIMEOUT_PER_MEMBER_S = 60.0, 10.0
+REPEAT_TIMEOUT_S = 600.0
+SHUTDOWN_TIMEOUT_S = 5.0
 TAIL_LINES = 12
 
 
-class Ground(Protocol):
+class ProcessHost(Protocol):
     """Where processes run.
 
     Attributes:
@@ -64,7 +64,7 @@ class Ground(Protocol):
         ...
 
 
-class Loopback:
+class LocalHost:
     """This machine itself; rates are the members' own limits."""
 
     interface = ""
@@ -81,10 +81,10 @@ class Loopback:
     def run(
         self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        return begin(argv, log, env)
+        return start_process(argv, log, env)
 
 
-def begin(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_process(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A process with its two logs."""
     with Path(f"{log}.out").open("wb") as out, Path(f"{log}.err").open("wb") as err:
         return subprocess.Popen(
@@ -93,7 +93,7 @@ def begin(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class BenchSetting:
     """What a group exchanges.  `exchange`: as in `gridtrain.speed.named`; n: elements of the vector; `order`:
     of ranks, as `gridtrain coordinator --order` takes it."""
 
@@ -105,7 +105,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
+class ExchangeSample:
     """One exchange of the whole group.
 
     Attributes:
@@ -131,7 +131,7 @@ class Repeat:
     aborts: int
 
     @classmethod
-    def of(cls, done: Sequence[Report], settled: Sequence[Report]) -> Repeat:
+    def from_reports(cls, done: Sequence[MemberReport], settled: Sequence[MemberReport]) -> ExchangeSample:
         return cls(
             seconds=max(report["end_s"] for report in done) - min(report["start_s"] for report in done),
             cpu_s=[report["cpu_s"] for report in settled],
@@ -146,38 +146,38 @@ class Repeat:
         )
 
 
-class Group:
+class BenchGroup:
     """Started members that are at the barrier.  See the module's text."""
 
-    def __init__(self, setting: Setting, referee: Referee) -> None:
+    def __init__(self, setting: BenchSetting, referee: BarrierServer) -> None:
         self.setting = setting
         self._referee = referee
         self._waiting = False
 
-    def wait(self, timeout_s: float = REPEAT_S) -> None:
+    def wait(self, timeout_s: float = REPEAT_TIMEOUT_S) -> None:
         """Until everybody is ready for the next repeat."""
         if self._waiting:
             return
-        for report in self._referee.gather("ready", timeout_s):
+        for report in self._referee.wait_for_all("ready", timeout_s):
             if report["world_size"] != self.setting.workers:
                 text = f"a member is in a group of {report['world_size']}, not of {self.setting.workers}"
                 raise GridtrainError(text, remedy="look into the coordinator's log: somebody was lost")
         self._waiting = True
 
-    def repeat(self) -> Repeat:
+    def repeat(self) -> ExchangeSample:
         """One exchange.  Raises `GridtrainError` with the ends of the logs if a member fails."""
         self.wait()
         self._waiting = False
-        self._referee.tell("go")
-        done = self._referee.gather("done", REPEAT_S)
-        self._referee.tell("count")
-        settled = self._referee.gather("settled", REPEAT_S)
-        self._referee.tell("on")
-        return Repeat.of(done, settled)
+        self._referee.release("go")
+        done = self._referee.wait_for_all("done", REPEAT_TIMEOUT_S)
+        self._referee.release("count")
+        settled = self._referee.wait_for_all("settled", REPEAT_TIMEOUT_S)
+        self._referee.release("on")
+        return ExchangeSample.from_reports(done, settled)
 
 
 @contextlib.contextmanager
-def started(setting: Setting, ground: Ground, folder: Path) -> Iterator[Group]:
+def start_group(setting: BenchSetting, ground: ProcessHost, folder: Path) -> Iterator[BenchGroup]:
     """A coordinator and its members, ready for the first repeat.
 
     Args:
@@ -188,13 +188,13 @@ def started(setting: Setting, ground: Ground, folder: Path) -> Iterator[Group]:
     """
     folder.mkdir(parents=True)
     unwind_on_sigterm()
-    env = environment(folder)
+    env = process_environment(folder)
     running: dict[str, subprocess.Popen[bytes]] = {}
 
     def check() -> None:
         if ended := [name for name, process in running.items() if process.poll() is not None]:
             raise GridtrainError(
-                "\n".join([f"{', '.join(ended)} ended", *(tail(folder / name) for name in ended)]),
+                "\n".join([f"{', '.join(ended)} ended", *(log_tail(folder / name) for name in ended)]),
                 remedy=f"the complete logs are in {folder}",
             )
 
@@ -203,46 +203,46 @@ def started(setting: Setting, ground: Ground, folder: Path) -> Iterator[Group]:
             "hub", _coordinator(setting, ground, folder), folder / "coordinator", env
         )
         invitation = _invitation(setting, ground, folder, env)
-        with Referee(folder / "referee", setting.workers, check) as referee:
+        with BarrierServer(folder / "referee", setting.workers, check) as referee:
             for number in range(1, setting.workers + 1):
                 name = f"worker-{number}"
                 argv = _member(setting, ground, folder, name, number, invitation)
                 running[name] = ground.run(name, argv, folder / name, env)
-            group = Group(setting, referee)
-            group.wait(START_S + START_EACH_S * setting.workers)
+            group = BenchGroup(setting, referee)
+            group.wait(START_TIMEOUT_S + START_TIMEOUT_PER_MEMBER_S * setting.workers)
             yield group
-            referee.tell("end")
+            referee.release("end")
     finally:
-        end(list(running.values()))
+        end_processes(list(running.values()))
 
 
-def _coordinator(setting: Setting, ground: Ground, folder: Path) -> list[str]:
+def _coordinator(setting: BenchSetting, ground: ProcessHost, folder: Path) -> list[str]:
     listen, advertise = ground.listen()
-    argv = [*CLI, "coordinator", "--state", str(folder / "hub"), "--listen", listen]
+    argv = [*CLI_COMMAND, "coordinator", "--state", str(folder / "hub"), "--listen", listen]
     argv += ["--min-workers", str(setting.workers), "--order", setting.order]
     argv += ["--advertise", advertise] if advertise else []
     return argv + ([] if setting.encrypted else ["--unencrypted", "--benchmark"])
 
 
-def _invitation(setting: Setting, ground: Ground, folder: Path, env: Mapping[str, str]) -> str:
-    argv = [*CLI, "invite", "--state", str(folder / "hub"), "--uses", str(setting.workers)]
-    process = ground.run("hub", [*argv, "--wait", f"{INVITE_S}s"], folder / "invite", env)
+def _invitation(setting: BenchSetting, ground: ProcessHost, folder: Path, env: Mapping[str, str]) -> str:
+    argv = [*CLI_COMMAND, "invite", "--state", str(folder / "hub"), "--uses", str(setting.workers)]
+    process = ground.run("hub", [*argv, "--wait", f"{INVITATION_TIMEOUT_S}s"], folder / "invite", env)
     try:
-        code = process.wait(2 * INVITE_S)
+        code = process.wait(2 * INVITATION_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        end([process])
+        end_processes([process])
     if code != 0:
-        logs = "\n".join(tail(folder / name) for name in ("invite", "coordinator"))
+        logs = "\n".join(log_tail(folder / name) for name in ("invite", "coordinator"))
         raise GridtrainError(f"there is no invitation\n{logs}", remedy=f"the complete logs are in {folder}")
     return Path(folder, "invite.out").read_text().strip()
 
 
 def _member(
-    setting: Setting, ground: Ground, folder: Path, name: str, seed: int, invitation: str
+    setting: BenchSetting, ground: ProcessHost, folder: Path, name: str, seed: int, invitation: str
 ) -> list[str]:
-    argv = [*MEMBER, "--invitation", invitation, "--name", name, "--exchange", setting.exchange]
+    argv = [*MEMBER_COMMAND, "--invitation", invitation, "--name", name, "--exchange", setting.exchange]
     argv += ["--n", str(setting.n), "--seed", str(seed), "--referee", str(folder / "referee")]
     for option, value in (
         ("--interface", ground.interface),
@@ -253,7 +253,7 @@ def _member(
     return argv + ([] if setting.encrypted else ["--unencrypted"])
 
 
-def environment(folder: Path) -> dict[str, str]:
+def process_environment(folder: Path) -> dict[str, str]:
     """Ours without the settings of another run; one thread for each member, as they share the cores."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -272,21 +272,21 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def tail(log: Path) -> str:
+def log_tail(log: Path) -> str:
     """The last lines of a process's two logs, with a heading."""
     texts = [Path(f"{log}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
     lines = [line for text in texts for line in text.splitlines()[-TAIL_LINES:]]
     return "\n".join([f"--- {log.name}, end of its output ---", *lines])
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Gracefully, then not; each with its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
-        until_s = time.monotonic() + GRACE_S
+        until_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until_s - time.monotonic()))

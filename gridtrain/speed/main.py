@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.speed.group import Loopback, Repeat, Setting, started
-from gridtrain.speed.local import local_figures
+from gridtrain.speed.group import BenchSetting, ExchangeSample, LocalHost, start_group
+from gridtrain.speed.local import measure_processor
 from gridtrain.transport.limits import parse_rate
 
-NAMES = {
+FIGURE_LABELS = {
     "copy_ns": ("copy of the gradient", "parameter"),
     "select_ns": ("select what to send, one CPU thread", "parameter"),
     "encode_ns": ("encode a payload", "entry"),
@@ -35,14 +35,14 @@ NAMES = {
     "gpu_select_ns": ("select what to send, GPU", "parameter"),
 }
 WARMUP = 1
-MOST_PARAMETERS = 2**32
+MAX_PARAMETERS = 2**32
 """Of a sparse payload (PROTOCOL.md, 5.2)."""
-VECTOR_BYTES = 16
+BYTES_PER_PARAMETER = 16
 """For each element that a worker has: gradient, scaled copy, residual and its second buffer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """What `gridtrain bench` was asked for.
 
     Attributes:
@@ -62,7 +62,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class ExchangeResult:
     """Medians of one group's exchanges.
 
     Attributes:
@@ -81,35 +81,35 @@ class Exchanged:
 
 
 @dataclass(slots=True)
-class Found:
+class BenchResult:
     """All figures.  `local`: see `speed.local.local_figures`."""
 
-    plan: Plan
+    plan: BenchPlan
     cores: int
     gpu: str
     local: dict[str, float] = field(default_factory=dict)
-    exchanges: list[Exchanged] = field(default_factory=list)
+    exchanges: list[ExchangeResult] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"schema": 1, "python": platform.python_version()}
 
 
-def check_memory(plan: Plan, memory_bytes: int | None = None) -> None:
+def check_memory(plan: BenchPlan, memory_bytes: int | None = None) -> None:
     """Before anything is measured.  `memory_bytes`: of the machine; None: of this one.
 
     Raises `ConfigError`: the vectors would not fit, or no payload can have so many elements.
     """
-    if plan.parameters > MOST_PARAMETERS:
+    if plan.parameters > MAX_PARAMETERS:
         raise ConfigError(
-            f"parameters is {plan.parameters:,}; a payload has at most {MOST_PARAMETERS:,} elements",
+            f"parameters is {plan.parameters:,}; a payload has at most {MAX_PARAMETERS:,} elements",
             remedy="name the length of a smaller model",
         )
     if memory_bytes is None:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     vectors = max(plan.workers, default=1)
-    need_bytes = VECTOR_BYTES * plan.parameters * vectors
+    need_bytes = BYTES_PER_PARAMETER * plan.parameters * vectors
     if need_bytes > memory_bytes:
-        fitting = memory_bytes // (VECTOR_BYTES * vectors)
+        fitting = memory_bytes // (BYTES_PER_PARAMETER * vectors)
         raise ConfigError(
             f"{plan.parameters:,} parameters for {vectors} local worker{'s' * (vectors > 1)} need about "
             f"{1e-9 * need_bytes:,.1f} GB of memory; this machine has {1e-9 * memory_bytes:,.1f} GB",
@@ -117,25 +117,25 @@ def check_memory(plan: Plan, memory_bytes: int | None = None) -> None:
         )
 
 
-def measure(plan: Plan, say: Callable[[str], None]) -> Found:
+def run_bench(plan: BenchPlan, say: Callable[[str], None]) -> BenchResult:
     """Raises `GridtrainError` with the ends of the logs if a local worker fails."""
-    found = Found(plan, len(os.sched_getaffinity(0)), _gpu())
+    found = BenchResult(plan, len(os.sched_getaffinity(0)), _gpu())
     say("selection, codec and merge")
-    found.local = local_figures(plan.parameters, plan.density)
+    found.local = measure_processor(plan.parameters, plan.density)
     for workers in plan.workers:
         for exchange in ("dense", f"gtopk:density={plan.density!r}"):
             say(f"{exchange} among {workers} workers on this machine")
-            setting = Setting(exchange, workers, plan.parameters, plan.encrypted)
+            setting = BenchSetting(exchange, workers, plan.parameters, plan.encrypted)
             with (
                 tempfile.TemporaryDirectory(prefix="gridtrain-") as folder,
-                started(setting, Loopback(plan.rate), Path(folder, "g")) as group,
+                start_group(setting, LocalHost(plan.rate), Path(folder, "g")) as group,
             ):
                 repeats = [group.repeat() for _ in range(WARMUP + plan.repeats)][WARMUP:]
-            found.exchanges.append(exchanged(setting, repeats))
+            found.exchanges.append(measure_exchange(setting, repeats))
     return found
 
 
-def exchanged(setting: Setting, repeats: Sequence[Repeat]) -> Exchanged:
+def measure_exchange(setting: BenchSetting, repeats: Sequence[ExchangeSample]) -> ExchangeResult:
     """Raises `GridtrainError` if each repeat had aborted attempts."""
     clean = [repeat for repeat in repeats if not repeat.aborts]
     left_out, repeats = len(repeats) - len(clean), clean
@@ -145,7 +145,7 @@ def exchanged(setting: Setting, repeats: Sequence[Repeat]) -> Exchanged:
             f"{left_out} repeats, so there is no figure of one exchange",
             remedy="the machine may be too busy: end other programs, or use fewer --workers",
         )
-    return Exchanged(
+    return ExchangeResult(
         repeats=len(repeats),
         left_out=left_out,
         exchange=setting.exchange,
@@ -156,7 +156,7 @@ def exchanged(setting: Setting, repeats: Sequence[Repeat]) -> Exchanged:
     )
 
 
-def show(found: Found, console: Console) -> None:
+def print_result(found: BenchResult, console: Console) -> None:
     plan = found.plan
     console.print(
         f"{plan.parameters:,} parameters ({4e-6 * plan.parameters:.1f} MB of gradient), "
@@ -165,21 +165,21 @@ def show(found: Found, console: Console) -> None:
     console.print(_processor_table(found))
     if found.exchanges:
         console.print(_exchange_table(found))
-    for sentence in sentences(found):
+    for sentence in summary_sentences(found):
         console.print(sentence)
 
 
-def _processor_table(found: Found) -> Table:
+def _processor_table(found: BenchResult) -> Table:
     table = Table("what", "ns", "for each", "this model, ms", title="Processor", title_justify="left")
     entries = max(1, round(found.plan.density * found.plan.parameters))
     for name, ns in found.local.items():
-        what, each = NAMES[name]
+        what, each = FIGURE_LABELS[name]
         count = found.plan.parameters if each == "parameter" else entries
         table.add_row(what, f"{ns:.2f}", each, f"{1e-6 * ns * count:.2f}")
     return table
 
 
-def _exchange_table(found: Found) -> Table:
+def _exchange_table(found: BenchResult) -> Table:
     plan = found.plan
     title = f"Exchange on this machine, {'encrypted' if plan.encrypted else 'in the clear'}"
     title += f", each worker at most {plan.rate}" if plan.rate else ""
@@ -199,7 +199,7 @@ def _exchange_table(found: Found) -> Table:
     return table
 
 
-def sentences(found: Found) -> list[str]:
+def summary_sentences(found: BenchResult) -> list[str]:
     """What the tables mean for a user."""
     plan, said = found.plan, []
     select_ms = 1e-6 * found.local["select_ns"] * plan.parameters

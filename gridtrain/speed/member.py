@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.optim.exchange import Attempt
+from gridtrain.optim.exchange import ExchangeAttempt
 from gridtrain.optim.grid import Grid
-from gridtrain.speed.named import exchange_named
-from gridtrain.speed.referee import Player
+from gridtrain.speed.named import parse_exchange
+from gridtrain.speed.referee import BarrierClient
 
 T = TypeVar("T")
 
@@ -35,10 +35,10 @@ SAMPLES, STEPS = 4096, 1_000_000
 """More than any measurement takes: the referee ends the run, not its ledger."""
 
 _NET = Path("/proc/self/net/dev")
-_WORK = ("apply", "payload", "seal")
+_WORK_METHODS = ("apply", "payload", "seal")
 
 
-class Vector(nn.Module):
+class VectorModel(nn.Module):
     """A model of n parameters.  Its pages are never touched, so that it takes no memory."""
 
     def __init__(self, n: int) -> None:
@@ -46,7 +46,7 @@ class Vector(nn.Module):
         self.flat = nn.Parameter(torch.zeros(n))
 
 
-class Work:
+class BufferWork:
     """Seconds that a workspace takes (decoding, adding, merging, encoding, digests), and what it sends.
 
     Attributes:
@@ -57,9 +57,9 @@ class Work:
         self.seconds = 0.0
         self.payloads = self.payload_bytes = 0
 
-    def over(self, workspace: Any) -> None:
+    def instrument(self, workspace: Any) -> None:
         workspace.payload = self._counted(workspace.payload)
-        for name in _WORK:
+        for name in _WORK_METHODS:
             setattr(workspace, name, self._timed(getattr(workspace, name)))
 
     def _counted(self, payload: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,47 +90,47 @@ def sent_bytes(grid: Grid, interface: str) -> int:
     return int(line.partition(":")[2].split()[8])
 
 
-def measure(grid: Grid, player: Player, options: argparse.Namespace) -> None:
+def run_repeats(grid: Grid, player: BarrierClient, options: argparse.Namespace) -> None:
     """Repeats until the referee ends it."""
-    model = Vector(options.n)
-    exchange = exchange_named(options.exchange)
+    model = VectorModel(options.n)
+    exchange = parse_exchange(options.exchange)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     wrapped = grid.optimizer(inner, model, exchange=exchange, average_buffers_every=0, compare_every=0)
     generator = torch.Generator().manual_seed(options.seed)
     contribution_N = torch.randn(options.n, generator=generator)
     for _ in grid.batches(range(SAMPLES), batch_size=1, steps=STEPS):
-        if not repeat(grid, wrapped, contribution_N, player, options.interface):
+        if not run_repeat(grid, wrapped, contribution_N, player, options.interface):
             return
 
 
-def repeat(grid: Grid, wrapped: Any, contribution_N: Tensor, player: Player, interface: str) -> bool:
+def run_repeat(grid: Grid, wrapped: Any, contribution_N: Tensor, player: BarrierClient, interface: str) -> bool:
     """One step's exchange; False: the referee has ended the measurement.
 
     An attempt that is aborted is repeated within the measured time, as a step does.
     """
-    session, exchanger, work = grid._session, wrapped._exchanger, Work()
+    session, exchanger, work = grid._session, wrapped._exchanger, BufferWork()
     aborts, word, start_s, cpu_s, sent, prepare_s, prepare_cpu_s = -1, "", 0.0, 0.0, 0, 0.0, 0.0
     while True:
         plan = session.begin()
         if plan is None:
             return True  # the group went on without this worker: not a repeat that counts
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        attempt: Attempt = exchanger.prepare_bucket(0, contribution_N, plan, usable=True)
-        work.over(attempt.workspace)
+        attempt: ExchangeAttempt = exchanger.prepare_bucket(0, contribution_N, plan, usable=True)
+        work.instrument(attempt.buffer)
         if not word:
             prepare_s, prepare_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-            session.busy(True)  # the referee may let others go first: nobody is to lose patience
-            word = player.at("ready", world_size=plan.world_size)
-            session.busy(False)
+            session.set_busy(True)  # the referee may let others go first: nobody is to lose patience
+            word = player.wait_at("ready", world_size=plan.world_size)
+            session.set_busy(False)
             if word == "end":
                 return False
             sent, cpu_s, start_s = sent_bytes(grid, interface), time.process_time(), time.monotonic()
-        outcome = session.run(plan, [attempt.workspace], attempt.skip, b"")
+        outcome = session.run(plan, [attempt.buffer], attempt.skip, b"")
         aborts += 1
-        if outcome.committed:
+        if outcome.is_committed:
             break
     end_s = time.monotonic()
-    player.at("done", start_s=start_s, end_s=end_s)
+    player.wait_at("done", start_s=start_s, end_s=end_s)
     figures = {
         "cpu_s": time.process_time() - cpu_s,  # to here the last bytes of everybody have left
         "sent_bytes": sent_bytes(grid, interface) - sent,
@@ -141,7 +141,7 @@ def repeat(grid: Grid, wrapped: Any, contribution_N: Tensor, player: Player, int
     began_s = time.perf_counter()
     exchanger.commit(attempt)
     figures |= {"commit_s": time.perf_counter() - began_s, "aborts": aborts}
-    player.at("settled", prepare_s=prepare_s, prepare_cpu_s=prepare_cpu_s, **figures)
+    player.wait_at("settled", prepare_s=prepare_s, prepare_cpu_s=prepare_cpu_s, **figures)
     return True
 
 
@@ -163,7 +163,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    player = Player(options.referee)
+    player = BarrierClient(options.referee)
     grid = gridtrain.join(
         options.invitation,
         name=options.name,
@@ -174,7 +174,7 @@ def main() -> None:
         handover_mib=0,
         unencrypted=options.unencrypted,
     )
-    measure(grid, player, options)
+    run_repeats(grid, player, options)
 
 
 if __name__ == "__main__":

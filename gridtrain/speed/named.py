@@ -16,13 +16,13 @@ from typing import Any, get_args
 from gridtrain.config import Exchange
 from gridtrain.errors import ConfigError
 
-FAMILIES: dict[str, type[Any]] = {
+EXCHANGE_CLASSES: dict[str, type[Any]] = {
     family.__name__.lower(): family for family in get_args(Exchange) if family.__name__ != "LocalSteps"
 }
 """Those that exchange one vector in each step."""
 
 
-def exchange_named(text: str, defaults: Mapping[str, str] | None = None) -> Exchange:
+def parse_exchange(text: str, defaults: Mapping[str, str] | None = None) -> Exchange:
     """The exchange that `text` names.
 
     Args:
@@ -31,9 +31,9 @@ def exchange_named(text: str, defaults: Mapping[str, str] | None = None) -> Exch
     Raises `ConfigError` for a family, an option or a value that there is not.
     """
     name, _, rest = text.strip().partition(":")
-    family = FAMILIES.get(name.strip().lower())
+    family = EXCHANGE_CLASSES.get(name.strip().lower())
     if family is None:
-        raise ConfigError(f"there is no exchange {name!r}", remedy=f"name one of {', '.join(FAMILIES)}")
+        raise ConfigError(f"there is no exchange {name!r}", remedy=f"name one of {', '.join(EXCHANGE_CLASSES)}")
     known = {field.name: field for field in fields(family)}
     given = {key: value for key, value in (defaults or {}).items() if key in known}
     for word in filter(None, (word.strip() for word in rest.split(","))):

@@ -21,13 +21,13 @@ from typing import Any
 
 from gridtrain.errors import GridtrainError
 
-Report = dict[str, Any]
+MemberReport = dict[str, Any]
 
 _LOOK_S = 0.5  # how often it is asked whether a process has failed
 _READ_BYTES = 65536
 
 
-class Referee:
+class BarrierServer:
     """The side that waits for all.  A context manager.
 
     Args:
@@ -43,20 +43,20 @@ class Referee:
         self._listener.listen(members)
         self._lines: dict[socket.socket, bytes] = {}
 
-    def __enter__(self) -> Referee:
+    def __enter__(self) -> BarrierServer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for handle in (self._listener, *self._lines):
             handle.close()
 
-    def gather(self, place: str, timeout_s: float) -> list[Report]:
+    def wait_for_all(self, place: str, timeout_s: float) -> list[MemberReport]:
         """What each member reports at `place`, in no order.
 
         Raises:
             GridtrainError: not all are there in time, or one is somewhere else.
         """
-        reports: list[Report] = []
+        reports: list[MemberReport] = []
         until_s = time.monotonic() + timeout_s
         while len(reports) < self._members:
             left_s = until_s - time.monotonic()
@@ -76,7 +76,7 @@ class Referee:
             )
         return reports
 
-    def tell(self, word: str) -> float:
+    def release(self, word: str) -> float:
         """Let everybody go on; returns the moment, of the monotonic clock."""
         now_s = time.monotonic()
         for handle in self._lines:
@@ -84,7 +84,7 @@ class Referee:
                 handle.sendall(word.encode() + b"\n")
         return now_s
 
-    def _read(self, handle: socket.socket) -> list[Report]:
+    def _read(self, handle: socket.socket) -> list[MemberReport]:
         if handle is self._listener:
             self._lines[self._listener.accept()[0]] = b""
             return []
@@ -98,18 +98,18 @@ class Referee:
         return [json.loads(line) for line in whole]
 
 
-class Player:
+class BarrierClient:
     """A member's side."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(str(path))
-        self._words = self._socket.makefile("r")
+        self._lines = self._socket.makefile("r")
 
-    def at(self, place: str, **figures: object) -> str:
+    def wait_at(self, place: str, **figures: object) -> str:
         """Report, and wait for the referee's word; "end" if it is gone."""
         try:
             self._socket.sendall(json.dumps({"at": place, **figures}).encode() + b"\n")
-            return self._words.readline().strip() or "end"
+            return self._lines.readline().strip() or "end"
         except (BrokenPipeError, ConnectionResetError):
             return "end"

@@ -6,6 +6,6 @@ machine's battery, GPU, heat and people.
 """
 
 from gridtrain.testing.sensors import FakeSensors, FileSensors
-from gridtrain.transport.injection import Faults, InjectedFailure, Planned
+from gridtrain.transport.injection import Faults, InjectedFailure, PlannedFault
 
-__all__ = ["FakeSensors", "Faults", "FileSensors", "InjectedFailure", "Planned"]
+__all__ = ["FakeSensors", "Faults", "FileSensors", "InjectedFailure", "PlannedFault"]

@@ -21,21 +21,21 @@ import numpy as np
 
 from gridtrain.protocol.collective import (
     AddSlice,
-    Adopt,
-    Arrived,
     Collective,
+    CollectiveComplete,
     CollectiveEffect,
-    Complete,
-    MergeIn,
+    MergePayload,
+    PayloadReceived,
+    ReplacePayload,
     SendTo,
-    StoreOf,
+    StoreFromRank,
     StoreSlice,
 )
-from gridtrain.protocol.messages import Place
-from gridtrain.runtime.buffers import Workspace
-from gridtrain.sim.network import Link, Network
+from gridtrain.protocol.messages import PayloadSlot
+from gridtrain.runtime.buffers import CollectiveBuffer
+from gridtrain.sim.network import LinkProperties, VirtualNetwork
 from gridtrain.sparsify.merge import FloatArray
-from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
+from gridtrain.wire.sparse import SparseVector, ValueKind, decode, encode
 
 MAX_EVENTS = 1_000_000
 
@@ -51,18 +51,18 @@ class CollectiveGroup:
 
     def __init__(
         self,
-        workspaces: Sequence[Workspace],
+        workspaces: Sequence[CollectiveBuffer],
         *,
         seed: int,
         skipping: Collection[int] = (),
-        link: Link | None = None,
+        link: LinkProperties | None = None,
     ) -> None:
         world_size = len(workspaces)
-        self.workspaces = workspaces
-        self.cores = [w.collective(r, world_size, r in skipping) for r, w in enumerate(workspaces)]
+        self.buffers = workspaces
+        self.cores = [w.make_collective(r, world_size, r in skipping) for r, w in enumerate(workspaces)]
         self.verdicts: list[bool | None] = [None] * world_size
-        self.sent: list[tuple[int, int, Place]] = []
-        self.network: Network[int, Arrived] = Network(seed, link)
+        self.sent: list[tuple[int, int, PayloadSlot]] = []
+        self.network: VirtualNetwork[int, PayloadReceived] = VirtualNetwork(seed, link)
         starts = Random(seed)
         for rank in range(world_size):
             self.network.attach(rank, self._deliver)
@@ -79,22 +79,22 @@ class CollectiveGroup:
     def _start(self, rank: int) -> None:
         self._execute(rank, self.cores[rank].start(self.network.clock.now_s))
 
-    def _deliver(self, src: int, dst: int, message: Arrived) -> None:
+    def _deliver(self, src: int, dst: int, message: PayloadReceived) -> None:
         self._execute(dst, self.cores[dst].handle(message, self.network.clock.now_s))
 
     def _execute(self, rank: int, effects: Sequence[CollectiveEffect]) -> None:
         for effect in effects:
             match effect:
                 case SendTo(to_rank, place, skip):
-                    payload = self.workspaces[rank].payload(place)
+                    payload = self.buffers[rank].payload(place)
                     self.sent.append((rank, to_rank, place))
-                    self.network.send(rank, to_rank, Arrived(rank, place, skip, payload), len(payload))
-                case Complete(skip):
+                    self.network.send(rank, to_rank, PayloadReceived(rank, place, skip, payload), len(payload))
+                case CollectiveComplete(skip):
                     self.verdicts[rank] = skip
-                case AddSlice() | StoreSlice() | StoreOf() | MergeIn() | Adopt():
-                    self.workspaces[rank].apply(effect)
+                case AddSlice() | StoreSlice() | StoreFromRank() | MergePayload() | ReplacePayload():
+                    self.buffers[rank].apply(effect)
 
-    def blamed_by(self, rank: int) -> set[int]:
+    def find_blamed(self, rank: int) -> set[int]:
         """Whom `rank` waits for, whom those wait for, and so on."""
         blamed: set[int] = set()
         asked = [rank]
@@ -105,23 +105,23 @@ class CollectiveGroup:
         return blamed
 
 
-def assert_a_death_is_blamed(
+def assert_crash_is_blamed(
     group: CollectiveGroup, undisturbed: CollectiveGroup, seed: int, *, within_s: float = 0.05
 ) -> None:
     """Run both, a rank of `group` dying within `within_s`: the others blame it, or end with the same bits."""
     undisturbed.run()
-    ranks = range(len(group.workspaces))
+    ranks = range(len(group.buffers))
     dead = Random(seed).randrange(len(ranks))
     group.network.call_at(Random(seed).uniform(0, within_s), lambda: group.network.crash(dead))
     group.run()
     for rank in set(ranks) - {dead}:
         if group.verdicts[rank] is None:
-            assert dead in group.blamed_by(rank), f"seed {seed}: rank {rank} blames the wrong ones"
+            assert dead in group.find_blamed(rank), f"seed {seed}: rank {rank} blames the wrong ones"
         else:
-            assert group.workspaces[rank].seal() == undisturbed.workspaces[rank].seal(), f"seed {seed}"
+            assert group.buffers[rank].compute_digest() == undisturbed.buffers[rank].compute_digest(), f"seed {seed}"
 
 
-def lockstep(cores: Sequence[Collective], *, max_ticks: int = 1000) -> list[list[tuple[int, SendTo]]]:
+def run_lockstep(cores: Sequence[Collective], *, max_ticks: int = 1000) -> list[list[tuple[int, SendTo]]]:
     """For each tick, who sends what: (rank, SendTo).  A payload is the name of its sender."""
     ticks: list[list[tuple[int, SendTo]]] = []
     sends = [(rank, send) for rank, core in enumerate(cores) for send in _sends(core.start(0.0))]
@@ -129,7 +129,7 @@ def lockstep(cores: Sequence[Collective], *, max_ticks: int = 1000) -> list[list
         ticks.append(sends)
         sends = []
         for rank, send in ticks[-1]:
-            arrived = Arrived(rank, send.place, send.skip, f"from {rank}")
+            arrived = PayloadReceived(rank, send.slot, send.skip, f"from {rank}")
             effects = cores[send.to_rank].handle(arrived, float(len(ticks)))
             sends += [(send.to_rank, onward) for onward in _sends(effects)]
     return ticks
@@ -155,7 +155,7 @@ def select_locally(
 
 
 @dataclass(frozen=True)
-class Inputs:
+class SparseInputs:
     """One step of a group: k of n elements travel; `members` holds (residual_N, contribution_N).
 
     `scale` None: floats.  Else all inputs are small integers times this power of two, so that
@@ -168,12 +168,12 @@ class Inputs:
     scale: float | None
     members: list[tuple[FloatArray, FloatArray]]
 
-    def selected(self) -> tuple[list[bytes], list[FloatArray]]:
+    def select(self) -> tuple[list[bytes], list[FloatArray]]:
         """Each member's payload, and what stays behind of its vector."""
         selected = [select_locally(r, c, self.k, self.kind) for r, c in self.members]
         return [payload for payload, _ in selected], [residual_N for _, residual_N in selected]
 
-    def assert_nothing_lost(self, residuals: Sequence[FloatArray], update: Sparse, says: str) -> None:
+    def assert_conserved(self, residuals: Sequence[FloatArray], update: SparseVector, says: str) -> None:
         """Promise 2a, element by element: residuals after + update == residuals before + contributions."""
         terms = np.array([vector for member in self.members for vector in member], np.float64)
         after = np.array(residuals, np.float64).sum(axis=0)
@@ -187,14 +187,14 @@ class Inputs:
             f"{says}: {error_N[worst]} is lost at index {worst}, the bound is {bound_N[worst]}"
         )
 
-    def next_round(self, rng: np.random.Generator, residuals: Sequence[FloatArray]) -> Inputs:
+    def next_round(self, rng: np.random.Generator, residuals: Sequence[FloatArray]) -> SparseInputs:
         fresh = [_vector(rng, self.n, self.scale) for _ in residuals]
         return replace(self, members=list(zip(residuals, fresh, strict=True)))
 
 
 def random_inputs(
     rng: np.random.Generator, world_size: int, *, integers: bool | None = None, dense: bool = False
-) -> Inputs:
+) -> SparseInputs:
     """Any n, k and kind of values; many ties among integers, a wide range among floats.
 
     `integers` and `dense` (k = n, and values that lose nothing on the wire) fix what else is drawn.
@@ -205,28 +205,28 @@ def random_inputs(
     draw_integers = rng.random() < 0.5 if integers is None else integers
     scale = 2.0 ** int(rng.integers(-20, 20)) if draw_integers else None
     members = [(_vector(rng, n, scale), _vector(rng, n, scale)) for _ in range(world_size)]
-    return Inputs(n, k, kind, scale, members)
+    return SparseInputs(n, k, kind, scale, members)
 
 
 @dataclass(frozen=True)
-class Vectors:
+class DenseInputs:
     """One dense step of a group: each rank's vector; `exact`: their sum is, in any order."""
 
-    each: list[FloatArray]
+    vectors: list[FloatArray]
     exact: bool
 
     def assert_sum(self, update_N: FloatArray, skipping: Collection[int], says: str) -> None:
         """The sum of those who do not skip, within what its roundings to float32 may be off."""
-        terms = [v * 0 if rank in skipping else v for rank, v in enumerate(self.each)]
+        terms = [v * 0 if rank in skipping else v for rank, v in enumerate(self.vectors)]
         error_N = np.abs(update_N - np.sum(terms, axis=0, dtype=np.float64))
         bound_N = (np.log2(len(terms)) + 3) * 2.0**-23 * np.abs(terms).sum(axis=0, dtype=np.float64)
         assert (error_N <= (0 if self.exact else bound_N)).all(), f"{says}: off by {error_N.max()}"
 
 
-def random_vectors(rng: np.random.Generator, world_size: int) -> Vectors:
+def random_vectors(rng: np.random.Generator, world_size: int) -> DenseInputs:
     """Small integers times one power of two (exact in any order), or floats over a wide range."""
     inputs = random_inputs(rng, world_size)
-    return Vectors([contribution_N for _, contribution_N in inputs.members], inputs.scale is not None)
+    return DenseInputs([contribution_N for _, contribution_N in inputs.members], inputs.scale is not None)
 
 
 def _vector(rng: np.random.Generator, n: int, scale: float | None) -> FloatArray:

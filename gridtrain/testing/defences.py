@@ -23,7 +23,7 @@ from typing import Any
 
 from gridtrain.errors import ConfigError
 
-_open: set[str] = set()
+_disabled: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Defence:
     attribute: str
     replacement: Any
 
-    def place(self) -> tuple[Any, str]:
+    def resolve(self) -> tuple[Any, str]:
         """The object that holds the defence, and the attribute's own name.
 
         Raises `AttributeError` or `ImportError` if the product has no such defence (any more).
@@ -56,7 +56,7 @@ class Defence:
 
 
 @contextmanager
-def without(*names: str) -> Iterator[None]:
+def disable_defences(*names: str) -> Iterator[None]:
     """Take these defences away inside of the block.  For one thread: modules are changed for all.
 
     Raises:
@@ -69,26 +69,26 @@ def without(*names: str) -> Iterator[None]:
             )
     with ExitStack() as stack:
         for name in names:
-            stack.enter_context(_away(DEFENCES[name]))
+            stack.enter_context(_disabled_defence(DEFENCES[name]))
         yield
 
 
 @contextmanager
-def _away(defence: Defence) -> Iterator[None]:
-    if defence.name in _open:
+def _disabled_defence(defence: Defence) -> Iterator[None]:
+    if defence.name in _disabled:
         raise ConfigError(f"the defence {defence.name!r} is away already", remedy="do not nest the same name")
-    holder, attribute = defence.place()
+    holder, attribute = defence.resolve()
     own = vars(holder)
     inherited, original = (
         attribute not in own,
         own.get(attribute),
     )  # as stored: no binding, staticmethods whole
-    _open.add(defence.name)
+    _disabled.add(defence.name)
     setattr(holder, attribute, defence.replacement)
     try:
         yield
     finally:
-        _open.discard(defence.name)
+        _disabled.discard(defence.name)
         if inherited:
             delattr(holder, attribute)
         else:

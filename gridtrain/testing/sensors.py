@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from gridtrain.errors import ConfigError
-from gridtrain_worker.controls import Readings
+from gridtrain_worker.controls import SensorReadings
 
 MAX_FILE_BYTES = 4096
-NOT_SAID = "the fake says nothing of it"
+NO_READING = "the fake says nothing of it"
 _NAMES = {
     "on_battery": ("battery", bool),
     "gpu_used": ("gpu", bool),
@@ -36,14 +36,14 @@ class FakeSensors:
 
     def __init__(self, **said: bool | float | None) -> None:
         self._readings = _readings(said)
-        self._said: dict[str, Any] = dict(said)
+        self._values: dict[str, Any] = dict(said)
 
     def say(self, **said: bool | float | None) -> None:
         """Change some; None: that sensor is gone."""
-        self._said |= said
-        self._readings = _readings(self._said)
+        self._values |= said
+        self._readings = _readings(self._values)
 
-    def read(self, ours: Collection[int], names: Collection[str] = ()) -> Readings:
+    def read(self, ours: Collection[int], names: Collection[str] = ()) -> SensorReadings:
         return self._readings
 
 
@@ -53,7 +53,7 @@ class FileSensors:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self, ours: Collection[int], names: Collection[str] = ()) -> Readings:
+    def read(self, ours: Collection[int], names: Collection[str] = ()) -> SensorReadings:
         try:
             with open(self._path, "rb") as file:
                 said = json.loads(file.read(MAX_FILE_BYTES))
@@ -66,7 +66,7 @@ class FileSensors:
             ) from None
 
 
-def _readings(said: dict[str, Any]) -> Readings:
+def _readings(said: dict[str, Any]) -> SensorReadings:
     unknown = said.keys() - _NAMES.keys()
     if unknown:
         raise ConfigError(f"there is no reading {min(unknown)!r}", remedy=f"there are {', '.join(_NAMES)}")
@@ -76,9 +76,9 @@ def _readings(said: dict[str, Any]) -> Readings:
         value = said.get(field)
         right = type(value) is bool if kind is bool else isinstance(value, int | float)
         if value is None:
-            absent[name] = NOT_SAID
+            absent[name] = NO_READING
         elif right:
             values[field] = value if kind is bool else float(value)
         else:
             raise ConfigError(f"{field} is {value!r}", remedy=f"it has to be a {kind.__name__}")
-    return Readings(**values, absent=absent)
+    return SensorReadings(**values, absent=absent)

@@ -8,9 +8,17 @@ from __future__ import annotations
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.membership_io import CalledBack, Effect, Event, Heard, Lost, Note, Send
-from gridtrain.protocol.recovery import Recovered
-from gridtrain.protocol.seats import Seats
+from gridtrain.protocol.membership_io import (
+    DialBackResult,
+    Effect,
+    Event,
+    LogEvent,
+    MessageReceived,
+    PeerDisconnected,
+    Send,
+)
+from gridtrain.protocol.recovery import RecoveredRun
+from gridtrain.protocol.seats import RankLayout
 
 ME = b"0" * 32
 
@@ -29,10 +37,10 @@ class StagedRun:
         stages: int,
         *peers: m.PeerId,
         start: bool = True,
-        kept: dict[m.PeerId, tuple[m.Held, ...]] | None = None,
+        kept: dict[m.PeerId, tuple[m.CheckpointInfo, ...]] | None = None,
         model: m.StagedModel | None = None,
         memory: dict[m.PeerId, int] | None = None,
-        recovered: Recovered | None = None,
+        recovered: RecoveredRun | None = None,
         term: int = 1,
     ) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0, generation_gap_s=0.0)
@@ -44,7 +52,7 @@ class StagedRun:
         self.setup = m.Setup(facts, spec, 4, None, stages=stages, model=model)
         self.memory = memory or {}
         self.now_s = 0.0
-        self.kept = kept or {}
+        self.checkpoints = kept or {}
         self.effects: list[Effect] = []
         self.seen: list[Effect] = []
         self.core.start(self.now_s)
@@ -53,29 +61,29 @@ class StagedRun:
         if start and self.core.run.view is not None:
             self.ready()
 
-    def hear(self, event: Event) -> list[Effect]:
+    def handle(self, event: Event) -> list[Effect]:
         self.now_s += 1.0
         self.effects = self.core.handle(event, self.now_s)
         self.seen += self.effects
         return self.effects
 
-    def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
-        return self.hear(Heard(peer, message))
+    def receive(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
+        return self.handle(MessageReceived(peer, message))
 
     def join(self, peer: m.PeerId) -> list[Effect]:
         name = peer[:1].decode()
         setup = m.Setup(
             self.setup.facts, self.setup.ledger, 4, None, stages=self.setup.stages,
-            kept=self.kept.get(peer, ()), model=self.setup.model, memory_bytes=self.memory.get(peer, 0),
+            stage_checkpoints=self.checkpoints.get(peer, ()), model=self.setup.model, memory_bytes=self.memory.get(peer, 0),
         )  # fmt: skip
         generation = self.core.generation  # whoever was in it has it
-        effects = self.say(peer, m.Join("r", name, "memory://" + name, True, generation > 0, generation))
-        effects += self.hear(CalledBack(peer, "memory://" + name))
-        return effects + self.say(peer, setup) + self.say(peer, m.Links(()))
+        effects = self.receive(peer, m.Join("r", name, "memory://" + name, True, generation > 0, generation))
+        effects += self.handle(DialBackResult(peer, "memory://" + name))
+        return effects + self.receive(peer, setup) + self.receive(peer, m.LinkLatencies(()))
 
     def lose(self, peer: m.PeerId) -> list[Effect]:
         """Its connection broke and did not come back."""
-        effects = self.hear(Lost(peer, "died"))
+        effects = self.handle(PeerDisconnected(peer, "died"))
         self.now_s += self.core.run.limits.regreet_s
         self.effects = self.core.tick(self.now_s)
         self.seen += self.effects
@@ -85,8 +93,8 @@ class StagedRun:
         """All members, or these."""
         view = self.core.run.view
         assert view is not None
-        for peer in peers or [member.peer for member in self.core.run.roster]:
-            self.say(peer, m.Ready(self.core.term, self.core.generation, view.history))
+        for peer in peers or [member.peer for member in self.core.run.member_list]:
+            self.receive(peer, m.Ready(self.core.term, self.core.generation, view.history))
 
     def report(
         self,
@@ -101,35 +109,35 @@ class StagedRun:
         view = self.core.run.view
         assert view is not None
         for peer in peers:
-            report = m.Report(
+            report = m.FreezeReport(
                 self.core.term, self.core.generation, True,
                 view.applied if applied is None else applied,
                 view.history if history is None else history,
                 view.ledger if ledger is None else ledger,
-                prepared, digest, False, self.blocks_of(peer),
+                prepared, digest, False, self.layers_of(peer),
             )  # fmt: skip
-            self.say(peer, report)
+            self.receive(peer, report)
 
     def stage_of(self, peer: m.PeerId) -> int:
-        order = [member.peer for member in self.core.run.roster]
-        return Seats.of(len(self.core.run.cut) - 1, len(order)).stage_of(order.index(peer))
+        order = [member.peer for member in self.core.run.member_list]
+        return RankLayout.for_world_size(len(self.core.run.effective_partition) - 1, len(order)).stage_of(order.index(peer))
 
-    def blocks_of(self, peer: m.PeerId) -> m.Span:
+    def layers_of(self, peer: m.PeerId) -> m.Span:
         stage = self.stage_of(peer)
-        return m.Span(*self.core.run.cut[stage : stage + 2])
+        return m.Span(*self.core.run.effective_partition[stage : stage + 2])
 
     @property
     def roster(self) -> str:
-        return " ".join(member.name for member in self.core.run.roster)
+        return " ".join(member.name for member in self.core.run.member_list)
 
     @property
-    def spares(self) -> str:
-        return " ".join(worker.name for worker in self.core.run.workers.values() if worker.spare)
+    def standbys(self) -> str:
+        return " ".join(worker.name for worker in self.core.run.workers.values() if worker.standby_reason)
 
-    def told(self, peer: m.PeerId, kind: type[m.Message]) -> list[m.Message]:
+    def last_sent(self, peer: m.PeerId, kind: type[m.Message]) -> list[m.Message]:
         """Of the latest answer."""
         sends = [effect for effect in self.effects if isinstance(effect, Send) and effect.peer == peer]
         return [effect.message for effect in sends if isinstance(effect.message, kind)]
 
-    def notes(self, event: str) -> list[Note]:
-        return [effect for effect in self.seen if isinstance(effect, Note) and effect.event == event]
+    def notes(self, event: str) -> list[LogEvent]:
+        return [effect for effect in self.seen if isinstance(effect, LogEvent) and effect.event == event]

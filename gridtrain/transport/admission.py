@@ -14,27 +14,27 @@ from __future__ import annotations
 import hashlib
 
 from gridtrain.protocol.messages import PeerId
-from gridtrain.transport.base import Gate, Standing
+from gridtrain.transport.base import AccessPolicy, ConnectionRole
 
 MOST_GUESTS = 64
 """Guests at a time; one more, and the one that came first is cut: none has more to say than one message."""
 
 
-def lets_in(gate: Gate, key: PeerId) -> bool:
+def is_admitted(gate: AccessPolicy, key: PeerId) -> bool:
     """Whether a connection with this key may be made at all."""
-    return gate(key) is not Standing.STRANGER
+    return gate(key) is not ConnectionRole.STRANGER
 
 
-def speaks_for(proved: str, named: str) -> bool:
+def is_key_match(proved: str, named: str) -> bool:
     """Whether the key that the connection proved to have is the one whose words these should be."""
     return proved == named
 
 
-def still_admitted(gate: Gate, key: PeerId, guest: bool) -> bool:
+def is_still_admitted(gate: AccessPolicy, key: PeerId, guest: bool) -> bool:
     """Whether a connection that was let in as a guest or as a peer would be let in as the same now."""
-    return gate(key) is (Standing.GUEST if guest else Standing.PEER)
+    return gate(key) is (ConnectionRole.PENDING_MEMBER if guest else ConnectionRole.MEMBER)
 
 
-def guest_name(key: PeerId, connection: bytes) -> PeerId:
+def pending_member_name(key: PeerId, connection: bytes) -> PeerId:
     """A name for one connection of those who share an invitation's key; nobody has its secret key."""
     return hashlib.blake2b(connection, key=key, digest_size=32, person=b"gridtrain guest").digest()

@@ -16,21 +16,21 @@ from typing import Protocol
 from gridtrain.protocol.messages import Message, PeerId
 
 
-class Standing(Enum):
+class ConnectionRole(Enum):
     """What a key that wants to connect may do."""
 
     STRANGER = "stranger"  # nothing: it is refused at the handshake, and learns nothing
-    GUEST = "guest"  # it belongs to an invitation: see `PeerUp.guest_of`
-    PEER = "peer"
+    PENDING_MEMBER = "guest"  # it belongs to an invitation: see `PeerUp.guest_of`
+    MEMBER = "peer"
 
 
-Gate = Callable[[PeerId], Standing]
+AccessPolicy = Callable[[PeerId], ConnectionRole]
 """Asked at every handshake and for every message, so that an answer that changes works at once."""
 
 
-def open_gate(key: PeerId) -> Standing:
+def allow_all(key: PeerId) -> ConnectionRole:
     """Everybody is a peer: for groups within one process, and for tests."""
-    return Standing.PEER
+    return ConnectionRole.MEMBER
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PeerUp:
     peer: PeerId
     software: str = ""
     host: str = ""
-    guest_of: PeerId | None = None
+    pending_key: PeerId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class PeerDown:
 
 
 @dataclass(frozen=True, slots=True)
-class Violation:
+class TransportViolation:
     """The peer sent something that is no message; it was dropped.  peer None: it had not greeted."""
 
     peer: PeerId | None
@@ -75,7 +75,7 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True)
-class Denied:
+class ConnectionDenied:
     """Whom we dialled does not let our key in.  The transport goes on trying, with back-off."""
 
     peer: PeerId
@@ -83,18 +83,18 @@ class Denied:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class ReachResult:
     """Answer to `Transport.reach`: the first address that answered with the peer's key; empty: none."""
 
     peer: PeerId
     address: str
 
 
-TransportEvent = Received | PeerUp | PeerDown | Violation | Denied | Reached
+TransportEvent = Received | PeerUp | PeerDown | TransportViolation | ConnectionDenied | ReachResult
 
 
 @dataclass(slots=True)
-class Traffic:
+class TrafficCounters:
     """Bytes and messages by kind, counted where they enter or leave the socket.
 
     Keys are message type names ("Data", "Vote", ...); bytes include framing.
@@ -118,7 +118,7 @@ class Transport(Protocol):
     """See the module's text.  All methods but `wake` belong to the owning thread."""
 
     me: PeerId
-    traffic: Traffic
+    traffic: TrafficCounters
 
     def listen(self, address: str) -> str:
         """Accept connections at `address` ("tcp://host:port", port 0 or "*": any free one).

@@ -20,8 +20,8 @@ import functools
 import socket
 from pathlib import Path
 
-NOT_SENT_BYTES = 2 * 2**20
-WANTED_BYTES = 8 * 2**20
+MAX_UNSENT_BYTES = 2 * 2**20
+BUFFER_BYTES = 8 * 2**20
 """1 Gbit/s at a round trip of 40 ms."""
 
 _FREED_BYTES = 31 * 2**20
@@ -29,7 +29,7 @@ _WMEM_MAX = Path("/proc/sys/net/core/wmem_max")
 _TCP_WMEM = Path("/proc/sys/net/ipv4/tcp_wmem")
 
 
-def keep_pages() -> None:
+def keep_freed_pages() -> None:
     """Let the C library keep the memory of messages that were dealt with, instead of asking for it anew.
 
     glibc gives each freed block above a threshold back to the system, and each received slice then costs the
@@ -41,26 +41,26 @@ def keep_pages() -> None:
     del block
 
 
-def widen(connection: socket.socket) -> None:
+def enlarge_buffers(connection: socket.socket) -> None:
     """Set both options, as far as this system has them."""
     with contextlib.suppress(OSError, AttributeError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_BYTES)
-        if (nbytes := worth_asking_for(*_limits())) > 0:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+        if (nbytes := buffer_bytes_to_request(*_system_limits())) > 0:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
 
 
-def worth_asking_for(wmem_max_bytes: int, grows_to_bytes: int) -> int:
+def buffer_bytes_to_request(wmem_max_bytes: int, grows_to_bytes: int) -> int:
     """What to ask for; 0: nothing, as the buffer by itself grows to as much or more.
 
     Linux gives twice of what is asked for, at most twice `wmem_max_bytes`; and a buffer that was asked for
     grows no more.
     """
-    asked_bytes = min(wmem_max_bytes, WANTED_BYTES // 2)
+    asked_bytes = min(wmem_max_bytes, BUFFER_BYTES // 2)
     return asked_bytes if 2 * asked_bytes > grows_to_bytes else 0
 
 
 @functools.cache
-def _limits() -> tuple[int, int]:
+def _system_limits() -> tuple[int, int]:
     """(0, 0) where the system does not tell."""
     try:
         return int(_WMEM_MAX.read_text()), int(_TCP_WMEM.read_text().split()[2])

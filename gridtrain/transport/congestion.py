@@ -21,11 +21,11 @@ import struct
 from collections import deque
 from dataclasses import dataclass, field
 
-SHORT_LINE_S = 0.015
+SHORT_LINK_RTT_S = 0.015
 """Where it loses frames, cubic is slow there only until that has been seen: 2 s."""
 
 LOOKS, BAD_LOOKS = 20, 6
-LEAST_SEGMENTS = 200
+MIN_SEGMENTS = 200
 """Between two looks; with fewer nothing can be told of the line."""
 
 FULL_QUEUE_SEGMENTS = 100
@@ -39,41 +39,41 @@ _COUNTS = 1 << 32
 
 
 @dataclass(slots=True)
-class Losses:
+class LossMonitor:
     """Of one connection: `saw` is told the kernel's counts so far, about four times a second."""
 
     segments: int = 0
     retransmitted: int = 0
-    looks: deque[bool] = field(default_factory=lambda: deque(maxlen=LOOKS))
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=LOOKS))
 
-    def saw(self, segments: int, retransmitted: int, window: int) -> bool:
+    def record(self, segments: int, retransmitted: int, window: int) -> bool:
         """Whether this is a line that loses again and again; `window`: in segments, now."""
-        if (segments - self.segments) % _COUNTS < LEAST_SEGMENTS:
+        if (segments - self.segments) % _COUNTS < MIN_SEGMENTS:
             return False
-        self.looks.append(retransmitted != self.retransmitted and window < FULL_QUEUE_SEGMENTS)
+        self.recent.append(retransmitted != self.retransmitted and window < FULL_QUEUE_SEGMENTS)
         self.segments, self.retransmitted = segments, retransmitted
-        return sum(self.looks) >= BAD_LOOKS
+        return sum(self.recent) >= BAD_LOOKS
 
 
-def better_control(control: str, round_trip_s: float) -> str:
+def preferred_control(control: str, round_trip_s: float) -> str:
     """What to ask for at the start instead of the kernel's own choice; "": nothing."""
-    return "cubic" if control == "bbr" and round_trip_s <= SHORT_LINE_S else ""
+    return "cubic" if control == "bbr" and round_trip_s <= SHORT_LINK_RTT_S else ""
 
 
-def choose(connection: socket.socket) -> bool:
+def choose_control(connection: socket.socket) -> bool:
     """At the start.  True: it has cubic now instead of bbr, and its losses are to be watched."""
     with contextlib.suppress(OSError, AttributeError, struct.error):
-        if control := better_control(control_of(connection), _told(connection, _MIN_RTT_AT)[0] / 1e6):
-            _ask_for(connection, control)
+        if control := preferred_control(control_of(connection), _read_info(connection, _MIN_RTT_AT)[0] / 1e6):
+            _set_control(connection, control)
             return True
     return False
 
 
-def watch(connection: socket.socket, losses: Losses) -> bool:
+def watch_losses(connection: socket.socket, losses: LossMonitor) -> bool:
     """True: it lost again and again, and has bbr from now on."""
     with contextlib.suppress(OSError, AttributeError, struct.error):
-        if losses.saw(*_told(connection, _SEGMENTS_AT, _RETRANSMITTED_AT, _WINDOW_AT)):
-            _ask_for(connection, "bbr")
+        if losses.record(*_read_info(connection, _SEGMENTS_AT, _RETRANSMITTED_AT, _WINDOW_AT)):
+            _set_control(connection, "bbr")
             return True
     return False
 
@@ -83,10 +83,10 @@ def control_of(connection: socket.socket) -> str:
     return told.partition(b"\0")[0].decode()
 
 
-def _ask_for(connection: socket.socket, control: str) -> None:
+def _set_control(connection: socket.socket, control: str) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
 
 
-def _told(connection: socket.socket, *places: int) -> list[int]:
+def _read_info(connection: socket.socket, *places: int) -> list[int]:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     return [_NUMBER.unpack_from(info, place)[0] for place in places]

@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class ContactFile:
+class EndpointFile:
     """How the coordinator can be reached.
 
     Attributes:
@@ -67,17 +67,17 @@ class ContactFile:
     def remove(self, folder: Path) -> None:
         """If the file is still this one; another coordinator may have replaced it."""
         with contextlib.suppress(OSError, ConfigError):
-            if ContactFile.read(folder) == self:
+            if EndpointFile.read(folder) == self:
                 (folder / CONTACT_FILE).unlink(missing_ok=True)
 
     @classmethod
-    def read(cls, folder: Path) -> ContactFile:
+    def read(cls, folder: Path) -> EndpointFile:
         """Raises `FileNotFoundError`, and `ConfigError` if it cannot be used."""
         path = folder / CONTACT_FILE
         try:
             with open(path, "rb") as file:
                 text = file.read(MAX_FILE_BYTES)
-            return cls._parsed(json.loads(text))
+            return cls._parse(json.loads(text))
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -92,7 +92,7 @@ class ContactFile:
             ) from None
 
     @classmethod
-    def _parsed(cls, body: object) -> ContactFile:
+    def _parse(cls, body: object) -> EndpointFile:
         if not isinstance(body, dict):
             raise TypeError("it holds no JSON object")
         if body["version"] != FORMAT:

@@ -29,8 +29,16 @@ from dataclasses import dataclass, field
 
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import Credit, Data, Message, PeerId
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Traffic, Transport, TransportEvent, Violation
-from gridtrain.transport.outbox import BULK, DEFAULT_LIMIT_BYTES
+from gridtrain.transport.base import (
+    PeerDown,
+    PeerUp,
+    Received,
+    TrafficCounters,
+    Transport,
+    TransportEvent,
+    TransportViolation,
+)
+from gridtrain.transport.outbox import BULK_MESSAGES, DEFAULT_LIMIT_BYTES
 from gridtrain.wire import codec
 
 WINDOW_BYTES = 32 * 2**20
@@ -49,15 +57,15 @@ def credit_bytes(message: Message) -> int:
 
 def needs_credit(message: Message) -> bool:
     """Credit is for what a peer holds in memory until it is dealt with."""
-    return isinstance(message, BULK)
+    return isinstance(message, BULK_MESSAGES)
 
 
-def fits(under_way_bytes: int, nbytes: int, window_bytes: int) -> bool:
+def fits_window(under_way_bytes: int, nbytes: int, window_bytes: int) -> bool:
     """May one more message of `nbytes` leave?"""
     return under_way_bytes + nbytes <= window_bytes or under_way_bytes <= window_bytes // 4
 
 
-def overdrawn(open_bytes: int, nbytes: int, largest_bytes: int, window_bytes: int) -> bool:
+def exceeds_credit(open_bytes: int, nbytes: int, largest_bytes: int, window_bytes: int) -> bool:
     """The defence: one more message of `nbytes` is beyond what an honest peer can ever have under way.
 
     Args:
@@ -68,7 +76,7 @@ def overdrawn(open_bytes: int, nbytes: int, largest_bytes: int, window_bytes: in
 
 
 @dataclass(slots=True, eq=False)
-class _Account:
+class _CreditAccount:
     """What went to and came from one peer since the counts began, in bytes."""
 
     sent: int = 0
@@ -77,30 +85,30 @@ class _Account:
     waiting_bytes: int = 0
 
     received: int = 0
-    done: int = 0
+    processed: int = 0
     granted: int = 0
-    carried: int = 0  # came before the counts began anew, and the loop still has it
+    carried_over: int = 0  # came before the counts began anew, and the loop still has it
     largest: int = 0
 
     @property
-    def open(self) -> int:
-        return self.carried + self.received - self.granted
+    def outstanding_bytes(self) -> int:
+        return self.carried_over + self.received - self.granted
 
-    def begin_anew(self) -> None:
-        self.carried += self.received - self.done
-        self.sent = self.credited = self.received = self.done = self.granted = 0
+    def reset(self) -> None:
+        self.carried_over += self.received - self.processed
+        self.sent = self.credited = self.received = self.processed = self.granted = 0
 
-    def settle(self, nbytes: int) -> None:
+    def mark_processed(self, nbytes: int) -> None:
         """The loop is done with so much, the oldest first; never more than there is."""
-        old = min(self.carried, nbytes)
-        self.carried -= old
-        self.done = min(self.received, self.done + nbytes - old)
+        old = min(self.carried_over, nbytes)
+        self.carried_over -= old
+        self.processed = min(self.received, self.processed + nbytes - old)
 
-    def owes(self, window_bytes: int) -> bool:
-        return self.done - self.granted >= max(1, window_bytes // 4)
+    def is_grant_due(self, window_bytes: int) -> bool:
+        return self.processed - self.granted >= max(1, window_bytes // 4)
 
 
-class CreditTransport:
+class FlowControlTransport:
     """Implements `Transport` over `inner`, and `done`, which the loop must call.
 
     Args:
@@ -116,19 +124,19 @@ class CreditTransport:
         self._inner = inner
         self._window_bytes = window_bytes
         self._queue_bytes = queue_bytes
-        self._accounts: dict[PeerId, _Account] = {}
+        self._accounts: dict[PeerId, _CreditAccount] = {}
         self._ever_sent: Counter[PeerId] = Counter()  # bytes of bulk, over all counts
-        self._late: set[PeerId] = set()  # the queue below was full when something was to leave
+        self._blocked: set[PeerId] = set()  # the queue below was full when something was to leave
         self._woken = False  # from any thread
 
     # -- the contract --------------------------------------------------------------------------
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficCounters:
         return self._inner.traffic
 
     @traffic.setter
-    def traffic(self, traffic: Traffic) -> None:
+    def traffic(self, traffic: TrafficCounters) -> None:
         self._inner.traffic = traffic
 
     def listen(self, address: str) -> str:
@@ -159,7 +167,7 @@ class CreditTransport:
                 f"peer {peer.hex()[:8]} is not connected", remedy="wait for its PeerUp before sending"
             )
         nbytes = credit_bytes(message)
-        if not account.waiting and fits(account.sent - account.credited, nbytes, self._window_bytes):
+        if not account.waiting and fits_window(account.sent - account.credited, nbytes, self._window_bytes):
             self._pass_on(peer, account, message, nbytes)
             return
         if account.waiting_bytes + nbytes > self._queue_bytes:
@@ -182,14 +190,14 @@ class CreditTransport:
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            for peer in list(self._late):
-                self._catch_up(peer)
-            until_s = min(deadline_s, time.monotonic() + RETRY_S) if self._late else deadline_s
+            for peer in list(self._blocked):
+                self._retry_blocked(peer)
+            until_s = min(deadline_s, time.monotonic() + RETRY_S) if self._blocked else deadline_s
             events: list[TransportEvent] = []
             released = False
             for event in self._inner.poll(max(0.0, until_s - time.monotonic())):
                 if isinstance(event, Received) and isinstance(event.message, Credit):
-                    released |= self._credited(event.peer, event.message.total_bytes, events)
+                    released |= self._apply_credit(event.peer, event.message.total_bytes, events)
                 else:
                     self._handle(event, events)
             if events or released or self._woken or time.monotonic() >= deadline_s:
@@ -205,7 +213,7 @@ class CreditTransport:
 
     # -- for the loop --------------------------------------------------------------------------
 
-    def done(self, peer: PeerId, nbytes: int) -> None:
+    def mark_processed(self, peer: PeerId, nbytes: int) -> None:
         """The loop has dealt with bulk of `nbytes` from `peer`: used, passed on or dropped it.
 
         To be called once for every `Received` with bulk; for those of a connection that has
@@ -213,7 +221,7 @@ class CreditTransport:
         """
         account = self._accounts.get(peer)
         if account is not None:
-            account.settle(nbytes)
+            account.mark_processed(nbytes)
             self._grant(peer, account)
 
     # -- inside --------------------------------------------------------------------------------
@@ -221,76 +229,76 @@ class CreditTransport:
     def _handle(self, event: TransportEvent, events: list[TransportEvent]) -> None:
         match event:
             case PeerUp(peer):
-                self._accounts[peer] = _Account()
-                if event.guest_of is None:  # a guest has nothing to send
-                    self._begin(peer)
+                self._accounts[peer] = _CreditAccount()
+                if event.pending_key is None:  # a guest has nothing to send
+                    self._reset_account(peer)
             case PeerDown(peer):
                 self._accounts.pop(peer, None)
             case Received(peer, message) if needs_credit(message):
-                account = self._accounts.setdefault(peer, _Account())
+                account = self._accounts.setdefault(peer, _CreditAccount())
                 nbytes = credit_bytes(message)
                 account.largest = max(account.largest, nbytes)
-                if overdrawn(account.open, nbytes, account.largest, self._window_bytes):
+                if exceeds_credit(account.outstanding_bytes, nbytes, account.largest, self._window_bytes):
                     text = (
-                        f"{type(message).__name__} of {nbytes} bytes although {account.open} bytes are under "
+                        f"{type(message).__name__} of {nbytes} bytes although {account.outstanding_bytes} bytes are under "
                         f"way; the window has {self._window_bytes}"
                     )
-                    events.append(Violation(peer, text))
+                    events.append(TransportViolation(peer, text))
                     return
                 account.received += nbytes
                 event = Received(peer, message, nbytes)
         events.append(event)
 
-    def _begin(self, peer: PeerId) -> None:
+    def _reset_account(self, peer: PeerId) -> None:
         with contextlib.suppress(TransportError):  # it is down again
             self._inner.send(peer, Credit(0))
 
-    def _credited(self, peer: PeerId, total_bytes: int, events: list[TransportEvent]) -> bool:
+    def _apply_credit(self, peer: PeerId, total_bytes: int, events: list[TransportEvent]) -> bool:
         """True: something could leave."""
-        account = self._accounts.setdefault(peer, _Account())
+        account = self._accounts.setdefault(peer, _CreditAccount())
         if total_bytes > self._ever_sent[peer]:
             text = f"Credit for {total_bytes} bytes of bulk; {self._ever_sent[peer]} were sent to it"
-            events.append(Violation(peer, text))
+            events.append(TransportViolation(peer, text))
             return False
         if total_bytes == 0:
-            account.begin_anew()
+            account.reset()
         # What was under way when the counts began is in its total and not in ours.
         account.credited = max(account.credited, min(total_bytes, account.sent))
-        return self._release(peer, account)
+        return self._send_waiting(peer, account)
 
-    def _release(self, peer: PeerId, account: _Account) -> bool:
+    def _send_waiting(self, peer: PeerId, account: _CreditAccount) -> bool:
         """Send what waited, as far as credit goes."""
         released = False
         while account.waiting:
             message, nbytes = account.waiting[0]
-            if not fits(account.sent - account.credited, nbytes, self._window_bytes):
+            if not fits_window(account.sent - account.credited, nbytes, self._window_bytes):
                 break
             try:
                 self._pass_on(peer, account, message, nbytes)
             except TransportError:
-                self._late.add(peer)
+                self._blocked.add(peer)
                 break
             account.waiting.popleft()
             account.waiting_bytes -= nbytes
             released = True
         return released
 
-    def _pass_on(self, peer: PeerId, account: _Account, message: Message, nbytes: int) -> None:
+    def _pass_on(self, peer: PeerId, account: _CreditAccount, message: Message, nbytes: int) -> None:
         self._inner.send(peer, message)
         account.sent += nbytes
         self._ever_sent[peer] += nbytes
 
-    def _grant(self, peer: PeerId, account: _Account) -> None:
-        if account.owes(self._window_bytes):
+    def _grant(self, peer: PeerId, account: _CreditAccount) -> None:
+        if account.is_grant_due(self._window_bytes):
             try:
-                self._inner.send(peer, Credit(account.done))
-                account.granted = account.done
+                self._inner.send(peer, Credit(account.processed))
+                account.granted = account.processed
             except TransportError:
-                self._late.add(peer)
+                self._blocked.add(peer)
 
-    def _catch_up(self, peer: PeerId) -> None:
-        self._late.discard(peer)
+    def _retry_blocked(self, peer: PeerId) -> None:
+        self._blocked.discard(peer)
         account = self._accounts.get(peer)
         if account is not None and self._inner.connected(peer):
             self._grant(peer, account)
-            self._release(peer, account)
+            self._send_waiting(peer, account)

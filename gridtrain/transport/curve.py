@@ -31,7 +31,7 @@ OLDEST_LIBZMQ = (4, 3, 5)
 """Older ones have known holes in CURVE (CVE-2020-15166, CVE-2021-20236 and later fixes)."""
 
 KEY_BYTES = 32
-MAX_SLOTS = 256
+MAX_IDENTITIES = 256
 _HEADER = "gridtrain secret key, keep it private: "
 
 
@@ -81,7 +81,7 @@ class Identity:
             ) from None
 
     @classmethod
-    def kept_in(cls, path: Path) -> Identity:
+    def load_or_create(cls, path: Path) -> Identity:
         """The identity in the file; a new one if there is no file.  Raises `ConfigError`."""
         if not path.exists():
             with contextlib.suppress(FileExistsError):  # another process was faster
@@ -92,7 +92,7 @@ class Identity:
         """Into a new 0600 file, all or nothing.  Raises `FileExistsError`, `ConfigError`."""
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            private_folder(path.parent)
+            make_private_folder(path.parent)
             handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "w", encoding="ascii") as file:
                 file.write(f"{_HEADER}{self.secret.hex()}\n")
@@ -110,28 +110,28 @@ class Identity:
             partial.unlink(missing_ok=True)
 
 
-def private_folder(folder: Path) -> None:
+def make_private_folder(folder: Path) -> None:
     """Make the folder, for its owner alone if it is new."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 @contextlib.contextmanager
-def claim(folder: Path) -> Iterator[tuple[Identity, Path]]:
+def claim_identity(folder: Path) -> Iterator[tuple[Identity, Path]]:
     """The first identity of the folder that nobody else holds, made if need be, until the end.
 
     So a worker that is started again is the same peer as before, and two workers of one machine never are.
     Claimed again by the same process it is the next one.  Raises `ConfigError`.
     """
-    with claim_known(folder, fresh=True) as claimed:
+    with claim_existing_identity(folder, fresh=True) as claimed:
         assert claimed is not None
         yield claimed
 
 
 @contextlib.contextmanager
-def claim_known(folder: Path, *, fresh: bool = False) -> Iterator[tuple[Identity, Path] | None]:
+def claim_existing_identity(folder: Path, *, fresh: bool = False) -> Iterator[tuple[Identity, Path] | None]:
     """As `claim`; if not `fresh` only an identity that there is already, and None without one."""
-    private_folder(folder)
-    for slot in range(MAX_SLOTS):
+    make_private_folder(folder)
+    for slot in range(MAX_IDENTITIES):
         path = folder / f"worker-{slot}.key"
         if not fresh and not path.exists():
             continue
@@ -140,13 +140,13 @@ def claim_known(folder: Path, *, fresh: bool = False) -> Iterator[tuple[Identity
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 continue
-            yield Identity.kept_in(path), path
+            yield Identity.load_or_create(path), path
             return
     if not fresh:
         yield None
         return
     raise ConfigError(
-        f"{MAX_SLOTS} workers of this machine use the identities in {folder}", remedy="stop some of them"
+        f"{MAX_IDENTITIES} workers of this machine use the identities in {folder}", remedy="stop some of them"
     )
 
 

@@ -18,30 +18,30 @@ from gridtrain.transport import buffering, congestion
 
 MOST_DESCRIPTORS = 65536
 _BYTES_RECEIVED, _BYTES_RECEIVED_AT, _TCP_INFO_BYTES = struct.Struct("=Q"), 128, 192  # linux/tcp.h, tcp_info
-Remote = tuple[str, int]
+RemoteAddress = tuple[str, int]
 """The host and port of the other end, as numbers."""
 
 
-def remote_of(fd: int, ports: Set[int] | None = None) -> Remote | None:
+def remote_address(fd: int, ports: Set[int] | None = None) -> RemoteAddress | None:
     """The other end of a connection, to one of our ports if named; None: it is no such one."""
-    with _borrowed(fd) as connection:
-        return None if connection is None else _remote(connection, ports)
+    with _duplicate_socket(fd) as connection:
+        return None if connection is None else _remote_if_on_ports(connection, ports)
 
 
-def cut(fd: int, remote: Remote, ports: Set[int]) -> bool:
+def shut_down(fd: int, remote: RemoteAddress, ports: Set[int]) -> bool:
     """Shut the connection with `remote` down, both ways.  False: the descriptor is not it any more."""
-    with _borrowed(fd) as connection:
-        if connection is None or _remote(connection, ports) != remote:
+    with _duplicate_socket(fd) as connection:
+        if connection is None or _remote_if_on_ports(connection, ports) != remote:
             return False
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
         return True
 
 
-def received_bytes(fd: int, remote: Remote, ports: Set[int] | None = None) -> int:
+def received_bytes(fd: int, remote: RemoteAddress, ports: Set[int] | None = None) -> int:
     """What has come over the connection with `remote` so far, read by anybody or not; 0: not known."""
-    with _borrowed(fd) as connection:
-        if connection is None or _remote(connection, ports) != remote:
+    with _duplicate_socket(fd) as connection:
+        if connection is None or _remote_if_on_ports(connection, ports) != remote:
             return 0
         with contextlib.suppress(OSError, AttributeError, struct.error):  # only Linux tells
             told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -49,25 +49,25 @@ def received_bytes(fd: int, remote: Remote, ports: Set[int] | None = None) -> in
         return 0
 
 
-def widen(fd: int, remote: Remote, ports: Set[int] | None = None) -> None:
+def enlarge_buffers(fd: int, remote: RemoteAddress, ports: Set[int] | None = None) -> None:
     """Give the connection with `remote` the buffers that a long fat line needs; see `buffering`."""
-    with _borrowed(fd) as connection:
-        if connection is not None and _remote(connection, ports) == remote:
-            buffering.widen(connection)
+    with _duplicate_socket(fd) as connection:
+        if connection is not None and _remote_if_on_ports(connection, ports) == remote:
+            buffering.enlarge_buffers(connection)
 
 
-def choose_control(fd: int, remote: Remote, ports: Set[int] | None = None) -> bool:
+def choose_control(fd: int, remote: RemoteAddress, ports: Set[int] | None = None) -> bool:
     """See `congestion.choose`, of the connection with `remote`."""
-    with _borrowed(fd) as connection:
-        ours = connection is not None and _remote(connection, ports) == remote
-        return ours and connection is not None and congestion.choose(connection)
+    with _duplicate_socket(fd) as connection:
+        ours = connection is not None and _remote_if_on_ports(connection, ports) == remote
+        return ours and connection is not None and congestion.choose_control(connection)
 
 
-def watch_losses(fd: int, remote: Remote, losses: congestion.Losses, ports: Set[int] | None = None) -> bool:
+def watch_losses(fd: int, remote: RemoteAddress, losses: congestion.LossMonitor, ports: Set[int] | None = None) -> bool:
     """See `congestion.watch`, of the connection with `remote`."""
-    with _borrowed(fd) as connection:
-        ours = connection is not None and _remote(connection, ports) == remote
-        return ours and connection is not None and congestion.watch(connection, losses)
+    with _duplicate_socket(fd) as connection:
+        ours = connection is not None and _remote_if_on_ports(connection, ports) == remote
+        return ours and connection is not None and congestion.watch_losses(connection, losses)
 
 
 def raise_descriptor_limit() -> int:
@@ -85,7 +85,7 @@ def raise_descriptor_limit() -> int:
 
 
 @contextlib.contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket | None]:
+def _duplicate_socket(fd: int) -> Iterator[socket.socket | None]:
     """A duplicate of the descriptor as a socket; None if it is none."""
     copy = -1
     try:
@@ -100,7 +100,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket | None]:
         yield connection
 
 
-def _remote(connection: socket.socket, ports: Set[int] | None) -> Remote | None:
+def _remote_if_on_ports(connection: socket.socket, ports: Set[int] | None) -> RemoteAddress | None:
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         return None
     try:

@@ -46,27 +46,27 @@ def address_range(host: str) -> str:
     return str(ipaddress.ip_network(f"{address}/{bits}", strict=False))
 
 
-def overstayers(doorway: Doorway, heard_s: float, now_s: float) -> list[int]:
+def connections_to_cut(doorway: HalfOpenConnections, heard_s: float, now_s: float) -> list[int]:
     """Descriptors of connections to cut now, each named once.
 
     Args:
         heard_s: everything that was said until then has been read, so whoever came `HALF_OPEN_S` before
             and is still here said nothing.
     """
-    return doorway.take_old(heard_s - HALF_OPEN_S) + doorway.take_surplus(now_s)
+    return doorway.take_expired(heard_s - HALF_OPEN_S) + doorway.take_surplus(now_s)
 
 
 @dataclass(slots=True)
-class Doorway:
+class HalfOpenConnections:
     """Descriptors of half-open connections, in the order in which they came.
 
     `most_at_all`: see `MOST_AT_ALL`.
     """
 
-    most_at_all: int = MOST_AT_ALL
+    max_total: int = MOST_AT_ALL
     _waiting: dict[int, tuple[str, float]] = field(default_factory=dict)  # range, accepted_s
-    _ranges: dict[str, dict[int, None]] = field(default_factory=dict)  # its descriptors, in order
-    _paced_s: float = float("-inf")
+    _by_range: dict[str, dict[int, None]] = field(default_factory=dict)  # its descriptors, in order
+    _last_cut_s: float = float("-inf")
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -74,31 +74,31 @@ class Doorway:
     def __contains__(self, fd: int) -> bool:
         return fd in self._waiting
 
-    def accepted(self, fd: int, host: str, now_s: float) -> None:
-        self.left(fd)  # numbers are reused
+    def add(self, fd: int, host: str, now_s: float) -> None:
+        self.remove(fd)  # numbers are reused
         name = address_range(host)
         self._waiting[fd] = (name, now_s)
-        self._ranges.setdefault(name, {})[fd] = None
+        self._by_range.setdefault(name, {})[fd] = None
 
-    def left(self, fd: int) -> bool:
+    def remove(self, fd: int) -> bool:
         """It greeted, or it is gone.  False: it was not waiting."""
         if fd not in self._waiting:
             return False
         name, _ = self._waiting.pop(fd)
-        self._ranges[name].pop(fd)
-        if not self._ranges[name]:
-            del self._ranges[name]
+        self._by_range[name].pop(fd)
+        if not self._by_range[name]:
+            del self._by_range[name]
         return True
 
     def due_s(self) -> float:
         """When there is somebody to cut, by time alone; infinite: nobody waits."""
         for _, accepted_s in self._waiting.values():
             crowded = len(self._waiting) > MOST_HALF_OPEN or self._largest() > MOST_OF_ONE_RANGE
-            next_s = self._paced_s + 1.0 / CUTS_PER_S if crowded else float("inf")
+            next_s = self._last_cut_s + 1.0 / CUTS_PER_S if crowded else float("inf")
             return min(accepted_s + HALF_OPEN_S, next_s)
         return float("inf")
 
-    def take_old(self, before_s: float) -> list[int]:
+    def take_expired(self, before_s: float) -> list[int]:
         old = []
         for fd, (_, accepted_s) in self._waiting.items():
             if accepted_s > before_s:
@@ -108,23 +108,23 @@ class Doorway:
 
     def take_surplus(self, now_s: float) -> list[int]:
         """The oldest of the largest range, again and again, as far as limits and pace say."""
-        pace = int(min((now_s - self._paced_s) * CUTS_PER_S, CUTS_PER_S))
+        pace = int(min((now_s - self._last_cut_s) * CUTS_PER_S, CUTS_PER_S))
         taken: list[int] = []
         while self._waiting:
             crowded = len(self._waiting) > MOST_HALF_OPEN or self._largest() > MOST_OF_ONE_RANGE
-            if not (len(self._waiting) > self.most_at_all or (crowded and pace > 0)):
+            if not (len(self._waiting) > self.max_total or (crowded and pace > 0)):
                 break
             pace -= 1
-            largest = max(self._ranges.values(), key=len)
+            largest = max(self._by_range.values(), key=len)
             taken += self._take([next(iter(largest))])
         if taken:
-            self._paced_s = now_s
+            self._last_cut_s = now_s
         return taken
 
     def _largest(self) -> int:
-        return max(map(len, self._ranges.values()), default=0)
+        return max(map(len, self._by_range.values()), default=0)
 
     def _take(self, fds: list[int]) -> list[int]:
         for fd in fds:
-            self.left(fd)
+            self.remove(fd)
         return fds

@@ -24,7 +24,7 @@ Action = Literal["drop", "duplicate", "delay", "cut", "kill"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class MessageFault:
     """One rule.  `after`, `times` and the probability count for each directed edge by itself.
 
     Attributes:
@@ -52,7 +52,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class MessageOutcome:
     """What happens to one message: delivered once after each delay; none: lost."""
 
     delays_s: tuple[float, ...] = (0.0,)
@@ -63,17 +63,17 @@ class Fate:
 class FaultPlan:
     """Rules and a seed.  Not thread-safe by itself: the hub asks under its lock."""
 
-    def __init__(self, *faults: Fault, seed: int = 0) -> None:
+    def __init__(self, *faults: MessageFault, seed: int = 0) -> None:
         self.faults = faults
         self.seed = seed
-        self._seen: dict[tuple[int, PeerId, PeerId], int] = {}
+        self._counts: dict[tuple[int, PeerId, PeerId], int] = {}
         self._rngs: dict[tuple[int, PeerId, PeerId], random.Random] = {}
 
-    def fate(self, source: PeerId, target: PeerId, kind: str) -> Fate:
+    def next_outcome(self, source: PeerId, target: PeerId, kind: str) -> MessageOutcome:
         """The fate of the next message of type `kind` from `source` to `target`."""
         copies, delay_s, lost, cut, kill = 1, 0.0, False, False, False
         for index, fault in enumerate(self.faults):
-            if not fault.matches(source, target, kind) or not self._hits(index, source, target):
+            if not fault.matches(source, target, kind) or not self._is_hit(index, source, target):
                 continue
             match fault.action:
                 case "drop":
@@ -86,11 +86,11 @@ class FaultPlan:
                     cut = True
                 case "kill":
                     kill = True
-        return Fate(() if lost or cut or kill else (delay_s,) * copies, cut, kill)
+        return MessageOutcome(() if lost or cut or kill else (delay_s,) * copies, cut, kill)
 
-    def _hits(self, index: int, source: PeerId, target: PeerId) -> bool:
+    def _is_hit(self, index: int, source: PeerId, target: PeerId) -> bool:
         key, fault = (index, source, target), self.faults[index]
-        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        seen = self._counts[key] = self._counts.get(key, 0) + 1
         in_window = seen > fault.after and (fault.times is None or seen <= fault.after + fault.times)
         return in_window and (
             fault.probability >= 1.0 or self._rng(index, source, target).random() < fault.probability

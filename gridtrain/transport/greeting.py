@@ -12,13 +12,13 @@ from __future__ import annotations
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Message, PeerId
 from gridtrain.transport import admission
-from gridtrain.transport.base import Gate, PeerUp, Standing, Traffic, Violation
-from gridtrain.transport.links import Link
-from gridtrain.transport.sockets import Incoming
+from gridtrain.transport.base import AccessPolicy, ConnectionRole, PeerUp, TrafficCounters, TransportViolation
+from gridtrain.transport.links import Connection
+from gridtrain.transport.sockets import IncomingMessage
 from gridtrain.wire import codec
 
 
-def decode(incoming: Incoming, traffic: Traffic) -> Message:
+def decode_message(incoming: IncomingMessage, traffic: TrafficCounters) -> Message:
     """Any message; what could be read is counted.  Raises `RemoteProtocolError`."""
     if incoming.excess:
         raise RemoteProtocolError(incoming.excess)
@@ -27,45 +27,45 @@ def decode(incoming: Incoming, traffic: Traffic) -> Message:
     return message
 
 
-def hello_in(incoming: Incoming, traffic: Traffic) -> Hello:
+def read_hello(incoming: IncomingMessage, traffic: TrafficCounters) -> Hello:
     """Raises `RemoteProtocolError`."""
-    message = decode(incoming, traffic)
+    message = decode_message(incoming, traffic)
     if not isinstance(message, Hello):
         raise RemoteProtocolError(f"{type(message).__name__} before Hello")
     return message
 
 
-def check_greeter(hello: Hello, incoming: Incoming, me: PeerId, *, encrypted: bool) -> None:
+def check_hello(hello: Hello, incoming: IncomingMessage, me: PeerId, *, encrypted: bool) -> None:
     """Whoever connected to us names the key that it has proved.  Raises `RemoteProtocolError`."""
-    if not admission.speaks_for(incoming.user_id, hello.peer.hex() if encrypted else ""):
+    if not admission.is_key_match(incoming.user_id, hello.peer.hex() if encrypted else ""):
         raise RemoteProtocolError(f"key {incoming.user_id[:8]} greets as {hello.peer.hex()[:8]}")
     if hello.peer == me:
         raise RemoteProtocolError("a peer greets with our own key")
 
 
-def link_for(hello: Hello, incoming: Incoming, gate: Gate) -> Link | None:
+def make_connection(hello: Hello, incoming: IncomingMessage, gate: AccessPolicy) -> Connection | None:
     """The connection as the gate lets it stay; None: it does not."""
-    guest = gate(hello.peer) is Standing.GUEST
-    if not admission.still_admitted(gate, hello.peer, guest):
+    guest = gate(hello.peer) is ConnectionRole.PENDING_MEMBER
+    if not admission.is_still_admitted(gate, hello.peer, guest):
         return None
-    return Link(
-        admission.guest_name(hello.peer, incoming.routing_id) if guest else hello.peer,
+    return Connection(
+        admission.pending_member_name(hello.peer, incoming.routing_id) if guest else hello.peer,
         hello.peer,
         hello.software,
         routing_id=incoming.routing_id,
         user_id=incoming.user_id,
         fd=incoming.fd,
         host=incoming.host,
-        guest=guest,
+        is_pending=guest,
     )
 
 
-def up(link: Link) -> PeerUp:
-    return PeerUp(link.peer, link.software, link.host, link.key if link.guest else None)
+def peer_up_event(link: Connection) -> PeerUp:
+    return PeerUp(link.peer, link.software, link.host, link.key if link.is_pending else None)
 
 
-def mismatch(hello: Hello, name: PeerId | None) -> Violation:
-    return Violation(
+def hello_mismatch(hello: Hello, name: PeerId | None) -> TransportViolation:
+    return TransportViolation(
         name,
         f"peer speaks gridtrain protocol {hello.version}, this software speaks {PROTOCOL_VERSION} "
         f"(the peer runs {hello.software!r}) -> install the same version of gridtrain on both machines",

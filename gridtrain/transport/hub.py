@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from gridtrain.errors import GridtrainError
 from gridtrain.protocol.messages import Message, PeerId
 from gridtrain.transport import admission
-from gridtrain.transport.base import PeerUp, Received, Standing
+from gridtrain.transport.base import ConnectionRole, PeerUp, Received
 from gridtrain.transport.faults import FaultPlan
-from gridtrain.transport.outbox import Parcel
+from gridtrain.transport.outbox import QueuedMessage
 
 if TYPE_CHECKING:
     from gridtrain.transport.memory import MemoryTransport
@@ -31,7 +31,7 @@ class EndpointKilled(GridtrainError):
 
 
 @dataclass(slots=True, eq=False)
-class Edge:
+class MemoryConnection:
     """A connection.
 
     Attributes:
@@ -39,24 +39,24 @@ class Edge:
         deaf: the acceptor has hung up since.
     """
 
-    dialler: MemoryTransport
+    initiator: MemoryTransport
     acceptor: MemoryTransport
     name: PeerId
-    deaf: bool = False
+    is_ignored: bool = False
 
     @property
-    def guest(self) -> bool:
-        return self.name != self.dialler.me
+    def is_pending(self) -> bool:
+        return self.name != self.initiator.me
 
-    def other(self, me: MemoryTransport) -> MemoryTransport:
-        return self.acceptor if me is self.dialler else self.dialler
+    def other_end(self, me: MemoryTransport) -> MemoryTransport:
+        return self.acceptor if me is self.initiator else self.initiator
 
     def name_for(self, me: MemoryTransport) -> PeerId:
         """How `me` calls the other end."""
-        return self.acceptor.me if me is self.dialler else self.name
+        return self.acceptor.me if me is self.initiator else self.name
 
     def keys(self) -> frozenset[PeerId]:
-        return frozenset((self.dialler.me, self.acceptor.me))
+        return frozenset((self.initiator.me, self.acceptor.me))
 
 
 class MemoryHub:
@@ -71,9 +71,9 @@ class MemoryHub:
         self.lock = threading.Lock()
         self.ports: dict[str, MemoryTransport] = {}
         self._alive: list[MemoryTransport] = []
-        self._cuts: set[frozenset[PeerId]] = set()
+        self._disconnected: set[frozenset[PeerId]] = set()
         self._hidden: set[PeerId] = set()
-        self._guests = itertools.count()
+        self._pending_numbers = itertools.count()
 
     @property
     def endpoints(self) -> dict[PeerId, MemoryTransport]:
@@ -82,15 +82,15 @@ class MemoryHub:
 
     # -- faults by hand, from any thread -------------------------------------------------------
 
-    def cut(self, a: PeerId, b: PeerId) -> None:
+    def disconnect(self, a: PeerId, b: PeerId) -> None:
         """Break the edge and keep it broken until `heal`; both ends see `PeerDown`."""
         with self.lock:
-            self._cut_locked(a, b)
+            self._disconnect_locked(a, b)
 
-    def heal(self, a: PeerId, b: PeerId) -> None:
+    def reconnect(self, a: PeerId, b: PeerId) -> None:
         """Whoever dialled is connected again."""
         with self.lock:
-            self._cuts.discard(frozenset((a, b)))
+            self._disconnected.discard(frozenset((a, b)))
             self.retry_locked()
 
     def kill(self, peer: PeerId) -> None:
@@ -118,14 +118,14 @@ class MemoryHub:
         """The endpoint is gone: its addresses are free, its edges break."""
         self.ports = {address: other for address, other in self.ports.items() if other is not endpoint}
         self._alive = [other for other in self._alive if other is not endpoint]
-        for edge in endpoint.edges_locked():
-            self.break_locked(edge, reason)
+        for edge in endpoint.connections_locked():
+            self.close_locked(edge, reason)
 
-    def break_locked(self, edge: Edge, reason: str, *, silent: MemoryTransport | None = None) -> None:
+    def close_locked(self, edge: MemoryConnection, reason: str, *, silent: MemoryTransport | None = None) -> None:
         """Both ends lose it; all but `silent` are told, and but the acceptor if it has hung up."""
-        for end in (edge.dialler, edge.acceptor):
-            quiet = end is silent or (end is edge.acceptor and edge.deaf)
-            end.edge_lost_locked(edge, None if quiet else reason)
+        for end in (edge.initiator, edge.acceptor):
+            quiet = end is silent or (end is edge.acceptor and edge.is_ignored)
+            end.connection_lost_locked(edge, None if quiet else reason)
 
     def retry_locked(self) -> None:
         for endpoint in list(self._alive):
@@ -138,39 +138,39 @@ class MemoryHub:
         other = self.ports.get(address)
         if other is None or other.me != peer or other is dialler:
             return None
-        cut = frozenset((dialler.me, peer)) in self._cuts
+        cut = frozenset((dialler.me, peer)) in self._disconnected
         return None if cut or peer in self._hidden else other
 
-    def join_locked(self, dialler: MemoryTransport, acceptor: MemoryTransport) -> bool:
+    def connect_locked(self, dialler: MemoryTransport, acceptor: MemoryTransport) -> bool:
         """Connect; False: a gate does not let it happen."""
-        if not admission.lets_in(acceptor.gate, dialler.me):
+        if not admission.is_admitted(acceptor.access_policy, dialler.me):
             return False
-        guest = acceptor.gate(dialler.me) is Standing.GUEST
-        admitted = admission.still_admitted(acceptor.gate, dialler.me, guest)
-        if not (admitted and admission.still_admitted(dialler.gate, acceptor.me, False)):
+        guest = acceptor.access_policy(dialler.me) is ConnectionRole.PENDING_MEMBER
+        admitted = admission.is_still_admitted(acceptor.access_policy, dialler.me, guest)
+        if not (admitted and admission.is_still_admitted(dialler.access_policy, acceptor.me, False)):
             return False
         name = dialler.me
         if guest:
-            name = admission.guest_name(dialler.me, str(next(self._guests)).encode())
-        edge = Edge(dialler, acceptor, name)
-        dialler.edge_made_locked(edge, PeerUp(acceptor.me, acceptor.software))
+            name = admission.pending_member_name(dialler.me, str(next(self._pending_numbers)).encode())
+        edge = MemoryConnection(dialler, acceptor, name)
+        dialler.connection_made_locked(edge, PeerUp(acceptor.me, acceptor.software))
         guest_of = dialler.me if guest else None
-        acceptor.edge_made_locked(edge, PeerUp(name, dialler.software, dialler.host, guest_of))
+        acceptor.connection_made_locked(edge, PeerUp(name, dialler.software, dialler.host, guest_of))
         return True
 
-    def carry_locked(
-        self, source: MemoryTransport, edge: Edge, parcel: Parcel[Message], now_s: float
+    def deliver_locked(
+        self, source: MemoryTransport, edge: MemoryConnection, parcel: QueuedMessage[Message], now_s: float
     ) -> bool:
         """Deliver, as the plan says; False: the mailbox is full, try again when it was emptied."""
-        target = edge.other(source)
-        if target.full_locked(edge, parcel.nbytes):
+        target = edge.other_end(source)
+        if target.is_full_locked(edge, parcel.nbytes):
             return False
-        fate = self.plan.fate(source.me, target.me, parcel.kind)
+        fate = self.plan.next_outcome(source.me, target.me, parcel.kind)
         if fate.kill:
             self._kill_locked(source.me)
             raise EndpointKilled(f"endpoint {source.me.hex()[:8]} was killed by the fault plan")
         if fate.cut:
-            self._cut_locked(source.me, target.me)
+            self._disconnect_locked(source.me, target.me)
         for delay_s in fate.delays_s:
             event = Received(edge.name_for(target), parcel.body, parcel.nbytes)
             target.post_locked(event, now_s + delay_s, edge)
@@ -178,12 +178,12 @@ class MemoryHub:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _cut_locked(self, a: PeerId, b: PeerId) -> None:
-        self._cuts.add(frozenset((a, b)))
+    def _disconnect_locked(self, a: PeerId, b: PeerId) -> None:
+        self._disconnected.add(frozenset((a, b)))
         for endpoint in list(self._alive):
-            for edge in endpoint.edges_locked():
+            for edge in endpoint.connections_locked():
                 if edge.keys() == frozenset((a, b)):
-                    self.break_locked(edge, "the edge was cut")
+                    self.close_locked(edge, "the edge was cut")
 
     def _kill_locked(self, peer: PeerId) -> None:
         for endpoint in [endpoint for endpoint in self._alive if endpoint.me == peer]:

@@ -30,18 +30,18 @@ from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.protocol.messages import Data, Decision, Message, PeerId, Phase, Roster, Vote
+from gridtrain.protocol.messages import CollectivePhase, Data, Decision, MemberListPage, Message, PeerId, Vote
 from gridtrain.transport.base import PeerDown, Received, Transport, TransportEvent
 from gridtrain.transport.hub import EndpointKilled
 
 Action = Literal["fail", "kill", "freeze", "slow", "corrupt"]
 Point = Literal["before", "during", "after"]
-Who = int | str
+Target = int | str
 
 RETRY_S = 0.02
 MOST_FAULTS = 10_000
 MAX_TEXT = 4 << 20
-PARTIAL = frozenset({Phase.REDUCE, Phase.FOLD, Phase.PASS})
+PARTIAL_SUM_PHASES = frozenset({CollectivePhase.REDUCE, CollectivePhase.FOLD, CollectivePhase.ACTIVATION})
 
 
 class InjectedFailure(GridtrainError):
@@ -49,7 +49,7 @@ class InjectedFailure(GridtrainError):
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedFault:
     """One fault.
 
     Attributes:
@@ -58,7 +58,7 @@ class Planned:
     """
 
     action: Action
-    who: Who
+    who: Target
     step: int
     point: Point = "before"
     seconds: float = 0.0
@@ -85,37 +85,37 @@ class Faults:
         fired: the faults that have struck, in order, each with the name of the worker.
     """
 
-    def __init__(self, *planned: Planned, marks: Path | None = None) -> None:
-        self.fired: list[tuple[Planned, str]] = []
+    def __init__(self, *planned: PlannedFault, marks: Path | None = None) -> None:
+        self.fired: list[tuple[PlannedFault, str]] = []
         self._planned = list(planned)
         self._marks = marks
         self._lock = threading.Lock()
 
-    def fail_at(self, who: Who, step: int, point: Point = "before") -> Faults:
+    def fail_at(self, who: Target, step: int, point: Point = "before") -> Faults:
         """The training script ends with `InjectedFailure`, as with any error of its own."""
-        return self._plan(Planned("fail", who, step, point))
+        return self._plan(PlannedFault("fail", who, step, point))
 
-    def kill_at(self, who: Who, step: int, point: Point = "before") -> Faults:
+    def kill_at(self, who: Target, step: int, point: Point = "before") -> Faults:
         """As SIGKILL; in a process it is one."""
-        return self._plan(Planned("kill", who, step, point))
+        return self._plan(PlannedFault("kill", who, step, point))
 
-    def freeze_at(self, who: Who, step: int, seconds: float, point: Point = "before") -> Faults:
+    def freeze_at(self, who: Target, step: int, seconds: float, point: Point = "before") -> Faults:
         """The worker says nothing at all for so long, as under SIGSTOP; its connections stand."""
-        return self._plan(Planned("freeze", who, step, point, seconds))
+        return self._plan(PlannedFault("freeze", who, step, point, seconds))
 
-    def slow_at(self, who: Who, step: int, seconds: float) -> Faults:
+    def slow_at(self, who: Target, step: int, seconds: float) -> Faults:
         """Every Data of the step leaves so much later; everything else is in time."""
-        return self._plan(Planned("slow", who, step, "before", seconds))
+        return self._plan(PlannedFault("slow", who, step, "before", seconds))
 
-    def corrupt_at(self, who: Who, step: int) -> Faults:
+    def corrupt_at(self, who: Target, step: int) -> Faults:
         """One bit of a Data of the step is another one: a broken memory, or a lie.
 
         Not of a partial sum: every member would go on with the same wrong one, as with a wrong gradient.
         """
-        return self._plan(Planned("corrupt", who, step))
+        return self._plan(PlannedFault("corrupt", who, step))
 
     @property
-    def pending(self) -> list[Planned]:
+    def pending(self) -> list[PlannedFault]:
         """Those that have not struck (here): nobody of that rank or name has come to that step."""
         with self._lock:
             struck = [planned for planned, _ in self.fired]
@@ -132,7 +132,7 @@ class Faults:
         path = Path(text[1:]) if text.startswith("@") else None
         try:
             body = text if path is None else path.read_text(encoding="utf-8")[:MAX_TEXT]
-            plan = [Planned(**fault) for fault in json.loads(body)[:MOST_FAULTS]]
+            plan = [PlannedFault(**fault) for fault in json.loads(body)[:MOST_FAULTS]]
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"GRIDTRAIN_FAULTS is {text[:80]!r}: {error}",
@@ -144,9 +144,9 @@ class Faults:
         """The transport of the worker `name` with these faults in it.  `die`: default SIGKILL."""
         return FaultyTransport(inner, self, name, die or _kill_this_process)
 
-    def strike(self, name: str, rank: int | None, step: int, points: Sequence[Point]) -> list[Planned]:
+    def strike(self, name: str, rank: int | None, step: int, points: Sequence[Point]) -> list[PlannedFault]:
         """The faults that are due at a worker; each is returned once."""
-        due: list[Planned] = []
+        due: list[PlannedFault] = []
         with self._lock:
             struck = {id(planned) for planned, _ in self.fired}
             for number, planned in enumerate(self._planned):
@@ -156,7 +156,7 @@ class Faults:
                     due.append(planned)
         return due
 
-    def _plan(self, planned: Planned) -> Faults:
+    def _plan(self, planned: PlannedFault) -> Faults:
         with self._lock:
             self._planned.append(planned)
         return self
@@ -176,7 +176,7 @@ def _kill_this_process() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Late:
+class _DelayedMessage:
     due_s: float
     message: Message
 
@@ -188,11 +188,11 @@ class FaultyTransport:
         self.me, self.traffic = inner.me, inner.traffic
         self._inner, self._faults, self._name, self._die = inner, faults, name, die
         self._rank: int | None = None
-        self._pages: dict[int, Roster] = {}
+        self._roster_pages: dict[int, MemberListPage] = {}
         self._begun: set[int] = set()  # steps of which a Data has left
         self._slow_s: dict[int, float] = {}
         self._corrupt: set[int] = set()
-        self._late: dict[PeerId, deque[_Late]] = {}
+        self._delayed: dict[PeerId, deque[_DelayedMessage]] = {}
 
     def listen(self, address: str) -> str:
         return self._inner.listen(address)
@@ -204,7 +204,7 @@ class FaultyTransport:
         self._inner.reach(peer, addresses, timeout_s)
 
     def hang_up(self, peer: PeerId) -> None:
-        self._late.pop(peer, None)
+        self._delayed.pop(peer, None)
         self._inner.hang_up(peer)
 
     def connected(self, peer: PeerId) -> bool:
@@ -217,7 +217,7 @@ class FaultyTransport:
         self._inner.wake()
 
     def close(self) -> None:
-        self._late.clear()
+        self._delayed.clear()
         self._inner.close()
 
     def send(self, peer: PeerId, message: Message) -> None:
@@ -225,18 +225,18 @@ class FaultyTransport:
             case Data(round_id):
                 self._send_data(peer, message, round_id.step)
             case Vote(round_id) | Decision(round_id):
-                self._suffer(round_id.step, "after")
+                self._apply_faults(round_id.step, "after")
                 self._inner.send(peer, message)
             case _:
                 self._inner.send(peer, message)
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
-        due_s = min((queue[0].due_s for queue in self._late.values()), default=float("inf"))
+        due_s = min((queue[0].due_s for queue in self._delayed.values()), default=float("inf"))
         events = self._inner.poll(min(timeout_s, max(0.0, due_s - time.monotonic())))
         for event in events:
             if isinstance(event, PeerDown):
-                self._late.pop(event.peer, None)
-            elif isinstance(event, Received) and isinstance(event.message, Roster):
+                self._delayed.pop(event.peer, None)
+            elif isinstance(event, Received) and isinstance(event.message, MemberListPage):
                 self._learn_rank(event.message)
         self._send_late(time.monotonic())
         return events
@@ -245,28 +245,28 @@ class FaultyTransport:
 
     def _send_data(self, peer: PeerId, message: Data, step: int) -> None:
         if step not in self._begun:
-            for fault in self._suffer(step, "before"):
+            for fault in self._apply_faults(step, "before"):
                 if fault.action == "slow":
                     self._slow_s[step] = fault.seconds
                 elif fault.action == "corrupt":
                     self._corrupt.add(step)
-        if step in self._corrupt and message.place.phase not in PARTIAL:
+        if step in self._corrupt and message.slot.phase not in PARTIAL_SUM_PHASES:
             self._corrupt.discard(step)
-            message = replace(message, payload=_one_bit_off(message.payload))
-        queue = self._late.get(peer)
+            message = replace(message, payload=_flip_bit(message.payload))
+        queue = self._delayed.get(peer)
         if step in self._slow_s or queue:
             due_s = time.monotonic() + self._slow_s.get(step, 0.0)
-            queue = self._late.setdefault(peer, deque())
-            queue.append(_Late(max(due_s, queue[-1].due_s if queue else 0.0), message))
+            queue = self._delayed.setdefault(peer, deque())
+            queue.append(_DelayedMessage(max(due_s, queue[-1].due_s if queue else 0.0), message))
         else:
             self._inner.send(peer, message)
         if step not in self._begun:
             self._begun = {step}
-            self._suffer(step, "during")
+            self._apply_faults(step, "during")
 
-    def _suffer(self, step: int, point: Point) -> list[Planned]:
+    def _apply_faults(self, step: int, point: Point) -> list[PlannedFault]:
         """Carry out what ends or stops the worker; what changes messages is returned."""
-        rest: list[Planned] = []
+        rest: list[PlannedFault] = []
         for fault in self._faults.strike(self._name, self._rank, step, (point,)):
             match fault.action:
                 case "fail":
@@ -275,27 +275,27 @@ class FaultyTransport:
                         remedy="it was planned: see gridtrain.testing.Faults",
                     )
                 case "kill":
-                    self._end()
+                    self._terminate()
                 case "freeze":
                     time.sleep(fault.seconds)  # the loop's thread: no message and no beat leaves
                 case _:
                     rest.append(fault)
         return rest
 
-    def _end(self) -> NoReturn:
+    def _terminate(self) -> NoReturn:
         self._die()
         raise EndpointKilled(f"{self._name} was killed by a planned fault")
 
-    def _learn_rank(self, page: Roster) -> None:
-        if self._pages and next(iter(self._pages.values())).generation != page.generation:
-            self._pages.clear()
-        self._pages[page.page] = page
-        if len(self._pages) == page.pages:
-            members = [member.peer for _, one in sorted(self._pages.items()) for member in one.members]
+    def _learn_rank(self, page: MemberListPage) -> None:
+        if self._roster_pages and next(iter(self._roster_pages.values())).generation != page.generation:
+            self._roster_pages.clear()
+        self._roster_pages[page.page] = page
+        if len(self._roster_pages) == page.pages:
+            members = [member.peer for _, one in sorted(self._roster_pages.items()) for member in one.members]
             self._rank = members.index(self.me) if self.me in members else None
 
     def _send_late(self, now_s: float) -> None:
-        for peer, queue in list(self._late.items()):
+        for peer, queue in list(self._delayed.items()):
             while queue and queue[0].due_s <= now_s and self._inner.connected(peer):
                 try:
                     self._inner.send(peer, queue[0].message)
@@ -304,10 +304,10 @@ class FaultyTransport:
                     break
                 queue.popleft()
             if not queue or not self._inner.connected(peer):
-                del self._late[peer]
+                del self._delayed[peer]
 
 
-def _one_bit_off(payload: bytes | memoryview) -> bytes:
+def _flip_bit(payload: bytes | memoryview) -> bytes:
     """The lowest bit of one value near the end, float32 or fp16: still a number, and a wrong one."""
     changed = bytearray(payload)
     if changed:

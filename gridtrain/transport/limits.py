@@ -24,7 +24,7 @@ from gridtrain.errors import ConfigError
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)(bit|B)(?:/s)?")
 _PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
-LATENESS_S = 0.02
+MAX_LATENESS_S = 0.02
 """A loop that wakes late does not slow the line: this much lost time is made up for, and no more."""
 
 
@@ -45,7 +45,7 @@ def parse_rate(text: str) -> float:
     return rate_Bps
 
 
-class Pacer:
+class UploadLimiter:
     """The upload cap: a virtual line on which bulk messages are serialised one after the other.
 
     Control messages (votes, heartbeats: small) do not wait behind bulk.  Their bytes delay the bulk
@@ -57,11 +57,11 @@ class Pacer:
 
     def __init__(self, rate_Bps: float | None) -> None:
         self.rate_Bps = rate_Bps
-        self._line_free_s = float("-inf")
+        self._bulk_free_s = float("-inf")
         self.control_free_s = float("-inf")
         """The next control message may leave from then on."""
 
-    def bulk(self, nbytes: int, queued_s: float, now_s: float) -> float:
+    def schedule_bulk(self, nbytes: int, queued_s: float, now_s: float) -> float:
         """Put the next bulk message on the line; returns when its last byte has left.
 
         The line turned to it when it was queued or when the line became free, whichever was later,
@@ -69,19 +69,19 @@ class Pacer:
         """
         if self.rate_Bps is None:
             return now_s
-        start_s = max(queued_s, self._line_free_s, now_s - LATENESS_S)
-        self._line_free_s = start_s + nbytes / self.rate_Bps
-        return self._line_free_s
+        start_s = max(queued_s, self._bulk_free_s, now_s - MAX_LATENESS_S)
+        self._bulk_free_s = start_s + nbytes / self.rate_Bps
+        return self._bulk_free_s
 
-    def control(self, nbytes: int, now_s: float) -> None:
+    def charge_control(self, nbytes: int, now_s: float) -> None:
         """Account for a control message that leaves now."""
         if self.rate_Bps is not None:
             cost_s = nbytes / self.rate_Bps
             self.control_free_s = max(now_s, self.control_free_s) + cost_s
-            self._line_free_s = max(now_s, self._line_free_s) + cost_s
+            self._bulk_free_s = max(now_s, self._bulk_free_s) + cost_s
 
 
-class Meter:
+class DownloadLimiter:
     """The download cap: receive, then wait until the line would have been done.
 
     Args:
@@ -93,13 +93,13 @@ class Meter:
         self.free_s = float("-inf")
         """Nothing more may be read before then."""
 
-    def may_read(self, now_s: float) -> bool:
+    def can_read(self, now_s: float) -> bool:
         return now_s >= self.free_s
 
     def charge(self, nbytes: int, now_s: float) -> None:
         """Account for bytes that were delivered now."""
         if self._rate_Bps is not None:
-            start_s = max(self.free_s, now_s - LATENESS_S)
+            start_s = max(self.free_s, now_s - MAX_LATENESS_S)
             self.free_s = start_s + nbytes / self._rate_Bps
 
 
@@ -114,7 +114,7 @@ def is_flood(messages: float, nbytes: float) -> bool:
     return messages > FLOOD_MESSAGES or nbytes > FLOOD_BYTES
 
 
-class Flood:
+class FloodDetector:
     """Two leaky buckets for one connection, of messages and of bytes."""
 
     __slots__ = ("_at_s", "_bytes", "_messages")
@@ -122,7 +122,7 @@ class Flood:
     def __init__(self) -> None:
         self._messages = self._bytes = self._at_s = 0.0
 
-    def pour(self, nbytes: int, now_s: float) -> bool:
+    def add(self, nbytes: int, now_s: float) -> bool:
         """One more message; True: that is a flood."""
         passed_s = max(0.0, now_s - self._at_s)
         self._messages = max(0.0, self._messages - passed_s * FLOOD_MESSAGES_per_s) + 1

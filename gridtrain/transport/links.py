@@ -19,18 +19,18 @@ import zmq
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import PeerId
 from gridtrain.transport import descriptors, sockets
-from gridtrain.transport.congestion import Losses
-from gridtrain.transport.limits import Flood
+from gridtrain.transport.congestion import LossMonitor
+from gridtrain.transport.limits import FloodDetector
 
-GREET_S = 10.0
+HELLO_TIMEOUT_S = 10.0
 """Connect, handshake and Hello must be through by then, or the connection is tried anew."""
 
 BACKOFF_FIRST_S = 0.05
-BACKOFF_MOST_S = 2.0
+BACKOFF_MAX_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class Dial:
+class OutgoingConnection:
     """An address we keep connecting to.  `due_s`: when to try again, or to give up the attempt."""
 
     peer: PeerId
@@ -39,9 +39,9 @@ class Dial:
     attempt: int = 0
     socket: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
-    link: Link | None = None
+    connection: Connection | None = None
     fd: int = -1  # of the connection, once there is one
-    remote: descriptors.Remote | None = None  # its other end; descriptors are reused
+    remote: descriptors.RemoteAddress | None = None  # its other end; descriptors are reused
 
     def open(
         self, open_dealer: Callable[[PeerId], zmq.Socket[bytes]], hello: sockets.Frames, now_s: float
@@ -55,12 +55,12 @@ class Dial:
             sockets.close(dealer, monitor)
             raise
         sockets.write(dealer, hello)
-        self.socket, self.monitor, self.due_s = dealer, monitor, now_s + GREET_S
+        self.socket, self.monitor, self.due_s = dealer, monitor, now_s + HELLO_TIMEOUT_S
 
-    def greeted(self, link: Link) -> None:
-        self.link, self.due_s, self.attempt = link, math.inf, 0
+    def mark_established(self, link: Connection) -> None:
+        self.connection, self.due_s, self.attempt = link, math.inf, 0
 
-    def shut(self) -> None:
+    def close(self) -> None:
         if self.socket is not None and self.monitor is not None:
             sockets.close(self.socket, self.monitor)
         self.socket = self.monitor = None
@@ -68,14 +68,14 @@ class Dial:
 
     def retry_later(self, now_s: float) -> None:
         """This connection is over; the next attempt comes after a back-off."""
-        self.shut()
-        longest_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** min(self.attempt, 16))
+        self.close()
+        longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self.attempt, 16))
         self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # not all peers at the same moment
         self.attempt += 1
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class Connection:
     """A connection over which a peer has greeted: dialled (`dial`) or accepted (`routing_id`).
 
     Attributes:
@@ -93,13 +93,13 @@ class Link:
     peer: PeerId
     key: PeerId
     software: str = ""
-    dial: Dial | None = None
+    outgoing: OutgoingConnection | None = None
     routing_id: bytes = b""
     user_id: str = ""
     fd: int = -1
     host: str = ""
-    guest: bool = False
+    is_pending: bool = False
     state: Literal["up", "silent", "replaced", "shut"] = "up"
     read_bytes: int = 0
-    flood: Flood = field(default_factory=Flood)
-    losses: Losses | None = None
+    flood_detector: FloodDetector = field(default_factory=FloodDetector)
+    loss_monitor: LossMonitor | None = None

@@ -21,33 +21,33 @@ import zmq
 from gridtrain.errors import GridtrainError, TransportError
 from gridtrain.protocol.messages import Hello, PeerId
 from gridtrain.transport import sockets
-from gridtrain.transport.base import Reached
+from gridtrain.transport.base import ReachResult
 from gridtrain.wire import codec
 
 MOST_ADDRESSES = 4
 MOST_ATTEMPTS = 64
 """Connections at a time; whoever comes later waits, within its own time limit."""
 
-PROBE = "gridtrain reach"
+PROBE_SOFTWARE = "gridtrain reach"
 """Without encryption the software of a Hello that asks who is there, and is no greeting."""
 
 
 @dataclass(slots=True, eq=False)
-class _Attempt:
+class _ReachAttempt:
     address: str
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _ReachRequest:
     peer: PeerId
     deadline_s: float
     untried: list[str]
-    attempts: list[_Attempt] = field(default_factory=list)
+    attempts: list[_ReachAttempt] = field(default_factory=list)
 
 
-class Reaching:
+class ReachabilityCheck:
     """All questions that are open.
 
     Args:
@@ -64,16 +64,16 @@ class Reaching:
     ) -> None:
         self._open_dealer = open_dealer
         self._hello = hello
-        self._may_dial = may_dial
-        self._questions: list[_Question] = []
+        self._can_dial = may_dial
+        self._requests: list[_ReachRequest] = []
 
-    def ask(self, peer: PeerId, addresses: Sequence[str], deadline_s: float) -> None:
+    def start(self, peer: PeerId, addresses: Sequence[str], deadline_s: float) -> None:
         possible = [address for address in dict.fromkeys(addresses) if sockets.is_numeric(address)]
-        allowed = [address for address in possible if self._may_dial(address)]
-        self._questions.append(_Question(peer, deadline_s, allowed[:MOST_ADDRESSES]))
+        allowed = [address for address in possible if self._can_dial(address)]
+        self._requests.append(_ReachRequest(peer, deadline_s, allowed[:MOST_ADDRESSES]))
 
     def interests(self) -> list[tuple[sockets.Waitable, int]]:
-        attempts = [attempt for question in self._questions for attempt in question.attempts]
+        attempts = [attempt for question in self._requests for attempt in question.attempts]
         sources = [attempt.monitor if self._hello is None else attempt.socket for attempt in attempts]
         if self._hello is not None:
             sources += [attempt.monitor for attempt in attempts]
@@ -81,33 +81,33 @@ class Reaching:
 
     def due_s(self) -> float:
         """When a question's time is over."""
-        return min((question.deadline_s for question in self._questions), default=float("inf"))
+        return min((question.deadline_s for question in self._requests), default=float("inf"))
 
-    def turn(self, now_s: float) -> list[Reached]:
+    def poll(self, now_s: float) -> list[ReachResult]:
         """Go on as far as possible; returns the answers that are found."""
         answers = []
-        for question in list(self._questions):
-            self._begin(question)
-            address = self._heard(question)
+        for question in list(self._requests):
+            self._open_attempts(question)
+            address = self._poll_request(question)
             failed = not question.untried and not question.attempts
             if address or failed or now_s >= question.deadline_s:
-                answers.append(Reached(question.peer, address))
-                self._end(question)
+                answers.append(ReachResult(question.peer, address))
+                self._close_request(question)
         return answers
 
     def close(self) -> None:
-        for question in list(self._questions):
-            self._end(question)
+        for question in list(self._requests):
+            self._close_request(question)
 
-    def _begin(self, question: _Question) -> None:
+    def _open_attempts(self, question: _ReachRequest) -> None:
         """Open connections while there is room."""
-        while question.untried and sum(len(other.attempts) for other in self._questions) < MOST_ATTEMPTS:
+        while question.untried and sum(len(other.attempts) for other in self._requests) < MOST_ATTEMPTS:
             address = question.untried.pop(0)
             try:
                 dealer = self._open_dealer(question.peer)
             except zmq.ZMQError:  # no key at all, or no descriptor left
                 continue
-            attempt = _Attempt(address, dealer, sockets.open_monitor(dealer))
+            attempt = _ReachAttempt(address, dealer, sockets.open_monitor(dealer))
             try:
                 sockets.connect(dealer, address)
             except TransportError:
@@ -117,7 +117,7 @@ class Reaching:
                 sockets.write(dealer, self._hello)
             question.attempts.append(attempt)
 
-    def _heard(self, question: _Question) -> str:
+    def _poll_request(self, question: _ReachRequest) -> str:
         """The address that answered, if one has; attempts that have failed are closed."""
         for attempt in list(question.attempts):
             events = [event for event, _ in sockets.monitor_events(attempt.monitor)]
@@ -128,7 +128,7 @@ class Reaching:
                 question.attempts.remove(attempt)
         return ""
 
-    def _answered(self, attempt: _Attempt, peer: PeerId, events: list[int]) -> bool:
+    def _answered(self, attempt: _ReachAttempt, peer: PeerId, events: list[int]) -> bool:
         if self._hello is None:
             return zmq.EVENT_HANDSHAKE_SUCCEEDED in events
         incoming = sockets.read(attempt.socket, encrypted=False)
@@ -140,7 +140,7 @@ class Reaching:
             return False
         return isinstance(message, Hello) and message.peer == peer
 
-    def _end(self, question: _Question) -> None:
-        self._questions.remove(question)
+    def _close_request(self, question: _ReachRequest) -> None:
+        self._requests.remove(question)
         for attempt in question.attempts:
             sockets.close(attempt.socket, attempt.monitor)

@@ -32,19 +32,27 @@ from gridtrain.protocol.messages import (
     Hello,
     Message,
     PeerId,
-    Relay,
-    Relayed,
-    RelayLost,
+    RelayedMessage,
+    RelayFailed,
+    RelayRequest,
 )
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Traffic, Transport, TransportEvent, Violation
+from gridtrain.transport.base import (
+    PeerDown,
+    PeerUp,
+    Received,
+    TrafficCounters,
+    Transport,
+    TransportEvent,
+    TransportViolation,
+)
 from gridtrain.transport.curve import Identity
-from gridtrain.transport.forwarder import Forwarder, MayRelay, nobody
-from gridtrain.transport.outbox import SEALED_BULK, is_bulk
-from gridtrain.transport.sealed import Channel, Frames, NotTaken, Why, is_offer
+from gridtrain.transport.forwarder import RelayForwarder, RelayPolicy, relay_for_nobody
+from gridtrain.transport.outbox import ENCRYPTED_BULK, is_bulk
+from gridtrain.transport.sealed import Frames, PacketRejected, RejectReason, SecureChannel, is_offer
 from gridtrain.wire import codec
 
-CALL_FIRST_S = 0.25
-CALL_MOST_S = 2.0
+CALL_INITIAL_S = 0.25
+CALL_MAX_S = 2.0
 CONFIRM_S = 10.0
 """An offer was answered: within this time something sealed must come, or it is tried anew."""
 
@@ -54,7 +62,7 @@ FORGED_LIMIT = 16
 HANG_UP: Frames = [b""]  # no message has an empty header
 
 _ADDRESS = re.compile(r"relay:([0-9a-f]{64})")
-_NEVER_INSIDE = (Hello, Relay, Relayed, RelayLost)
+_NEVER_INSIDE = (Hello, RelayRequest, RelayedMessage, RelayFailed)
 
 
 def relay_address(relay: PeerId) -> str:
@@ -63,26 +71,26 @@ def relay_address(relay: PeerId) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class _Edge:
+class _RelayedConnection:
     """One relayed edge.  `due_s`: when to call again while it is not up."""
 
     peer: PeerId
     relay: PeerId
-    channel: Channel
-    up: bool = False
+    channel: SecureChannel
+    is_up: bool = False
     due_s: float = -math.inf
     attempt: int = 0
     software: str = ""
     forged: int = 0
     nbytes: int = 0  # of the pieces so far
 
-    def call_later(self, now_s: float) -> None:
-        longest_s = min(CALL_MOST_S, CALL_FIRST_S * 2 ** min(self.attempt, 16))
+    def retry_later(self, now_s: float) -> None:
+        longest_s = min(CALL_MAX_S, CALL_INITIAL_S * 2 ** min(self.attempt, 16))
         self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # not both sides at the same moment
         self.attempt += 1
 
 
-class RelayingTransport:
+class RelayTransport:
     """Implements `Transport` over `inner`, and passes on for others as far as `may_relay` says.
 
     Args:
@@ -97,7 +105,7 @@ class RelayingTransport:
         inner: Transport,
         identity: Identity,
         *,
-        may_relay: MayRelay = nobody,
+        may_relay: RelayPolicy = relay_for_nobody,
         software: str = "gridtrain",
     ) -> None:
         if identity.public != inner.me:
@@ -106,27 +114,27 @@ class RelayingTransport:
                 remedy="give both the same identity",
             )
         self.me = inner.me
-        self.dropped: Counter[str] = Counter()
+        self.dropped_packets: Counter[str] = Counter()
         """Sealed packets that nobody is blamed for, by reason."""
         self._inner = inner
         self._identity = identity
         (hello,) = codec.encode(Hello(self.me, PROTOCOL_VERSION, software))
-        self._greeting = bytes(hello)
-        self._forwarder = Forwarder(inner, may_relay)
-        self._edges: dict[PeerId, _Edge] = {}
-        self._dialled: set[PeerId] = set()  # directly
+        self._software = bytes(hello)
+        self._forwarder = RelayForwarder(inner, may_relay)
+        self._relayed: dict[PeerId, _RelayedConnection] = {}
+        self._dialed: set[PeerId] = set()  # directly
         self._events: list[TransportEvent] = []
         self._woken = False  # from any thread
 
     # -- the contract --------------------------------------------------------------------------
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficCounters:
         """`inner`'s: what is relayed counts as Relay and Relayed."""
         return self._inner.traffic
 
     @traffic.setter
-    def traffic(self, traffic: Traffic) -> None:
+    def traffic(self, traffic: TrafficCounters) -> None:
         self._inner.traffic = traffic
 
     def listen(self, address: str) -> str:
@@ -139,31 +147,31 @@ class RelayingTransport:
         """
         if not address.startswith("relay:"):
             self._give_up(peer, "a direct connection is made instead")
-            self._dialled.add(peer)
+            self._dialed.add(peer)
             self._inner.dial(peer, address)
             return
         relay = self._relay_in(address, peer)
-        if peer in self._edges and self._edges[peer].relay == relay:
+        if peer in self._relayed and self._relayed[peer].relay == relay:
             return
-        channel = Channel(self._identity, peer, self._greeting)
+        channel = SecureChannel(self._identity, peer, self._software)
         self._give_up(peer, f"it is reached through {relay.hex()[:8]} now")
-        if peer in self._dialled and not self._inner.connected(peer):
-            self._dialled.discard(peer)
+        if peer in self._dialed and not self._inner.connected(peer):
+            self._dialed.discard(peer)
             self._inner.hang_up(peer)
-        self._edges[peer] = _Edge(peer, relay, channel)
-        self._tend(time.monotonic())
+        self._relayed[peer] = _RelayedConnection(peer, relay, channel)
+        self._call_due(time.monotonic())
 
     def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         self._inner.reach(peer, addresses, timeout_s)
 
     def hang_up(self, peer: PeerId) -> None:
         self._give_up(peer, "")
-        self._dialled.discard(peer)
+        self._dialed.discard(peer)
         self._inner.hang_up(peer)
-        self._forwarder.gone(peer)
+        self._forwarder.peer_down(peer)
         self._events = [event for event in self._events if event.peer != peer]
-        for edge in [edge for edge in self._edges.values() if edge.relay == peer]:
-            self._break(edge, f"we hung up on its relay {peer.hex()[:8]}", time.monotonic())
+        for edge in [edge for edge in self._relayed.values() if edge.relay == peer]:
+            self._reset_connection(edge, f"we hung up on its relay {peer.hex()[:8]}", time.monotonic())
 
     def connected(self, peer: PeerId) -> bool:
         return self._up(peer) is not None or self._inner.connected(peer)
@@ -184,7 +192,7 @@ class RelayingTransport:
         deadline_s = time.monotonic() + timeout_s
         while True:
             now_s = time.monotonic()
-            self._tend(now_s)
+            self._call_due(now_s)
             until_s = now_s if self._events else min(deadline_s, self._due_s())
             for event in self._inner.poll(max(0.0, until_s - now_s)):
                 self._handle(event, time.monotonic())
@@ -198,7 +206,7 @@ class RelayingTransport:
         self._inner.wake()
 
     def close(self) -> None:
-        for peer in list(self._edges):
+        for peer in list(self._relayed):
             with contextlib.suppress(GridtrainError):  # what is below may be gone already
                 self._give_up(peer, "")
         self._inner.close()
@@ -207,60 +215,60 @@ class RelayingTransport:
 
     def _handle(self, event: TransportEvent, now_s: float) -> None:
         match event:
-            case Received(peer, Relay(to, payload)):
+            case Received(peer, RelayRequest(to, payload)):
                 self._forwarder.forward(peer, to, payload, now_s)
-            case Received(peer, Relayed(origin, payload), nbytes):
-                self._arrived(peer, origin, payload, nbytes, now_s)
-            case Received(peer, RelayLost(to, reason)):
-                self._lost(peer, to, reason, now_s)
+            case Received(peer, RelayedMessage(origin, payload), nbytes):
+                self._handle_packet(peer, origin, payload, nbytes, now_s)
+            case Received(peer, RelayFailed(to, reason)):
+                self._handle_relay_lost(peer, to, reason, now_s)
             case PeerUp(peer):
-                edge = self._edges.get(peer)
+                edge = self._relayed.get(peer)
                 if edge is not None:
-                    self._break(edge, "a direct connection takes its place", now_s)
+                    self._reset_connection(edge, "a direct connection takes its place", now_s)
                 self._events.append(event)
-                for edge in self._edges.values():
+                for edge in self._relayed.values():
                     if edge.relay == peer:
                         edge.due_s, edge.attempt = now_s, 0
             case PeerDown(peer, reason):
                 self._events.append(event)
-                self._forwarder.gone(peer)
-                for edge in self._edges.values():
+                self._forwarder.peer_down(peer)
+                for edge in self._relayed.values():
                     if edge.relay == peer:
-                        self._break(edge, f"its relay {peer.hex()[:8]} is gone: {reason}", now_s)
+                        self._reset_connection(edge, f"its relay {peer.hex()[:8]} is gone: {reason}", now_s)
             case _:
                 self._events.append(event)
 
-    def _arrived(
+    def _handle_packet(
         self, relay: PeerId, origin: PeerId, packet: bytes | memoryview, nbytes: int, now_s: float
     ) -> None:
-        edge = self._edges.get(origin)
+        edge = self._relayed.get(origin)
         if edge is None or edge.relay != relay or self._inner.connected(origin):
-            self.dropped["not expected"] += 1
+            self.dropped_packets["not expected"] += 1
             return
         try:
             if is_offer(packet):
-                self._offered(edge, packet, now_s)
+                self._handle_offer(edge, packet, now_s)
                 return
-            frames = edge.channel.open(packet)
-            if packet[0] == SEALED_BULK:
+            frames = edge.channel.decrypt(packet)
+            if packet[0] == ENCRYPTED_BULK:
                 nbytes = edge.nbytes = edge.nbytes + nbytes
             if frames is not None:
-                if packet[0] == SEALED_BULK:
+                if packet[0] == ENCRYPTED_BULK:
                     edge.nbytes = 0
-                self._opened(edge, frames, nbytes, now_s)
-        except NotTaken as problem:
-            self._not_taken(edge, problem, now_s)
+                self._handle_message(edge, frames, nbytes, now_s)
+        except PacketRejected as problem:
+            self._handle_rejected(edge, problem, now_s)
         except RemoteProtocolError as problem:
-            self._events.append(Violation(origin, str(problem)))
+            self._events.append(TransportViolation(origin, str(problem)))
 
-    def _offered(self, edge: _Edge, offer: bytes | memoryview, now_s: float) -> None:
+    def _handle_offer(self, edge: _RelayedConnection, offer: bytes | memoryview, now_s: float) -> None:
         before = edge.channel.session
-        answer = edge.channel.answer(offer)
+        answer = edge.channel.handle_offer(offer)
         if answer.greeting is None:
             if edge.channel.session is not before:  # what had begun did not lead anywhere
                 edge.due_s = now_s + CONFIRM_S
         else:
-            self._down(edge, "the other side opened a new session")
+            self._mark_down(edge, "the other side opened a new session")
             edge.due_s, edge.forged, edge.nbytes = now_s + CONFIRM_S, 0, 0
             hello = codec.decode([answer.greeting])
             if not isinstance(hello, Hello) or hello.peer != edge.peer:
@@ -276,12 +284,12 @@ class RelayingTransport:
         for packet in answer.packets:
             self._try_post(edge, packet)
 
-    def _opened(self, edge: _Edge, frames: Frames, nbytes: int, now_s: float) -> None:
+    def _handle_message(self, edge: _RelayedConnection, frames: Frames, nbytes: int, now_s: float) -> None:
         if frames == HANG_UP:
-            self._break(edge, "the other side hung up", now_s)
+            self._reset_connection(edge, "the other side hung up", now_s)
             return
-        if not edge.up:
-            edge.up, edge.attempt = True, 0
+        if not edge.is_up:
+            edge.is_up, edge.attempt = True, 0
             self._events.append(PeerUp(edge.peer, edge.software))
         if frames:
             message = codec.decode(frames)
@@ -289,72 +297,72 @@ class RelayingTransport:
                 raise RemoteProtocolError(f"{type(message).__name__} came sealed through a relay")
             self._events.append(Received(edge.peer, message, nbytes))
 
-    def _not_taken(self, edge: _Edge, problem: NotTaken, now_s: float) -> None:
+    def _handle_rejected(self, edge: _RelayedConnection, problem: PacketRejected, now_s: float) -> None:
         """Somebody altered, copied or lost something: perhaps the relay, so nobody is blamed."""
-        self.dropped[problem.why.value] += 1
-        edge.forged += problem.why is Why.FORGED
-        if problem.why is Why.LOST or edge.forged > FORGED_LIMIT:
-            self._break(edge, f"through relay {edge.relay.hex()[:8]}: {problem.reason}", now_s)
+        self.dropped_packets[problem.reject_reason.value] += 1
+        edge.forged += problem.reject_reason is RejectReason.FORGED
+        if problem.reject_reason is RejectReason.LOST or edge.forged > FORGED_LIMIT:
+            self._reset_connection(edge, f"through relay {edge.relay.hex()[:8]}: {problem.reason}", now_s)
 
-    def _lost(self, relay: PeerId, to: PeerId, reason: str, now_s: float) -> None:
-        edge = self._edges.get(to)
+    def _handle_relay_lost(self, relay: PeerId, to: PeerId, reason: str, now_s: float) -> None:
+        edge = self._relayed.get(to)
         if edge is not None and edge.relay == relay:
-            self._break(edge, f"relay {relay.hex()[:8]}: {reason}", now_s)
+            self._reset_connection(edge, f"relay {relay.hex()[:8]}: {reason}", now_s)
         else:
-            self.dropped["not expected"] += 1
+            self.dropped_packets["not expected"] += 1
 
     # -- relayed edges -------------------------------------------------------------------------
 
-    def _up(self, peer: PeerId) -> _Edge | None:
-        edge = self._edges.get(peer)
-        return edge if edge is not None and edge.up else None
+    def _up(self, peer: PeerId) -> _RelayedConnection | None:
+        edge = self._relayed.get(peer)
+        return edge if edge is not None and edge.is_up else None
 
-    def _callable(self, edge: _Edge) -> bool:
-        return not edge.up and self._inner.connected(edge.relay) and not self._inner.connected(edge.peer)
+    def _can_call(self, edge: _RelayedConnection) -> bool:
+        return not edge.is_up and self._inner.connected(edge.relay) and not self._inner.connected(edge.peer)
 
     def _due_s(self) -> float:
-        return min((edge.due_s for edge in self._edges.values() if self._callable(edge)), default=math.inf)
+        return min((edge.due_s for edge in self._relayed.values() if self._can_call(edge)), default=math.inf)
 
-    def _tend(self, now_s: float) -> None:
-        for edge in self._edges.values():
-            if now_s >= edge.due_s and self._callable(edge):
-                edge.call_later(now_s)
-                self._try_post(edge, edge.channel.call())
+    def _call_due(self, now_s: float) -> None:
+        for edge in self._relayed.values():
+            if now_s >= edge.due_s and self._can_call(edge):
+                edge.retry_later(now_s)
+                self._try_post(edge, edge.channel.make_call())
 
-    def _break(self, edge: _Edge, reason: str, now_s: float) -> None:
+    def _reset_connection(self, edge: _RelayedConnection, reason: str, now_s: float) -> None:
         """It is called anew later; `PeerDown` if it was up."""
         edge.channel.reset()
         edge.forged = edge.nbytes = 0
-        edge.call_later(now_s)
-        self._down(edge, reason)
+        edge.retry_later(now_s)
+        self._mark_down(edge, reason)
 
-    def _down(self, edge: _Edge, reason: str) -> None:
-        if edge.up:
-            edge.up = False
+    def _mark_down(self, edge: _RelayedConnection, reason: str) -> None:
+        if edge.is_up:
+            edge.is_up = False
             self._events.append(PeerDown(edge.peer, reason))
 
     def _give_up(self, peer: PeerId, reason: str) -> None:
         """Forget the relayed edge; the other side is told, and the loop if there is a reason to."""
-        edge = self._edges.pop(peer, None)
-        if edge is not None and edge.up:
+        edge = self._relayed.pop(peer, None)
+        if edge is not None and edge.is_up:
             with contextlib.suppress(TransportError):  # the relay is gone: so is the edge
                 self._post(edge, HANG_UP, bulk=False)
             if reason:
-                self._down(edge, reason)
+                self._mark_down(edge, reason)
 
-    def _post(self, edge: _Edge, frames: Frames, *, bulk: bool) -> None:
+    def _post(self, edge: _RelayedConnection, frames: Frames, *, bulk: bool) -> None:
         """Seal and send.  Raises `TransportError`; the edge is then down, as a part may have left."""
         assert edge.channel.session is not None
         try:
-            for packet in edge.channel.session.seal(frames, bulk=bulk):
-                self._inner.send(edge.relay, Relay(edge.peer, packet))
+            for packet in edge.channel.session.encrypt(frames, bulk=bulk):
+                self._inner.send(edge.relay, RelayRequest(edge.peer, packet))
         except TransportError as error:
-            self._break(edge, f"its relay takes no more: {error.reason}", time.monotonic())
+            self._reset_connection(edge, f"its relay takes no more: {error.reason}", time.monotonic())
             raise
 
-    def _try_post(self, edge: _Edge, packet: bytes) -> None:
+    def _try_post(self, edge: _RelayedConnection, packet: bytes) -> None:
         with contextlib.suppress(TransportError):  # called again when it is due
-            self._inner.send(edge.relay, Relay(edge.peer, packet))
+            self._inner.send(edge.relay, RelayRequest(edge.peer, packet))
 
     def _relay_in(self, address: str, peer: PeerId) -> PeerId:
         match = _ADDRESS.fullmatch(address)

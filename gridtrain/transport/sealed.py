@@ -48,14 +48,14 @@ from nacl.exceptions import CryptoError
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.protocol.messages import PeerId
 from gridtrain.transport.curve import KEY_BYTES, Identity
-from gridtrain.transport.outbox import MAX_SEALED_CONTROL_BYTES, SEALED_BULK
+from gridtrain.transport.outbox import ENCRYPTED_BULK, MAX_ENCRYPTED_CONTROL_BYTES
 from gridtrain.wire import codec
 
 Frames = list[bytes | memoryview]
 
 PIECE_BYTES = 256 * 1024
 MAX_GREETING_BYTES = 256
-NOTHING = bytes(KEY_BYTES)
+EMPTY_KEY = bytes(KEY_BYTES)
 
 _OFFER = 1
 _NONCE_BYTES = bindings.crypto_secretbox_NONCEBYTES
@@ -68,12 +68,12 @@ _MAX_BODY_BYTES = codec.MAX_MESSAGE_BYTES + _BODY.size
 _LAST, _MORE = b"\0", b"\1"
 
 
-class Lane(IntEnum):
+class PacketClass(IntEnum):
     CONTROL = 2
-    BULK = SEALED_BULK
+    BULK = ENCRYPTED_BULK
 
 
-class Why(Enum):
+class RejectReason(Enum):
     """Why a packet was not taken.  None of these is proof against the peer: the relay may have done it."""
 
     FORGED = "it does not open"
@@ -82,23 +82,23 @@ class Why(Enum):
     LOST = "some before it are missing"
 
 
-class NotTaken(RemoteProtocolError):
+class PacketRejected(RemoteProtocolError):
     """A packet that nobody can be blamed for.  `why` says what to do about it."""
 
-    def __init__(self, why: Why, detail: str = "") -> None:
-        self.why = why
+    def __init__(self, why: RejectReason, detail: str = "") -> None:
+        self.reject_reason = why
         super().__init__(f"a sealed packet was dropped: {why.value}{detail}")
 
 
 # -- the defences, each looked up when it is called ------------------------------------------------
 
 
-def unbox(box: bytes, nonce: bytes, key: bytes) -> bytes:
+def decrypt(box: bytes, nonce: bytes, key: bytes) -> bytes:
     """The plain bytes.  Raises `CryptoError` unless a holder of the key made exactly this."""
     return bindings.crypto_secretbox_open(box, nonce, key)
 
 
-def taken_before(counter: int, next_counter: int) -> bool:
+def is_replayed(counter: int, next_counter: int) -> bool:
     """A counter is used once in a lane of a session: a lower one is a copy."""
     return counter < next_counter
 
@@ -107,52 +107,52 @@ def taken_before(counter: int, next_counter: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Half:
+class _SessionKeys:
     """A key pair for one session."""
 
     secret: bytes
     public: bytes
 
     @classmethod
-    def fresh(cls) -> _Half:
+    def generate(cls) -> _SessionKeys:
         secret = secrets.token_bytes(KEY_BYTES)
         return cls(secret, bindings.crypto_scalarmult_base(secret))
 
 
-class Session:
+class SecureSession:
     """Both directions between `me` and `peer`, with keys that nobody else has and that come once."""
 
-    def __init__(self, me: PeerId, peer: PeerId, static: bytes, mine: _Half, theirs: bytes) -> None:
+    def __init__(self, me: PeerId, peer: PeerId, static: bytes, mine: _SessionKeys, theirs: bytes) -> None:
         """Raises `CryptoError` if `theirs` is a point whose shared secret anybody knows."""
         ephemeral = bindings.crypto_scalarmult(mine.secret, theirs)
         ends = sorted(((me, mine.public), (peer, theirs)))
         halves = b"".join(who + half for who, half in ends)
         root = _derive(static, b"session", ephemeral + halves)
-        self.theirs = theirs
-        self.stands = False
+        self.peer_public = theirs
+        self.is_confirmed = False
         """Something of the peer's has opened: it holds the session too."""
         self._id = _derive(root, b"name", b"")[:8]
-        self._out = {lane: _derive(root, b"lane", me + peer + bytes([lane])) for lane in Lane}
-        self._in = {lane: _derive(root, b"lane", peer + me + bytes([lane])) for lane in Lane}
-        self._next_out = dict.fromkeys(Lane, 0)
-        self._next_in = dict.fromkeys(Lane, 0)
+        self._out = {lane: _derive(root, b"lane", me + peer + bytes([lane])) for lane in PacketClass}
+        self._in = {lane: _derive(root, b"lane", peer + me + bytes([lane])) for lane in PacketClass}
+        self._next_out = dict.fromkeys(PacketClass, 0)
+        self._next_in = dict.fromkeys(PacketClass, 0)
         self._pieces: list[memoryview] = []
         self._pieces_bytes = 0
 
-    def seal(self, frames: Frames, *, bulk: bool) -> list[bytes]:
+    def encrypt(self, frames: Frames, *, bulk: bool) -> list[bytes]:
         """Packets in which the frames (two at most) travel.  Control that is too long goes as bulk."""
         head = _BODY.pack(len(frames), len(frames[0]) if frames else 0)
         nbytes = len(head) + sum(map(len, frames))
         bulk = bulk or nbytes > codec.MAX_HEADER_BYTES
         if nbytes <= PIECE_BYTES:
-            return [self._box(b"".join((_LAST, head, *frames)), bulk)]
+            return [self._encrypt_packet(b"".join((_LAST, head, *frames)), bulk)]
         body = memoryview(b"".join((head, *frames)))
         return [
-            self._box((_MORE if end < nbytes else _LAST) + body[end - PIECE_BYTES : end], bulk)
+            self._encrypt_packet((_MORE if end < nbytes else _LAST) + body[end - PIECE_BYTES : end], bulk)
             for end in range(PIECE_BYTES, nbytes + PIECE_BYTES, PIECE_BYTES)
         ]
 
-    def open(self, packet: bytes | memoryview) -> Frames | None:
+    def decrypt(self, packet: bytes | memoryview) -> Frames | None:
         """The frames; None: more pieces must come first.
 
         Raises:
@@ -160,37 +160,37 @@ class Session:
             RemoteProtocolError: the peer sealed what is no frames.
         """
         if len(packet) < _HEAD.size + _BOX_BYTES:
-            raise NotTaken(Why.FORGED, f" ({len(packet)} bytes)")
+            raise PacketRejected(RejectReason.FORGED, f" ({len(packet)} bytes)")
         number, session, counter = _HEAD.unpack_from(packet)
         if session != self._id:
-            raise NotTaken(Why.STALE)
+            raise PacketRejected(RejectReason.STALE)
         if number not in self._next_in:
-            raise NotTaken(Why.FORGED, f" (lane {number})")
-        lane = Lane(number)
-        if taken_before(counter, self._next_in[lane]):
-            raise NotTaken(Why.REPLAYED)
+            raise PacketRejected(RejectReason.FORGED, f" (lane {number})")
+        lane = PacketClass(number)
+        if is_replayed(counter, self._next_in[lane]):
+            raise PacketRejected(RejectReason.REPLAYED)
         try:
-            plain = unbox(bytes(packet[_HEAD.size :]), _nonce(counter), self._in[lane])
+            plain = decrypt(bytes(packet[_HEAD.size :]), _nonce(counter), self._in[lane])
         except CryptoError:
-            raise NotTaken(Why.FORGED) from None
+            raise PacketRejected(RejectReason.FORGED) from None
         if counter > self._next_in[lane]:
-            raise NotTaken(Why.LOST, f" ({counter - self._next_in[lane]} of the {lane.name.lower()} lane)")
+            raise PacketRejected(RejectReason.LOST, f" ({counter - self._next_in[lane]} of the {lane.name.lower()} lane)")
         self._next_in[lane] = max(self._next_in[lane], counter + 1)
-        self.stands = True
-        return self._collect(memoryview(plain), lane)
+        self.is_confirmed = True
+        return self._reassemble(memoryview(plain), lane)
 
-    def _box(self, plain: bytes, bulk: bool) -> bytes:
-        lane = Lane.BULK if bulk else Lane.CONTROL
+    def _encrypt_packet(self, plain: bytes, bulk: bool) -> bytes:
+        lane = PacketClass.BULK if bulk else PacketClass.CONTROL
         counter = self._next_out[lane]
         self._next_out[lane] += 1
         return _HEAD.pack(lane, self._id, counter) + bindings.crypto_secretbox_easy(
             plain, _nonce(counter), self._out[lane]
         )
 
-    def _collect(self, plain: memoryview, lane: Lane) -> Frames | None:
-        if not plain or plain[:1] not in (_LAST, _MORE) or (lane is Lane.CONTROL and plain[:1] == _MORE):
+    def _reassemble(self, plain: memoryview, lane: PacketClass) -> Frames | None:
+        if not plain or plain[:1] not in (_LAST, _MORE) or (lane is PacketClass.CONTROL and plain[:1] == _MORE):
             raise RemoteProtocolError(f"a sealed piece of {len(plain)} bytes begins with no valid mark")
-        if lane is Lane.CONTROL:
+        if lane is PacketClass.CONTROL:
             return _frames(plain[1:])
         self._pieces_bytes += len(plain) - 1
         if self._pieces_bytes > _MAX_BODY_BYTES:
@@ -221,14 +221,14 @@ def _frames(body: memoryview) -> Frames:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OfferResult:
     """What an offer leads to: packets to send, and whether a new session began (with whose greeting)."""
 
     packets: tuple[bytes, ...] = ()
     greeting: bytes | None = None
 
 
-class Channel:
+class SecureChannel:
     """One side's end: at most one session at a time, and how the next one comes about.
 
     Args:
@@ -243,76 +243,76 @@ class Channel:
             raise TransportError(
                 f"{peer.hex()[:8]}... ({len(peer)} bytes) is no public key", remedy="see where it comes from"
             ) from None
-        self.session: Session | None = None
+        self.session: SecureSession | None = None
         self._me, self._peer, self._greeting = identity.public, peer, greeting
         self._static = _derive(static, b"static", b"")
         self._offer_out = _derive(self._static, b"offer", self._me + peer)
         self._offer_in = _derive(self._static, b"offer", peer + self._me)
-        self._half = _Half.fresh()
-        self._spare: _Half | None = None
+        self._session_keys = _SessionKeys.generate()
+        self._next_session_keys: _SessionKeys | None = None
         self._opening: tuple[bytes, ...] = ()  # our first packets of this session
 
-    def call(self) -> bytes:
+    def make_call(self) -> bytes:
         """An offer that asks for a new session.  What there was is over."""
         if self.session is not None:
             self.reset()
-        return self._offer(self._half, NOTHING)
+        return self._offer(self._session_keys, EMPTY_KEY)
 
     def reset(self) -> None:
         """The session is over, and nothing that was offered leads to one any more."""
-        self.session, self._half, self._spare = None, _Half.fresh(), None
+        self.session, self._session_keys, self._next_session_keys = None, _SessionKeys.generate(), None
 
-    def answer(self, offer: bytes | memoryview) -> Answer:
+    def handle_offer(self, offer: bytes | memoryview) -> OfferResult:
         """Raises `NotTaken`.  The session in `self.session` is another one if the answer has a greeting."""
         theirs, seen, greeting = self._open_offer(bytes(offer))
-        if self.session is not None and theirs == self.session.theirs:
+        if self.session is not None and theirs == self.session.peer_public:
             # Of the session that we have.  If the other side still calls, it has not got our answer.
-            return Answer(() if self.session.stands or seen != NOTHING else self._opening)
-        if seen == NOTHING:
-            return Answer((self._offer(self._half_for_a_caller(), theirs),))
-        if self.session is None and seen == self._half.public:
-            half = self._half
-        elif self._spare is not None and seen == self._spare.public:
-            half = self._spare
+            return OfferResult(() if self.session.is_confirmed or seen != EMPTY_KEY else self._opening)
+        if seen == EMPTY_KEY:
+            return OfferResult((self._offer(self._keys_for_caller(), theirs),))
+        if self.session is None and seen == self._session_keys.public:
+            half = self._session_keys
+        elif self._next_session_keys is not None and seen == self._next_session_keys.public:
+            half = self._next_session_keys
         else:
-            return Answer()  # it has seen nothing that counts now: an old one, whoever sent it
+            return OfferResult()  # it has seen nothing that counts now: an old one, whoever sent it
         try:
-            session = Session(self._me, self._peer, self._static, half, theirs)
+            session = SecureSession(self._me, self._peer, self._static, half, theirs)
         except CryptoError:
-            raise NotTaken(Why.FORGED, " (a half that keeps no secret)") from None
-        self.session, self._half, self._spare = session, half, None
-        self._opening = (self._offer(half, theirs), *session.seal([], bulk=False))
-        return Answer(self._opening, greeting)
+            raise PacketRejected(RejectReason.FORGED, " (a half that keeps no secret)") from None
+        self.session, self._session_keys, self._next_session_keys = session, half, None
+        self._opening = (self._offer(half, theirs), *session.encrypt([], bulk=False))
+        return OfferResult(self._opening, greeting)
 
-    def open(self, packet: bytes | memoryview) -> Frames | None:
+    def decrypt(self, packet: bytes | memoryview) -> Frames | None:
         """As `Session.open`."""
         if self.session is None:
-            raise NotTaken(Why.STALE)
-        return self.session.open(packet)
+            raise PacketRejected(RejectReason.STALE)
+        return self.session.decrypt(packet)
 
-    def _half_for_a_caller(self) -> _Half:
+    def _keys_for_caller(self) -> _SessionKeys:
         """A call may be a copy of an old one: a session that stands is not given up for it."""
         if self.session is None:
-            return self._half
-        if not self.session.stands:
+            return self._session_keys
+        if not self.session.is_confirmed:
             self.reset()
-            return self._half
-        self._spare = self._spare or _Half.fresh()
-        return self._spare
+            return self._session_keys
+        self._next_session_keys = self._next_session_keys or _SessionKeys.generate()
+        return self._next_session_keys
 
-    def _offer(self, half: _Half, seen: bytes) -> bytes:
+    def _offer(self, half: _SessionKeys, seen: bytes) -> bytes:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         plain = half.public + seen + self._greeting
         return bytes([_OFFER]) + nonce + bindings.crypto_secretbox_easy(plain, nonce, self._offer_out)
 
     def _open_offer(self, offer: bytes) -> tuple[bytes, bytes, bytes]:
         if not _MIN_OFFER_BYTES <= len(offer) <= _MIN_OFFER_BYTES + MAX_GREETING_BYTES:
-            raise NotTaken(Why.FORGED, f" (an offer of {len(offer)} bytes)")
+            raise PacketRejected(RejectReason.FORGED, f" (an offer of {len(offer)} bytes)")
         nonce, box = offer[1:_OFFER_HEAD_BYTES], offer[_OFFER_HEAD_BYTES:]
         try:
-            plain = unbox(box, nonce, self._offer_in)
+            plain = decrypt(box, nonce, self._offer_in)
         except CryptoError:
-            raise NotTaken(Why.FORGED, " (an offer)") from None
+            raise PacketRejected(RejectReason.FORGED, " (an offer)") from None
         return plain[:KEY_BYTES], plain[KEY_BYTES : 2 * KEY_BYTES], plain[2 * KEY_BYTES :]
 
 
@@ -328,4 +328,4 @@ def _nonce(counter: int) -> bytes:
     return counter.to_bytes(8, "little").ljust(_NONCE_BYTES, b"\0")
 
 
-assert _HEAD.size + _BOX_BYTES + 1 + _BODY.size + codec.MAX_HEADER_BYTES < MAX_SEALED_CONTROL_BYTES
+assert _HEAD.size + _BOX_BYTES + 1 + _BODY.size + codec.MAX_HEADER_BYTES < MAX_ENCRYPTED_CONTROL_BYTES

@@ -47,11 +47,11 @@ queue stops its reading, and if the connection is then reset while a ZMTP ping i
 sent, an assertion ends the process.  A peer could bring that about.  What a peer may have in here is bounded
 by byte credits and, for everything else, by `limits.Flood`: who goes beyond is cut."""
 
-SILENCE_S = 25.0
+HEARTBEAT_TIMEOUT_S = 25.0
 """A connection whose other end does not answer TCP's own probes is dead after about that long.  ZMTP's
 heartbeats stay off, see above; the loops' own deadlines are what notices a silent peer early."""
 
-NEVER_MS = 24 * 3600 * 1000
+RECONNECT_NEVER_MS = 24 * 3600 * 1000
 """For RECONNECT_IVL.  Its own word for never, -1, throws unread messages away when a connection ends."""
 
 HANDSHAKE_S = 10.0
@@ -92,7 +92,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class IncomingMessage:
     """One multipart message.  `excess` says which bound it broke (`frames` is then empty).
 
     `user_id` is what ZAP gave to an accepted connection; empty: none.
@@ -116,12 +116,12 @@ class Incoming:
     @property
     def host(self) -> str:
         """Where the connection comes from; over IPv4 in that form, whatever the socket is open for."""
-        return _property(self.first, "Peer-Address").removeprefix("::ffff:")
+        return _connection_property(self.first, "Peer-Address").removeprefix("::ffff:")
 
 
 def open_router(context: Context, identity: Identity | None) -> zmq.Socket[bytes]:
     """For connections that others make.  `identity` None: not encrypted."""
-    router = _open(context, zmq.ROUTER)
+    router = _open_socket(context, zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message for nobody is "sent"
     router.setsockopt(zmq.BACKLOG, 512)
     if identity is not None:
@@ -134,8 +134,8 @@ def open_router(context: Context, identity: Identity | None) -> zmq.Socket[bytes
 
 def open_dealer(context: Context, identity: Identity | None, peer: PeerId) -> zmq.Socket[bytes]:
     """For a connection to `peer`.  `identity` None: not encrypted."""
-    dealer = _open(context, zmq.DEALER)
-    dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+    dealer = _open_socket(context, zmq.DEALER)
+    dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_NEVER_MS)
     dealer.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
     if identity is not None:
         dealer.setsockopt(zmq.CURVE_PUBLICKEY, identity.public)
@@ -170,7 +170,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
     endpoint = f"{address[:-1]}0" if address.endswith(":*") else address
     try:
         _check_address(address)
-        _open_for(router, address)
+        _set_address_family(router, address)
         router.bind(endpoint)
     except zmq.ZMQError as error:
         raise _bind_error(address, error) from None
@@ -181,7 +181,7 @@ def connect(dealer: zmq.Socket[bytes], address: str) -> None:
     """Begin to connect.  Raises `TransportError` if the address can never work."""
     try:
         _check_address(address)
-        _open_for(dealer, address)
+        _set_address_family(dealer, address)
         dealer.connect(address)
     except zmq.ZMQError as error:
         raise TransportError(
@@ -215,7 +215,7 @@ def is_numeric(address: str) -> bool:
         return False
 
 
-def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) -> Incoming | None:
+def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) -> IncomingMessage | None:
     """The next message within the codec's bounds, or what made it too big; None: nothing there.
 
     `router`: the socket is one, so a routing id comes first.
@@ -226,9 +226,9 @@ def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) ->
         return None
     routing_id, user_id, frame = b"", "", first
     if router:
-        routing_id, user_id = first.bytes, _property(first, "User-Id") if encrypted else ""
+        routing_id, user_id = first.bytes, _connection_property(first, "User-Id") if encrypted else ""
         if not first.more:
-            return Incoming(routing_id, [], 0, "a message without frames", user_id, first)
+            return IncomingMessage(routing_id, [], 0, "a message without frames", user_id, first)
         frame = socket.recv(_NO_WAIT, copy=False)
     frames: Frames = []
     count, content_bytes, wire = 0, 0, 0
@@ -246,7 +246,7 @@ def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) ->
         excess = f"{count} frames, at most {codec.MAX_FRAMES} are allowed"
     elif content_bytes > codec.MAX_MESSAGE_BYTES:
         excess = f"{content_bytes} bytes, at most {codec.MAX_MESSAGE_BYTES} are allowed"
-    return Incoming(routing_id, [] if excess else frames, wire, excess, user_id, first)
+    return IncomingMessage(routing_id, [] if excess else frames, wire, excess, user_id, first)
 
 
 def write(socket: zmq.Socket[bytes], frames: Frames, routing_id: bytes = b"") -> bool:
@@ -282,7 +282,7 @@ def wire_bytes(frame_bytes: int, *, encrypted: bool) -> int:
     return nbytes + (2 if nbytes <= 255 else 9)
 
 
-def _open(context: Context, kind: int) -> zmq.Socket[bytes]:
+def _open_socket(context: Context, kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     for option, value in (
         (zmq.LINGER, round(LINGER_S * 1000)),
@@ -296,7 +296,7 @@ def _open(context: Context, kind: int) -> zmq.Socket[bytes]:
         (zmq.TCP_KEEPALIVE_IDLE, 10),
         (zmq.TCP_KEEPALIVE_INTVL, 5),
         (zmq.TCP_KEEPALIVE_CNT, 3),
-        (zmq.TCP_MAXRT, round(SILENCE_S * 1000)),
+        (zmq.TCP_MAXRT, round(HEARTBEAT_TIMEOUT_S * 1000)),
     ):
         socket.setsockopt(option, value)
     return socket
@@ -309,7 +309,7 @@ def _check_address(address: str) -> None:
         raise zmq.ZMQError(errno.EINVAL)
 
 
-def _open_for(socket: zmq.Socket[bytes], address: str) -> None:
+def _set_address_family(socket: zmq.Socket[bytes], address: str) -> None:
     """libzmq speaks IPv6 only where it is told to.  Not for names: it would then take their IPv6 addresses
     first, where a coordinator may not listen."""
     if ":" in _host(address):
@@ -321,7 +321,7 @@ def _host(address: str) -> str:
     return "" if match is None else match[1].removeprefix("[").removesuffix("]")
 
 
-def _property(frame: zmq.Frame, name: str) -> str:
+def _connection_property(frame: zmq.Frame, name: str) -> str:
     """What libzmq knows about the connection of a frame; empty if it does not."""
     try:
         return str(frame.get(name))

@@ -16,21 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gridtrain.transport.base import Transport
-from gridtrain.transport.credits import WINDOW_BYTES, CreditTransport
+from gridtrain.transport.credits import WINDOW_BYTES, FlowControlTransport
 from gridtrain.transport.curve import Identity
-from gridtrain.transport.forwarder import MayRelay, nobody
-from gridtrain.transport.relay import RelayingTransport
+from gridtrain.transport.forwarder import RelayPolicy, relay_for_nobody
+from gridtrain.transport.relay import RelayTransport
 
 
-def over(
+def build_stack(
     inner: Transport,
     identity: Identity,
     *,
-    may_relay: MayRelay = nobody,
+    may_relay: RelayPolicy = relay_for_nobody,
     software: str = "gridtrain",
     window_bytes: int = WINDOW_BYTES,
     with_faults: Callable[[Transport], Transport] | None = None,
-) -> CreditTransport:
+) -> FlowControlTransport:
     """The whole stack over `inner`.
 
     Args:
@@ -42,7 +42,7 @@ def over(
         window_bytes: for tests; the protocol fixes it.
         with_faults: puts planned faults under the credits (`injection.Faults.over`); None: there are none.
     """
-    edges: Transport = RelayingTransport(inner, identity, may_relay=may_relay, software=software)
+    edges: Transport = RelayTransport(inner, identity, may_relay=may_relay, software=software)
     if with_faults is not None:
         edges = with_faults(edges)
-    return CreditTransport(edges, window_bytes=window_bytes)
+    return FlowControlTransport(edges, window_bytes=window_bytes)

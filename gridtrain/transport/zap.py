@@ -15,7 +15,7 @@ import contextlib
 import zmq
 
 from gridtrain.transport import admission
-from gridtrain.transport.base import Gate
+from gridtrain.transport.base import AccessPolicy
 from gridtrain.transport.curve import KEY_BYTES
 
 ENDPOINT = "inproc://zeromq.zap.01"
@@ -26,38 +26,38 @@ BATCH_REQUESTS = 256
 _VERSION = b"1.0"
 
 
-def verdict(gate: Gate, domain: bytes, mechanism: bytes, credentials: list[bytes]) -> str:
+def authenticate(gate: AccessPolicy, domain: bytes, mechanism: bytes, credentials: list[bytes]) -> str:
     """The User-Id of whoever asks, which is its key in hexadecimal; empty: it is refused."""
     if domain != DOMAIN or mechanism != b"CURVE" or len(credentials) != 1:
         return ""
     (key,) = credentials
-    return key.hex() if len(key) == KEY_BYTES and admission.lets_in(gate, key) else ""
+    return key.hex() if len(key) == KEY_BYTES and admission.is_admitted(gate, key) else ""
 
 
-class Zap:
+class ZapHandler:
     """The handler of one context.  Raises `zmq.ZMQError` if the context has one already."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], gate: Gate) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], gate: AccessPolicy) -> None:
         self._gate = gate
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(ENDPOINT)
 
-    def answer(self) -> None:
+    def handle_requests(self) -> None:
         """Answer what was asked, without waiting."""
         with contextlib.suppress(zmq.Again):
             for _ in range(BATCH_REQUESTS):
-                self._answer(self.socket.recv_multipart(zmq.DONTWAIT))
+                self._handle_request(self.socket.recv_multipart(zmq.DONTWAIT))
 
     def close(self) -> None:
         self.socket.close(linger=0)
 
-    def _answer(self, frames: list[bytes]) -> None:
+    def _handle_request(self, frames: list[bytes]) -> None:
         """Routing id, empty, version, the request's id, domain, address, identity, mechanism, credentials."""
         if len(frames) < 8 or frames[2] != _VERSION:
             return  # libzmq asks no such thing; unanswered, the handshake ends by its time limit
         asker, _, version, request, domain, _, _, mechanism, *credentials = frames
-        user_id = verdict(self._gate, domain, mechanism, credentials)
+        user_id = authenticate(self._gate, domain, mechanism, credentials)
         status = [b"200", b""] if user_id else [b"400", b"not admitted"]
         self.socket.send_multipart(
             [asker, b"", version, request, *status, user_id.encode(), b""], zmq.DONTWAIT, copy=True

@@ -20,7 +20,7 @@ import msgpack
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol.messages import Data, Message
-from gridtrain.wire.kinds import BoundError
+from gridtrain.wire.kinds import FieldError
 from gridtrain.wire.schema import MESSAGES
 
 MAX_FRAMES = 2
@@ -55,8 +55,8 @@ def encode(message: Message) -> list[bytes | memoryview]:
     record = MESSAGES[code]
     try:
         header: bytes = msgpack.packb([code, *record.pack(message)])
-    except BoundError as error:
-        raise LocalProtocolError(f"cannot send: {error.inside(record.name)}") from None
+    except FieldError as error:
+        raise LocalProtocolError(f"cannot send: {error.prefix_path(record.name)}") from None
     if len(header) > MAX_HEADER_BYTES:
         raise LocalProtocolError(
             f"header of {record.name} takes {len(header)} bytes, at most {MAX_HEADER_BYTES} are allowed",
@@ -85,17 +85,17 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     _check_count(frames, expected, expected, f"{record.name} came in ")
     try:
         message: Message = record.unpack(header[1:], *frames[1:expected])
-    except BoundError as error:
-        raise RemoteProtocolError(str(error.inside(record.name)), remedy=_REMEDY) from None
+    except FieldError as error:
+        raise RemoteProtocolError(str(error.prefix_path(record.name)), remedy=_REMEDY) from None
     return message
 
 
 def data_bytes(message: Data) -> int:
     """What the frames that `encode` makes of it take together, without making them."""
-    at, channel, place = message.round, message.channel, message.place
+    at, channel, place = message.round, message.channel, message.slot
     numbers = (at.term, at.generation, at.step, at.attempt, channel.group, channel.kind, channel.index)
     placed = (place.hop, place.segment, place.slice)
-    header = _DATA_HEADER_BYTES + sum([1 if x < 0x80 else _bytes_of(x) for x in (*numbers, *placed)])
+    header = _DATA_HEADER_BYTES + sum([1 if x < 0x80 else _msgpack_int_bytes(x) for x in (*numbers, *placed)])
     payload = message.payload
     return header + (len(payload) if type(payload) is bytes else memoryview(payload).nbytes)
 
@@ -104,7 +104,7 @@ _DATA_HEADER_BYTES = 7
 """Four arrays' heads, the code, the phase and the flag: a byte each."""
 
 
-def _bytes_of(number: int) -> int:
+def _msgpack_int_bytes(number: int) -> int:
     """Of an unsigned integer in msgpack."""
     if number < 0x80:
         return 1

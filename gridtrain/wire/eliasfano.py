@@ -29,26 +29,26 @@ _REMEDY = "drop the peer; all members of a run use the same exchange and version
 
 def section_bytes(k: int, n: int) -> tuple[int, int]:
     """Bytes of the low and of the high bits of k indices below n."""
-    low_width, high_width = _widths(k, n)
+    low_width, high_width = _bit_widths(k, n)
     return (k * low_width + 7) // 8, (high_width + 7) // 8
 
 
-def write(indices_K: IndexArray, n: int) -> tuple[bytes, bytes]:
+def encode_indices(indices_K: IndexArray, n: int) -> tuple[bytes, bytes]:
     """(low bits, high bits) of (K,) strictly increasing indices below n."""
     k = indices_K.size
-    low_width, high_width = _widths(k, n)
+    low_width, high_width = _bit_widths(k, n)
     high_bits = np.zeros(high_width, np.uint8)
     high_bits[(indices_K >> low_width) + np.arange(k)] = 1
     return _pack(indices_K, low_width), np.packbits(high_bits, bitorder="little").tobytes()
 
 
-def read(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArray:
+def decode_indices(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArray:
     """(K,) int64 from sections of the lengths that `section_bytes` says.
 
     Raises:
         RemoteProtocolError: these are not K strictly increasing indices below n.
     """
-    low_width, high_width = _widths(k, n)
+    low_width, high_width = _bit_widths(k, n)
     _check_padding("low", low, k * low_width)
     _check_padding("high", high, high_width)
     # As booleans: `flatnonzero` of numbers takes seven times as long.
@@ -62,7 +62,7 @@ def read(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArray:
     return indices
 
 
-def _widths(k: int, n: int) -> tuple[int, int]:
+def _bit_widths(k: int, n: int) -> tuple[int, int]:
     """(L low bits an index, H bits of the whole high part)."""
     if k == 0:
         return 0, 0
@@ -105,20 +105,20 @@ def _unpack(low: ByteArray, k: int, width: int) -> IndexArray:
     return fields.view(np.int64).reshape(-1)[:k]
 
 
-def _refused(reason: str) -> RemoteProtocolError:
+def _invalid(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(reason, remedy=_REMEDY)
 
 
 def _check_padding(name: str, section: ByteArray, width: int) -> None:
     if width % 8 and section[-1] >> (width % 8):
-        raise _refused(f"padding after the {name} bits of a sparse payload is not zero")
+        raise _invalid(f"padding after the {name} bits of a sparse payload is not zero")
 
 
 def _check_popcount(ones: int, k: int) -> None:
     if ones != k:
-        raise _refused(f"high bits of a sparse payload hold {ones} entries, its header says {k}")
+        raise _invalid(f"high bits of a sparse payload hold {ones} entries, its header says {k}")
 
 
 def _check_order(indices_K: IndexArray, n: int) -> None:
     if indices_K.size and (indices_K[-1] >= n or not (indices_K[1:] > indices_K[:-1]).all()):
-        raise _refused(f"sparse indices are not strictly increasing and below {n}")
+        raise _invalid(f"sparse indices are not strictly increasing and below {n}")

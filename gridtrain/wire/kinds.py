@@ -19,7 +19,7 @@ from enum import IntEnum
 from typing import Any
 
 
-class BoundError(Exception):
+class FieldError(Exception):
     """A value is not of its kind.  `path` grows from the inside out: "members[3].peer"."""
 
     def __init__(self, problem: str, path: str = "") -> None:
@@ -27,15 +27,15 @@ class BoundError(Exception):
         self.path = path
         super().__init__(problem, path)
 
-    def inside(self, where: str) -> BoundError:
+    def prefix_path(self, where: str) -> FieldError:
         joint = "." if self.path and not self.path.startswith("[") else ""
-        return BoundError(self.problem, f"{where}{joint}{self.path}")
+        return FieldError(self.problem, f"{where}{joint}{self.path}")
 
     def __str__(self) -> str:
         return f"{self.path} is {self.problem}"
 
 
-class Kind(ABC):
+class FieldType(ABC):
     """What a field may hold.  `name` is the word for it in PROTOCOL.md, `bounds` a leaf's definition."""
 
     name: str
@@ -50,34 +50,34 @@ class Kind(ABC):
         return self.pack(plain)
 
 
-def _seen(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 # -- leaves ----------------------------------------------------------------------------------------
 
 
-class Int(Kind):
+class IntField(FieldType):
     def __init__(self, name: str, low: int, high: int, bounds: str) -> None:
         self.name, self.bounds, self.low, self.high = name, bounds, low, high
 
     def pack(self, value: Any) -> int:
         if type(value) is not int or not self.low <= value <= self.high:
-            raise BoundError(f"{_seen(value)}, must be {self.bounds}")
+            raise FieldError(f"{_describe(value)}, must be {self.bounds}")
         return value
 
 
-class Flag(Kind):
+class BoolField(FieldType):
     name = "bool"
     bounds = "true or false"
 
     def pack(self, value: Any) -> bool:
         if type(value) is not bool:
-            raise BoundError(f"{_seen(value)}, must be {self.bounds}")
+            raise FieldError(f"{_describe(value)}, must be {self.bounds}")
         return value
 
 
-class Real(Kind):
+class FloatField(FieldType):
     def __init__(self, name: str, low: float, high: float, bounds: str) -> None:
         self.name, self.bounds, self.low, self.high = name, bounds, low, high
 
@@ -89,22 +89,22 @@ class Real(Kind):
     def unpack(self, plain: Any) -> float:
         # NaN is not between any two numbers.
         if not isinstance(plain, float) or not self.low <= plain <= self.high:
-            raise BoundError(f"{_seen(plain)}, must be {self.bounds}")
+            raise FieldError(f"{_describe(plain)}, must be {self.bounds}")
         return float(plain)
 
 
-class Binary(Kind):
+class BytesField(FieldType):
     def __init__(self, name: str, low: int, high: int, bounds: str) -> None:
         self.name, self.bounds, self.low, self.high = name, bounds, low, high
 
     def pack(self, value: Any) -> bytes:
         if type(value) is not bytes or not self.low <= len(value) <= self.high:
-            size = f"{len(value)} bytes" if type(value) is bytes else _seen(value)
-            raise BoundError(f"{size}, must be {self.bounds}")
+            size = f"{len(value)} bytes" if type(value) is bytes else _describe(value)
+            raise FieldError(f"{size}, must be {self.bounds}")
         return value
 
 
-class Text(Kind):
+class TextField(FieldType):
     """UTF-8 without control characters: it is printed on terminals."""
 
     _forbidden = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -114,24 +114,24 @@ class Text(Kind):
 
     def pack(self, value: Any) -> str:
         if type(value) is not str:
-            raise BoundError(f"{_seen(value)}, must be {self.bounds}")
+            raise FieldError(f"{_describe(value)}, must be {self.bounds}")
         try:
             size = len(value.encode())
         except UnicodeEncodeError:
-            raise BoundError(f"{_seen(value)}, must be valid UTF-8") from None
+            raise FieldError(f"{_describe(value)}, must be valid UTF-8") from None
         if size > self.max_bytes or self._forbidden.search(value):
-            raise BoundError(f"{size} bytes, {reprlib.repr(value)}, must be {self.bounds}")
+            raise FieldError(f"{size} bytes, {reprlib.repr(value)}, must be {self.bounds}")
         return value
 
 
-class Reason(Text):
+class ReasonField(TextField):
     """A sentence for people.  Ours is made to fit, because a long one is no reason to crash."""
 
     _forbidden = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
     def pack(self, value: Any) -> str:
         if type(value) is not str:
-            raise BoundError(f"{_seen(value)}, must be {self.bounds}")
+            raise FieldError(f"{_describe(value)}, must be {self.bounds}")
         printable = self._forbidden.sub(" ", value).encode(errors="replace")
         return printable[: self.max_bytes].decode(errors="ignore")
 
@@ -139,21 +139,21 @@ class Reason(Text):
         return super().pack(plain)
 
 
-class Choice(Kind):
+class WordField(FieldType):
     def __init__(self, name: str, *words: str) -> None:
         self.name, self.words = name, frozenset(words)
         self.bounds = "one of " + ", ".join(words)
 
     def pack(self, value: Any) -> str:
         if type(value) is not str or value not in self.words:
-            raise BoundError(f"{_seen(value)}, must be {self.bounds}")
+            raise FieldError(f"{_describe(value)}, must be {self.bounds}")
         return value
 
 
 # -- compounds -------------------------------------------------------------------------------------
 
 
-class OneOf(Kind):
+class EnumField(FieldType):
     def __init__(self, enum: type[IntEnum]) -> None:
         self.enum = enum
         self.name = enum.__name__
@@ -161,73 +161,73 @@ class OneOf(Kind):
 
     def pack(self, value: Any) -> int:
         if type(value) is not self.enum:
-            raise BoundError(f"{_seen(value)}, must be {self.bounds}")
+            raise FieldError(f"{_describe(value)}, must be {self.bounds}")
         return value.value
 
     def unpack(self, plain: Any) -> IntEnum:
         try:
             return self.enum(plain if type(plain) is int else -1)
         except ValueError:
-            raise BoundError(f"{_seen(plain)}, must be {self.bounds}") from None
+            raise FieldError(f"{_describe(plain)}, must be {self.bounds}") from None
 
 
-class Maybe(Kind):
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
+class OptionalField(FieldType):
+    def __init__(self, kind: FieldType) -> None:
+        self.item_type = kind
         self.name = f"{kind.name}?"
 
     def pack(self, value: Any) -> Any:
-        return None if value is None else self.kind.pack(value)
+        return None if value is None else self.item_type.pack(value)
 
     def unpack(self, plain: Any) -> Any:
-        return None if plain is None else self.kind.unpack(plain)
+        return None if plain is None else self.item_type.unpack(plain)
 
 
-class Many(Kind):
-    def __init__(self, kind: Kind, max_items: int) -> None:
-        self.kind, self.max_items = kind, max_items
+class ListField(FieldType):
+    def __init__(self, kind: FieldType, max_items: int) -> None:
+        self.item_type, self.max_items = kind, max_items
         self.name = f"{kind.name}[0..{max_items}]"
 
     def pack(self, value: Any) -> tuple[Any, ...]:
-        return self._each(value, self.kind.pack)
+        return self._each(value, self.item_type.pack)
 
     def unpack(self, plain: Any) -> tuple[Any, ...]:
-        return self._each(plain, self.kind.unpack)
+        return self._each(plain, self.item_type.unpack)
 
     def _each(self, items: Any, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
         if type(items) is not tuple or len(items) > self.max_items:
-            size = f"{len(items)} items" if type(items) is tuple else _seen(items)
-            raise BoundError(f"{size}, must be an array of at most {self.max_items}")
+            size = f"{len(items)} items" if type(items) is tuple else _describe(items)
+            raise FieldError(f"{size}, must be an array of at most {self.max_items}")
         done: list[Any] = []
         try:
             for item in items:
                 done.append(convert(item))
-        except BoundError as error:
-            raise error.inside(f"[{len(done)}]") from None
+        except FieldError as error:
+            raise error.prefix_path(f"[{len(done)}]") from None
         return tuple(done)
 
 
-class Group(Kind):
+class TupleField(FieldType):
     """An array of fixed length, each item of its own kind."""
 
-    def __init__(self, *kinds: Kind) -> None:
-        self.kinds = kinds
+    def __init__(self, *kinds: FieldType) -> None:
+        self.item_types = kinds
         self.name = f"({', '.join(kind.name for kind in kinds)})"
 
     def pack(self, value: Any) -> tuple[Any, ...]:
         self._check_length(value)
-        return tuple(kind.pack(item) for kind, item in zip(self.kinds, value, strict=True))
+        return tuple(kind.pack(item) for kind, item in zip(self.item_types, value, strict=True))
 
     def unpack(self, plain: Any) -> tuple[Any, ...]:
         self._check_length(plain)
-        return tuple(kind.unpack(item) for kind, item in zip(self.kinds, plain, strict=True))
+        return tuple(kind.unpack(item) for kind, item in zip(self.item_types, plain, strict=True))
 
     def _check_length(self, items: Any) -> None:
-        if type(items) is not tuple or len(items) != len(self.kinds):
-            raise BoundError(f"{_seen(items)}, must be an array of {len(self.kinds)}")
+        if type(items) is not tuple or len(items) != len(self.item_types):
+            raise FieldError(f"{_describe(items)}, must be an array of {len(self.item_types)}")
 
 
-class Frame(Kind):
+class PayloadField(FieldType):
     """The payload, which is no part of the header: the whole of frame 1."""
 
     name = "frame 1"
@@ -237,7 +237,7 @@ class Frame(Kind):
         raise NotImplementedError("a payload is no part of the header")
 
 
-class Record(Kind):
+class RecordField(FieldType):
     """A dataclass as an array of its fields in order, with an optional rule about all of them."""
 
     def __init__(
@@ -246,62 +246,62 @@ class Record(Kind):
         rule: Callable[[Any], str | None] | None = None,
         *,
         recurs: bool = False,
-        **kinds: Kind,
+        **kinds: FieldType,
     ) -> None:
         """`recurs`: of integers alone, and the same in many messages on end: the last one is remembered."""
-        self._recurs = recurs
-        self._last: tuple[Any, Any] = (None, None)  # value and its plain form, as sent
-        self._last_read: tuple[Any, Any] = (None, None)  # as read: of others, in another round perhaps
+        self._is_repeated = recurs
+        self._last_packed: tuple[Any, Any] = (None, None)  # value and its plain form, as sent
+        self._last_unpacked: tuple[Any, Any] = (None, None)  # as read: of others, in another round perhaps
         declared = tuple(field.name for field in fields(cls))
         if declared != tuple(kinds):
             raise TypeError(f"{cls.__name__} has the fields {declared}, its schema {tuple(kinds)}")
-        self.cls, self.rule, self.kinds = cls, rule, kinds
+        self.cls, self.rule, self.field_types = cls, rule, kinds
         self.name = cls.__name__
-        self.has_frame = bool(kinds) and isinstance(kinds[declared[-1]], Frame)
-        self._header = tuple((name, kind) for name, kind in kinds.items() if not isinstance(kind, Frame))
+        self.has_frame = bool(kinds) and isinstance(kinds[declared[-1]], PayloadField)
+        self._header = tuple((name, kind) for name, kind in kinds.items() if not isinstance(kind, PayloadField))
 
     def pack(self, value: Any) -> list[Any]:
         """The header's fields, without frame 1."""
-        last, known = self._last
-        if value is last and self._recurs:
+        last, known = self._last_packed
+        if value is last and self._is_repeated:
             return known  # type: ignore[no-any-return]
         if type(value) is not self.cls:
-            raise BoundError(f"{_seen(value)}, must be a {self.name}")
+            raise FieldError(f"{_describe(value)}, must be a {self.name}")
         plain: list[Any] = []
         try:
             for name, kind in self._header:
                 plain.append(kind.pack(getattr(value, name)))
-        except BoundError as error:
-            raise error.inside(self._header[len(plain)][0]) from None
+        except FieldError as error:
+            raise error.prefix_path(self._header[len(plain)][0]) from None
         self._check_rule(value)
-        if self._recurs:
-            self._last = value, plain
+        if self._is_repeated:
+            self._last_packed = value, plain
         return plain
 
     def unpack(self, plain: Any, *frame: Any) -> Any:
-        if self._recurs:
+        if self._is_repeated:
             return self._unpack_again(plain)
         return self._unpack(plain, *frame)
 
     def _unpack_again(self, plain: Any) -> Any:
         """True equals 1, and is none: what is remembered was integers, so this must be integers as well."""
-        value, known = self._last_read
+        value, known = self._last_unpacked
         if type(plain) is tuple and plain == known and set(map(type, plain)) == {int}:
             return value
         value = self._unpack(plain)
-        self._last_read = value, plain
+        self._last_unpacked = value, plain
         return value
 
     def _unpack(self, plain: Any, *frame: Any) -> Any:
         if type(plain) is not tuple or len(plain) != len(self._header):
-            size = f"{len(plain)} fields" if type(plain) is tuple else _seen(plain)
-            raise BoundError(f"{size}, must be an array of the {len(self._header)} fields of {self.name}")
+            size = f"{len(plain)} fields" if type(plain) is tuple else _describe(plain)
+            raise FieldError(f"{size}, must be an array of the {len(self._header)} fields of {self.name}")
         values: list[Any] = []
         try:
             for (_, kind), item in zip(self._header, plain, strict=True):
                 values.append(kind.unpack(item))
-        except BoundError as error:
-            raise error.inside(self._header[len(values)][0]) from None
+        except FieldError as error:
+            raise error.prefix_path(self._header[len(values)][0]) from None
         value = self.cls(*values, *frame)
         self._check_rule(value)
         return value
@@ -309,4 +309,4 @@ class Record(Kind):
     def _check_rule(self, value: Any) -> None:
         problem = self.rule(value) if self.rule else None
         if problem:
-            raise BoundError(problem)
+            raise FieldError(problem)

@@ -26,7 +26,7 @@ from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.wire import eliasfano, values
 from gridtrain.wire.values import ValueKind
 
-__all__ = ["MAX_N", "Encoded", "Sparse", "ValueKind", "decode", "encode", "encode_once", "encoded_bytes"]
+__all__ = ["MAX_N", "EncodedSparse", "SparseVector", "ValueKind", "decode", "encode", "encode_with_decoded", "encoded_bytes"]
 
 _HEADER = struct.Struct("<IhH")  # K, exponent, kind
 
@@ -35,7 +35,7 @@ MAX_N = 2**32
 
 
 @dataclass(frozen=True, slots=True)
-class Sparse:
+class SparseVector:
     """Decoded entries: `indices` (K,) int64, strictly increasing; `values` (K,) float32, finite."""
 
     indices: npt.NDArray[np.int64]
@@ -43,11 +43,11 @@ class Sparse:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedSparse:
     """A payload, and what everybody who decodes it gets."""
 
     payload: bytes
-    sparse: Sparse
+    sparse: SparseVector
 
 
 def encoded_bytes(k: int, n: int, kind: ValueKind) -> int:
@@ -55,9 +55,9 @@ def encoded_bytes(k: int, n: int, kind: ValueKind) -> int:
     return _HEADER.size + sum(eliasfano.section_bytes(k, n)) + values.section_bytes(k, kind)
 
 
-def encode_once(
+def encode_with_decoded(
     indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], *, n: int, kind: ValueKind
-) -> Encoded:
+) -> EncodedSparse:
     """Encode entries of a flat vector of n elements, and say what the bytes decode to.
 
     Values are rounded here, once; the sender goes on with what is decoded, as the receiver does.
@@ -71,22 +71,22 @@ def encode_once(
     Raises:
         LocalProtocolError: the arguments are not as described.
     """
-    k = _check_ours(indices, values_K, n)
+    k = _check_local(indices, values_K, n)
     indices_K = indices.astype(np.int64, copy=False)
-    value_section, exponent, decoded_K = values.write(values_K, kind)
-    low, high = eliasfano.write(indices_K, n)
+    value_section, exponent, decoded_K = values.encode_values(values_K, kind)
+    low, high = eliasfano.encode_indices(indices_K, n)
     payload = b"".join((_HEADER.pack(k, exponent, kind), low, high, value_section))
-    return Encoded(payload, Sparse(indices_K, decoded_K))
+    return EncodedSparse(payload, SparseVector(indices_K, decoded_K))
 
 
 def encode(
     indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], *, n: int, kind: ValueKind
 ) -> bytes:
     """The payload of `encode_once` alone."""
-    return encode_once(indices, values_K, n=n, kind=kind).payload
+    return encode_with_decoded(indices, values_K, n=n, kind=kind).payload
 
 
-def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueKind) -> Sparse:
+def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueKind) -> SparseVector:
     """Decode and check a peer's payload.
 
     Args:
@@ -101,13 +101,13 @@ def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueK
     body = np.frombuffer(buffer, np.uint8, offset=_HEADER.size)
     low_bytes, high_bytes = eliasfano.section_bytes(k, n)
     low, high, section = np.split(body, (low_bytes, low_bytes + high_bytes))
-    return Sparse(eliasfano.read(low, high, k, n), values.read(section, k, exponent, kind))
+    return SparseVector(eliasfano.decode_indices(low, high, k, n), values.decode_values(section, k, exponent, kind))
 
 
 # -- ours --------------------------------------------------------------------------------------
 
 
-def _check_ours(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], n: int) -> int:
+def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], n: int) -> int:
     if not 1 <= n <= MAX_N:
         raise LocalProtocolError(f"sparse vector of {n} elements, must be 1 .. {MAX_N}")
     if indices.shape != values_K.shape or indices.ndim != 1 or values_K.dtype != np.float32:
@@ -127,7 +127,7 @@ def _check_ours(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float
 # -- the peer's --------------------------------------------------------------------------------
 
 
-def _refused(reason: str) -> RemoteProtocolError:
+def _invalid(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(
         reason, remedy="drop the peer; all members of a run use the same exchange and version of gridtrain"
     )
@@ -136,7 +136,7 @@ def _refused(reason: str) -> RemoteProtocolError:
 def _read_header(data: memoryview, n: int, max_entries: int, kind: ValueKind) -> tuple[int, int]:
     """K and exponent, checked against the generation and the length, before anything is allocated."""
     if data.nbytes < _HEADER.size:
-        raise _refused(f"sparse payload of {data.nbytes} bytes, shorter than its {_HEADER.size}-byte header")
+        raise _invalid(f"sparse payload of {data.nbytes} bytes, shorter than its {_HEADER.size}-byte header")
     k, exponent, sent_kind = _HEADER.unpack_from(data)
     _check_kind(sent_kind, kind)
     _check_entries(k, max_entries, n)
@@ -146,17 +146,17 @@ def _read_header(data: memoryview, n: int, max_entries: int, kind: ValueKind) ->
 
 def _check_kind(sent_kind: int, kind: ValueKind) -> None:
     if sent_kind != kind:
-        raise _refused(f"sparse payload of value kind {sent_kind}, this generation's is {kind} ({kind.name})")
+        raise _invalid(f"sparse payload of value kind {sent_kind}, this generation's is {kind} ({kind.name})")
 
 
 def _check_entries(k: int, max_entries: int, n: int) -> None:
     if k > min(max_entries, n):
-        raise _refused(f"sparse payload of {k} entries, at most {min(max_entries, n)} of {n} are allowed")
+        raise _invalid(f"sparse payload of {k} entries, at most {min(max_entries, n)} of {n} are allowed")
 
 
 def _check_length(payload_bytes: int, k: int, n: int, kind: ValueKind) -> None:
     expected = encoded_bytes(k, n, kind)
     if payload_bytes != expected:
-        raise _refused(
+        raise _invalid(
             f"sparse payload of {payload_bytes} bytes, {k} {kind.name} entries of {n} take {expected}"
         )

@@ -41,7 +41,7 @@ _FP16_BIAS = (127 - 15) << 10  # what float32's exponent has more, where fp16 ha
 _BF16_MAX = 0x7F7F  # the largest finite one
 _MAGNITUDE = 0x7FFF  # of 16 bits, all but the sign
 
-BLOCK = 256
+SCALE_BLOCK = 256
 """int8: so many entries share an exponent."""
 _Q_MIN, _Q_MAX = 64, 127  # the largest |q| of a block
 _BLOCK_EXPONENT_MIN = -149  # 1 is float32's smallest subnormal; below it every value is exact
@@ -59,12 +59,12 @@ class ValueKind(IntEnum):
     INT8 = 3
 
 
-BY_NAME = {kind.name.lower(): kind for kind in ValueKind}
+VALUE_KINDS = {kind.name.lower(): kind for kind in ValueKind}
 """The kinds as a user writes them: "fp16"."""
 
 _ITEM_BYTES = {ValueKind.FP32: 4, ValueKind.FP16: 2, ValueKind.BF16: 2, ValueKind.INT8: 1}
 
-ROUNDING = {
+ROUNDING_FACTORS = {
     ValueKind.FP32: 1.0 + 2.0**-20,
     ValueKind.FP16: 1.0 + 2.0**-10,
     ValueKind.BF16: 1.0 + 2.0**-7,
@@ -76,10 +76,10 @@ before it.  Half a step of the largest: 2**-11 of it (fp16), 2**-8 (bf16), 0.5 /
 
 def section_bytes(k: int, kind: ValueKind) -> int:
     """Bytes of k values."""
-    return k * _ITEM_BYTES[kind] + (2 * -(-k // BLOCK) if kind is ValueKind.INT8 else 0)
+    return k * _ITEM_BYTES[kind] + (2 * -(-k // SCALE_BLOCK) if kind is ValueKind.INT8 else 0)
 
 
-def write(values_K: FloatArray, kind: ValueKind) -> tuple[bytes, int, FloatArray]:
+def encode_values(values_K: FloatArray, kind: ValueKind) -> tuple[bytes, int, FloatArray]:
     """(section, exponent for the header, the values as everybody who reads the section has them).
 
     `values_K`: (K,) float32, finite.
@@ -95,7 +95,7 @@ def write(values_K: FloatArray, kind: ValueKind) -> tuple[bytes, int, FloatArray
             return _write_int8(values_K)
 
 
-def read(section: ByteArray, k: int, exponent: int, kind: ValueKind) -> FloatArray:
+def decode_values(section: ByteArray, k: int, exponent: int, kind: ValueKind) -> FloatArray:
     """(K,) float32, finite.  `section` has the length that `section_bytes` says.
 
     Raises:
@@ -113,18 +113,18 @@ def read(section: ByteArray, k: int, exponent: int, kind: ValueKind) -> FloatArr
     return values_K
 
 
-def _refused(reason: str) -> RemoteProtocolError:
+def _invalid(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(reason, remedy=_REMEDY)
 
 
 def _check_unscaled(exponent: int, kind: ValueKind) -> None:
     if exponent != 0:
-        raise _refused(f"scale exponent {exponent} of {kind.name.lower()} values, must be 0")
+        raise _invalid(f"scale exponent {exponent} of {kind.name.lower()} values, must be 0")
 
 
 def _check_finite(values_K: FloatArray) -> None:
     if not np.isfinite(values_K).all():
-        raise _refused("sparse payload holds infinite or NaN values")
+        raise _invalid("sparse payload holds infinite or NaN values")
 
 
 def _times_power(values: FloatArray, exponent: int) -> FloatArray:
@@ -144,16 +144,16 @@ def _write_fp16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
         return values_K.astype("<f2").tobytes(), 0, values_K  # keeps the sign of -0.0
     exponent = math.frexp(top)[1] - 15
     # Exact, save for what is far below fp16's smallest subnormal: zero with or without this step.
-    bits = narrow(_times_power(values_K, -exponent))
+    bits = float32_to_fp16_bits(_times_power(values_K, -exponent))
     # What would round up to 2**15 stays one fp16 below it, so that the decoded maximum is in the
     # same binade: the encoding is canonical, and float32's largest value does not become infinite.
     magnitudes = bits & _MAGNITUDE
     if int(magnitudes.max()) > _TOP_BITS_MAX:
         bits[magnitudes > _TOP_BITS_MAX] -= 1
-    return bits.tobytes(), exponent, _times_power(widen(bits), exponent)
+    return bits.tobytes(), exponent, _times_power(fp16_bits_to_float32(bits), exponent)
 
 
-def narrow(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
+def float32_to_fp16_bits(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
     """float32 of magnitudes below 2**16 -> the bits of the nearest fp16, ties to even.
 
     numpy converts one by one.  Where no value is below fp16's normal ones, as nearly always, the same can be
@@ -170,7 +170,7 @@ def narrow(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
     return rounded.astype("<u2")
 
 
-def widen(bits_K: npt.NDArray[np.uint16]) -> FloatArray:
+def fp16_bits_to_float32(bits_K: npt.NDArray[np.uint16]) -> FloatArray:
     """The bits of finite fp16 values -> float32, exactly; `narrow` the other way round."""
     wide = bits_K.astype(np.uint32)
     magnitudes = wide & _MAGNITUDE
@@ -184,10 +184,10 @@ def widen(bits_K: npt.NDArray[np.uint16]) -> FloatArray:
 
 def _read_fp16(raw: npt.NDArray[np.uint16], exponent: int) -> FloatArray:
     _check_scale(int((raw & _MAGNITUDE).max(initial=0)), exponent)
-    widened = widen(raw)
+    widened = fp16_bits_to_float32(raw)
     values = _times_power(widened, exponent)
     if exponent < _EXPONENT_LOSSLESS and not (np.ldexp(values, -exponent) == widened).all():
-        raise _refused(f"fp16 values with scale exponent {exponent} are finer than float32 can hold")
+        raise _invalid(f"fp16 values with scale exponent {exponent} are finer than float32 can hold")
     return values
 
 
@@ -197,7 +197,7 @@ def _check_scale(top_bits: int, exponent: int) -> None:
     if not zeros_only and not (
         _TOP_BITS_MIN <= top_bits <= _TOP_BITS_MAX and _EXPONENT_MIN <= exponent <= _EXPONENT_MAX
     ):
-        raise _refused(
+        raise _invalid(
             f"fp16 values with largest magnitude {top_bits:#06x} and scale exponent {exponent}: must be "
             f"{_TOP_BITS_MIN:#06x} .. {_TOP_BITS_MAX:#06x} (2^14 <= |v| < 2^15) and "
             f"{_EXPONENT_MIN} .. {_EXPONENT_MAX}"
@@ -227,7 +227,7 @@ def _read_bf16(raw: npt.NDArray[np.uint16]) -> FloatArray:
 
 def _write_int8(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
     k = values_K.size
-    padded = np.zeros((-(-k // BLOCK), BLOCK), np.float32)
+    padded = np.zeros((-(-k // SCALE_BLOCK), SCALE_BLOCK), np.float32)
     padded.reshape(-1)[:k] = values_K
     tops = np.abs(padded).max(axis=1, initial=0.0)
     exponents = np.maximum(np.frexp(tops)[1] - 7, _BLOCK_EXPONENT_MIN)
@@ -246,9 +246,9 @@ def _scaled_blocks(q: npt.NDArray[np.int8], exponents: npt.NDArray[np.integer]) 
 
 
 def _read_int8(section: ByteArray, k: int) -> FloatArray:
-    blocks = -(-k // BLOCK)
+    blocks = -(-k // SCALE_BLOCK)
     exponents = section[: 2 * blocks].view("<i2").astype(np.int32)
-    q = np.zeros((blocks, BLOCK), np.int8)
+    q = np.zeros((blocks, SCALE_BLOCK), np.int8)
     q.reshape(-1)[:k] = section[2 * blocks :].view(np.int8)
     tops = np.abs(q.astype(np.int16)).max(axis=1, initial=0)
     _check_blocks(tops, exponents)
@@ -262,7 +262,7 @@ def _check_blocks(tops: npt.NDArray[np.int16], exponents: npt.NDArray[np.int32])
     good = ((tops == 0) & (exponents == 0)) | (in_range & canonical & (tops <= _Q_MAX))
     if not good.all():
         first = int(np.argmin(good))
-        raise _refused(
+        raise _invalid(
             f"int8 values with largest magnitude {tops[first]} and scale exponent {exponents[first]} in "
             f"block {first}: must be {_Q_MIN} .. {_Q_MAX} and {_BLOCK_EXPONENT_MIN} .. {_BLOCK_EXPONENT_MAX}"
         )

@@ -59,5 +59,5 @@ def test_a_failure_inside_makes_the_leader_leave_with_the_reason(new_group, how,
 
 
 def test_parts_are_near_equal_and_cover_the_step() -> None:
-    assert [site._part(range(10, 17), rank, 3) for rank in range(3)] == [[10, 11], [12, 13], [14, 15, 16]]
-    assert [site._part([5], rank, 3) for rank in range(3)] == [[], [], [5]]
+    assert [site._share_of(range(10, 17), rank, 3) for rank in range(3)] == [[10, 11], [12, 13], [14, 15, 16]]
+    assert [site._share_of([5], rank, 3) for rank in range(3)] == [[], [], [5]]

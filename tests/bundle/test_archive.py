@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.bundle.archive import MAX_BUNDLE_BYTES, MAX_FILES, Unfit, pack, unpack
+from gridtrain.bundle.archive import MAX_BUNDLE_BYTES, MAX_FILES, ArchiveError, pack, unpack
 from gridtrain.errors import RemoteProtocolError
 
 FILES = {"train.py": b"print('hello')\n", "run.toml": b"", "lib/model.py": bytes(range(256)) * 5}
@@ -55,7 +55,7 @@ def test_any_tar_reads_it(tmp_path: Path) -> None:
     ids=lambda value: next(iter(value), "none")[:20] if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_packed(files: dict[str, bytes], words: str) -> None:
-    with pytest.raises(Unfit, match=words):
+    with pytest.raises(ArchiveError, match=words):
         pack(files)
 
 

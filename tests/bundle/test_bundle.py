@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.bundle import Bundle, sha256
+from gridtrain.bundle import Bundle, digest_of
 from gridtrain.bundle.archive import pack
-from gridtrain.bundle.bundle import to_toml
+from gridtrain.bundle.bundle import run_to_toml
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.options import RunFile
 
@@ -51,7 +51,7 @@ image = "registry.example/mine:1"
 file = "corpus.bin"
 digest = "sha256:DIGEST"
 where = "https://example.org/corpus.bin"
-""".replace("DIGEST", 64 * "a").replace("SCRIPT", sha256(SCRIPT))
+""".replace("DIGEST", 64 * "a").replace("SCRIPT", digest_of(SCRIPT))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def made(folder: Path) -> Bundle:
-    bundle = Bundle.made(RunFile.find({}, folder))
+    bundle = Bundle.from_run_file(RunFile.find({}, folder))
     assert bundle is not None
     return bundle
 
@@ -74,9 +74,9 @@ def test_only_what_is_named_travels_and_of_run_toml_only_the_run(folder: Path) -
     bundle = made(folder)
     assert sorted(bundle.files) == ["lib/model.py", "run.toml", "train.py"]
     assert bundle.files["run.toml"].decode() == SHIPPED
-    assert bundle.digest == sha256(bundle.archive)
-    opened = Bundle.opened(bundle.archive, bundle.digest)
-    assert opened == bundle and opened.run.digest == sha256(SCRIPT)
+    assert bundle.digest == digest_of(bundle.archive)
+    opened = Bundle.from_archive(bundle.archive, bundle.digest)
+    assert opened == bundle and opened.run.digest == digest_of(SCRIPT)
 
 
 def test_the_digest_is_of_the_contents_alone(folder: Path) -> None:
@@ -90,18 +90,18 @@ def test_the_digest_is_of_the_contents_alone(folder: Path) -> None:
 
 def test_a_run_without_a_script_has_no_bundle(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[run]\nname = "mine"\n')
-    assert Bundle.made(RunFile.find({}, tmp_path)) is None
-    assert Bundle.made(RunFile()) is None
+    assert Bundle.from_run_file(RunFile.find({}, tmp_path)) is None
+    assert Bundle.from_run_file(RunFile()) is None
 
 
 def test_another_script_than_run_toml_names(folder: Path) -> None:
-    pinned = TOML.replace('script = "train.py"', f'script = "train.py"\ndigest = "{sha256(SCRIPT)}"')
+    pinned = TOML.replace('script = "train.py"', f'script = "train.py"\ndigest = "{digest_of(SCRIPT)}"')
     (folder / "run.toml").write_text(pinned)
-    assert made(folder).run.digest == sha256(SCRIPT)
+    assert made(folder).run.digest == digest_of(SCRIPT)
     (folder / "train.py").write_bytes(SCRIPT + b"import os\n")
     with pytest.raises(ConfigError, match="has the digest") as caught:
         made(folder)
-    assert sha256(SCRIPT) in caught.value.reason and "write its digest into run.toml" in caught.value.remedy
+    assert digest_of(SCRIPT) in caught.value.reason and "write its digest into run.toml" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_files_that_cannot_be(folder: Path, old: str, new: str, words: str) -> N
 def test_another_digest_than_was_announced(folder: Path) -> None:
     bundle = made(folder)
     with pytest.raises(RemoteProtocolError, match="was asked for"):
-        Bundle.opened(bundle.archive + b"\0", bundle.digest)
+        Bundle.from_archive(bundle.archive + b"\0", bundle.digest)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_another_digest_than_was_announced(folder: Path) -> None:
 def test_archives_that_do_not_fit_together(files: dict[str, bytes], words: str) -> None:
     archive = pack(files)
     with pytest.raises(RemoteProtocolError, match=words) as caught:
-        Bundle.opened(archive, sha256(archive))
+        Bundle.from_archive(archive, digest_of(archive))
     assert "nothing of it was run" in caught.value.remedy
 
 
 def test_the_shipped_form_is_read_back_as_it_was(folder: Path) -> None:
     run = replace(made(folder).run, about="", image="", data=None, requires=(), arguments=())
-    assert RunFile.parse(to_toml(run).encode(), Path("run.toml")).run == run
+    assert RunFile.parse(run_to_toml(run).encode(), Path("run.toml")).run == run

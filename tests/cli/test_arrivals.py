@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from gridtrain.cli.arrivals import NotInTime, await_members, say_on_stderr
+from gridtrain.cli.arrivals import JoinTimeout, await_members, print_event_on_stderr
 from gridtrain.cli.main import EXIT_FAILED, exit_code
 from gridtrain.errors import CoordinatorUnreachable
-from gridtrain.protocol.door_rules import stored_form
-from gridtrain.protocol.invitation import Invitation
+from gridtrain.protocol.invitation import Invitation, invitation_digest
 from gridtrain.transport.curve import Identity
 
 INVITATION = Invitation("tcp://127.0.0.1:1", bytes(32), b"t" * 32, "default")
-ID = stored_form(Identity.from_secret(INVITATION.token).public)[:8]
+ID = invitation_digest(Identity.from_secret(INVITATION.token).public)[:8]
 ANNA, BO = "01" * 32, "02" * 32
 
 
@@ -78,7 +77,7 @@ def test_a_worker_that_comes_in() -> None:
 def test_not_in_time() -> None:
     run = Run(*[picture((ANNA, "admitted", None), let_in=(ANNA, BO))] * 5)
     with pytest.raises(
-        NotInTime, match=r"^1 of 3 workers are members, 1 more were let in after 4 s -> "
+        JoinTimeout, match=r"^1 of 3 workers are members, 1 more were let in after 4 s -> "
     ) as caught:
         run.waits(uses=3, patience_s=4.0)
     assert exit_code(caught.value) == EXIT_FAILED
@@ -86,7 +85,7 @@ def test_not_in_time() -> None:
 
 
 def test_a_run_that_ends_meanwhile() -> None:
-    with pytest.raises(NotInTime, match="0 of 1 workers are members, and the run is finished"):
+    with pytest.raises(JoinTimeout, match="0 of 1 workers are members, and the run is finished"):
         Run(picture(), picture(finished=True)).waits()
 
 
@@ -99,6 +98,6 @@ def test_a_coordinator_that_is_restarted() -> None:
 
 
 def test_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    say_on_stderr("member", "w1 is a member", {"name": "w1"})
+    print_event_on_stderr("member", "w1 is a member", {"name": "w1"})
     line = json.loads(capsys.readouterr().err)
     assert (line["event"], line["fields"]) == ("member", {"text": "w1 is a member", "name": "w1"})

@@ -17,8 +17,16 @@ from gridtrain.errors import (
     TransportError,
 )
 from gridtrain.protocol import messages as m
-from gridtrain.runtime.client import CoordinatorClient, coordinator_address, only
-from gridtrain.transport.base import Denied, PeerDown, PeerUp, Received, Standing, TransportEvent, Violation
+from gridtrain.runtime.client import CoordinatorClient, allow_only, parse_coordinator_address
+from gridtrain.transport.base import (
+    ConnectionDenied,
+    ConnectionRole,
+    PeerDown,
+    PeerUp,
+    Received,
+    TransportEvent,
+    TransportViolation,
+)
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 
@@ -38,7 +46,7 @@ ME = Identity.from_secret(b"a" * 32)
     ],
 )
 def test_addresses(text: str, address: str) -> None:
-    assert coordinator_address(text) == address
+    assert parse_coordinator_address(text) == address
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,7 @@ def test_addresses(text: str, address: str) -> None:
 )
 def test_no_addresses(text: str) -> None:
     with pytest.raises(ConfigError, match=r"tcp://host:port, got .* -> write for instance tcp://"):
-        coordinator_address(text)
+        parse_coordinator_address(text)
 
 
 class ScriptedTransport:
@@ -158,18 +166,18 @@ def test_somebody_greets_and_says_nothing() -> None:
 def test_another_version() -> None:
     reason = "peer speaks gridtrain protocol 9, this software speaks 1 -> install the same version"
     with pytest.raises(JoinRefused, match=r"protocol 9.*install the same version") as caught:
-        asked([Violation(THERE, reason)])
+        asked([TransportViolation(THERE, reason)])
     assert caught.value.code == "version"
 
 
 def test_somebody_who_speaks_something_else() -> None:
     with pytest.raises(RemoteProtocolError, match="something else: no msgpack"):
-        asked([Violation(None, "no msgpack")])
+        asked([TransportViolation(None, "no msgpack")])
 
 
 def test_a_key_that_the_coordinator_does_not_know() -> None:
     with pytest.raises(JoinRefused, match=r"does not let this key in -> ask the run's owner") as caught:
-        asked([Denied(THERE, "tcp://there:7700")])
+        asked([ConnectionDenied(THERE, "tcp://there:7700")])
     assert caught.value.code == "denied"
 
 
@@ -184,11 +192,11 @@ def test_what_it_refuses_it_says_itself() -> None:
     assert transport.sent == [enrol]
 
 
-@pytest.mark.parametrize("answer", [m.Enrolled("default"), m.Done("out")], ids=lambda answer: str(answer)[:8])
+@pytest.mark.parametrize("answer", [m.Enrolled("default"), m.OperatorReply("out")], ids=lambda answer: str(answer)[:8])
 def test_an_order_is_answered_by_what_fits_it(answer: m.Message) -> None:
     turns: Sequence[list[TransportEvent]] = ([PeerUp(THERE)], [Received(THERE, answer, 9)])
     with scripted(ScriptedTransport(*turns)) as client:
-        assert client.ask(m.Pardon(b"n" * 32), 0.05) == answer
+        assert client.ask(m.Unban(b"n" * 32), 0.05) == answer
     with pytest.raises(RemoteProtocolError, match=f"a question of status with {type(answer).__name__}"):
         asked(*turns)
 
@@ -205,15 +213,15 @@ def test_an_address_that_cannot_be_dialled_is_a_matter_of_options() -> None:
 
 
 def test_nobody_else_than_the_coordinator_gets_in() -> None:
-    gate = only(THERE)
-    assert (gate(THERE), gate(b"x" * 32)) == (Standing.PEER, Standing.STRANGER)
+    gate = allow_only(THERE)
+    assert (gate(THERE), gate(b"x" * 32)) == (ConnectionRole.MEMBER, ConnectionRole.STRANGER)
 
 
 def test_one_connection_can_be_asked_again_and_again() -> None:
     hub = MemoryHub()
     there = MemoryTransport(THERE, hub)
     there.listen("memory://there")
-    mine = MemoryTransport(ME.public, hub, gate=only(THERE))
+    mine = MemoryTransport(ME.public, hub, gate=allow_only(THERE))
     with CoordinatorClient("memory://there", THERE, ME, transport=mine) as client:
         for step in range(3):
             there.send(ME.public, m.StatusReply(json.dumps({"step": step}).encode()))

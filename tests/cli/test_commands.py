@@ -19,7 +19,7 @@ from gridtrain.cli.main import COMMANDS, cli, exit_code
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.runtime.naming import state_directory
-from gridtrain_coordinator.dashboard.places import Place
+from gridtrain_coordinator.dashboard.places import DashboardAddress
 from gridtrain_coordinator.serving import Settings, default_state
 from gridtrain_worker.agent import Job
 
@@ -122,7 +122,7 @@ def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) ->
             unencrypted=True,
             min_workers=4,
             exit_when_finished=True,
-            dashboard=Place(),
+            dashboard=DashboardAddress(),
         )
     ]
 
@@ -130,14 +130,14 @@ def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("flags", "environ", "place"),
     [
-        ("", {}, Place()),
+        ("", {}, DashboardAddress()),
         ("--no-dashboard", {"GRIDTRAIN_DASHBOARD": ":7781"}, None),
         ("", {"GRIDTRAIN_DASHBOARD": "off"}, None),
-        ("--dashboard :7782", {"GRIDTRAIN_DASHBOARD": "off"}, Place(port=7782, asked=True)),
+        ("--dashboard :7782", {"GRIDTRAIN_DASHBOARD": "off"}, DashboardAddress(port=7782, is_required=True)),
         (
             "--dashboard-host a --dashboard-host b",
             {"GRIDTRAIN_DASHBOARD_HOSTS": "c"},
-            Place(named=("a", "b")),
+            DashboardAddress(allowed_hosts=("a", "b")),
         ),
         (
             "",
@@ -146,12 +146,12 @@ def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) ->
                 "GRIDTRAIN_DASHBOARD_OPEN": "1",
                 "GRIDTRAIN_DASHBOARD_HOSTS": "coordinator,lab",
             },
-            Place("0.0.0.0", 7780, asked=True, open_to_network=True, named=("coordinator", "lab")),
+            DashboardAddress("0.0.0.0", 7780, is_required=True, allows_network=True, allowed_hosts=("coordinator", "lab")),
         ),
     ],
 )
 def test_where_the_dashboard_is(
-    flags: str, environ: dict[str, str], place: Place | None, monkeypatch: pytest.MonkeyPatch
+    flags: str, environ: dict[str, str], place: DashboardAddress | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As flags, and as the variables of docker/compose.yaml, in both ways to start a coordinator."""
     seen: list[Settings] = []

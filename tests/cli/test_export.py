@@ -15,8 +15,8 @@ from torch import nn
 from gridtrain.cli.main import cli, exit_code
 from gridtrain.errors import ConfigError
 from gridtrain.optim import checkpoint, state_sync
-from gridtrain.optim.checkpoint import Snapshot
-from gridtrain.protocol.messages import Held, LedgerState
+from gridtrain.optim.checkpoint import CheckpointContent
+from gridtrain.protocol.messages import CheckpointInfo, LedgerState
 
 
 class Tied(nn.Module):
@@ -35,9 +35,9 @@ def write(folder: Path, step: int, seed: int) -> dict[str, Any]:
     """A checkpoint after `step` steps; the model's own state_dict."""
     model = Tied(seed)
     optimizer = torch.optim.Adam(model.parameters())
-    document, tensors = state_sync.pack(model, optimizer, {})
-    held = Held(step - 1, bytes(32), LedgerState(step=step))
-    checkpoint.save(Snapshot(held, (("model", "m"),), document, tensors, {}), folder / f"step-{step:08d}")
+    document, tensors = state_sync.pack_state(model, optimizer, {})
+    held = CheckpointInfo(step - 1, bytes(32), LedgerState(step=step))
+    checkpoint.save(CheckpointContent(held, (("model", "m"),), document, tensors, {}), folder / f"step-{step:08d}")
     return model.state_dict()
 
 

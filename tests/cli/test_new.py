@@ -124,7 +124,7 @@ def test_a_new_run_trains_by_copy_and_paste(
     greeting = [coordinator.stdout.readline() for _ in range(6)]  # one of them is the dashboard's
     found = re.search(r"volunteers run: +train.py, (sha256:[0-9a-f]{64})", "".join(greeting))
     assert found is not None, greeting
-    bundle = Bundle.made(RunFile.find({}, folder))
+    bundle = Bundle.from_run_file(RunFile.find({}, folder))
     assert bundle is not None and bundle.digest == found[1]
 
     screen = Screen(stack)

@@ -18,16 +18,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gridtrain.cli import orders
-from gridtrain.cli.invite import explained
+from gridtrain.cli.invite import explanation
 from gridtrain.cli.main import cli, exit_code
-from gridtrain.cli.members import rows
+from gridtrain.cli.members import member_rows
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.door import Door
+from gridtrain.protocol.door import Authorization
 from gridtrain.protocol.invitation import Invitation, parse
-from gridtrain.runtime.operator import Contact, Operator
+from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
 from gridtrain.transport import base
-from gridtrain.transport.contact import CONTACT_FILE, OPERATOR_KEY, ContactFile
+from gridtrain.transport.contact import CONTACT_FILE, OPERATOR_KEY, EndpointFile
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.zeromq import ZeroMQTransport
 
@@ -47,13 +47,13 @@ class Desk:
     members: list[dict[str, Any]] = field(default_factory=list)
 
     def __enter__(self) -> Desk:
-        operator = Identity.kept_in(self.folder / OPERATOR_KEY)
-        self.door = Door(run="default", operator=operator.public, coordinator=self.keys.public)
+        operator = Identity.load_or_create(self.folder / OPERATOR_KEY)
+        self.door = Authorization(run="default", operator=operator.public, coordinator=self.keys.public)
         self.transport = ZeroMQTransport(
-            self.keys, "test", gate=lambda key: base.Standing(self.door.standing(key, time.time()).value)
+            self.keys, "test", gate=lambda key: base.ConnectionRole(self.door.access_role(key, time.time()).value)
         )
         here = self.transport.listen("tcp://127.0.0.1:0")
-        self.contact = ContactFile("tcp://192.0.2.7:7700", here, self.keys.public, "default", True)
+        self.contact = EndpointFile("tcp://192.0.2.7:7700", here, self.keys.public, "default", True)
         self.contact.write(self.folder)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.serve)
@@ -73,11 +73,11 @@ class Desk:
         self.transport.close()
 
     def answer(self, peer: m.PeerId, message: m.Message) -> m.Message:
-        if isinstance(message, m.Invite | m.Expel | m.Pardon):
-            expelled = message.peer.hex() if isinstance(message, m.Expel) else ""
+        if isinstance(message, m.Invite | m.RemoveWorker | m.Unban):
+            expelled = message.peer.hex() if isinstance(message, m.RemoveWorker) else ""
             name = next((str(line["name"]) for line in self.members if line["peer"] == expelled), "")
-            return self.door.order(peer, message, time.time(), name).reply
-        picture = {"run": "default", "members": self.members, "door": self.door.picture(time.time())}
+            return self.door.handle_order(peer, message, time.time(), name).reply
+        picture = {"run": "default", "members": self.members, "door": self.door.status(time.time())}
         return m.StatusReply(json.dumps(picture).encode())
 
     def enrol(self, *peers: str) -> None:
@@ -88,7 +88,7 @@ class Desk:
             assert isinstance(answer.reply, m.Enrolled)
 
     def standing(self, key: str | bytes) -> str:
-        return str(self.door.standing(bytes.fromhex(key) if isinstance(key, str) else key, time.time()))
+        return str(self.door.access_role(bytes.fromhex(key) if isinstance(key, str) else key, time.time()))
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_an_invitation_is_all_that_stdout_gets_and_it_opens_the_door(desk: Desk)
     assert result.stdout == invitation.text() + "\n", "so that $(gridtrain invite) works"
     assert invitation.address == "tcp://192.0.2.7:7700" and invitation.coordinator == desk.keys.public
     assert desk.standing(Identity.from_secret(invitation.token).public) == "guest"
-    (line,) = desk.door.picture(time.time())["invitations"]
+    (line,) = desk.door.status(time.time())["invitations"]
     assert (line["uses"], line["used"]) == (3, 0) and 43_000 < line["left_s"] <= 43_200
 
     told = result.stderr
@@ -167,7 +167,7 @@ def test_the_coordinator_refuses(desk: Desk, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_invitation_for_this_machine_alone_says_so() -> None:
     local = Invitation("tcp://127.0.0.1:7700", bytes(32), bytes(32), "r", encrypted=False)
-    told = explained(local, 1, 60.0, 0.0, False)
+    told = explanation(local, 1, 60.0, 0.0, False)
     assert "for one worker, valid for 1 min" in told and "--listen tcp://0.0.0.0:7700" in told
     assert "gridtrain worker INVITATION --unencrypted --" in told
 
@@ -178,7 +178,7 @@ def test_an_invitation_for_this_machine_alone_says_so() -> None:
 )
 def test_durations(text: str, seconds: float) -> None:
     context = click.Context(cli)
-    assert orders.seconds(context, cli.params[0], text) == seconds
+    assert orders.parse_duration(context, cli.params[0], text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "7 d", "-1d", "1w", "1e3s", "9999999999s", "infd"])
@@ -192,7 +192,7 @@ def test_no_durations(text: str) -> None:
     [(0, "0 s"), (59.6, "1 min"), (3600, "1 h"), (604_799, "6 d 23 h"), (86_460, "1 d"), (-5, "0 s")],
 )
 def test_durations_as_they_are_shown(seconds: float, shown: str) -> None:
-    assert orders.shown_duration(seconds) == shown
+    assert orders.format_duration(seconds) == shown
 
 
 # -- members ---------------------------------------------------------------------------------------
@@ -216,10 +216,10 @@ def test_the_table(desk: Desk) -> None:
     for peer in (ANNA, BERT):
         desk.door.enrol(key, bytes.fromhex(peer), "", now_s)
     desk.enrol(CARL)
-    desk.door.strike(bytes.fromhex(BERT), "no msgpack", None, 0.0)
+    desk.door.record_violation(bytes.fromhex(BERT), "no msgpack", None, 0.0)
     desk.door.expel(b"\xd4" * 32, True, "spam \x1b[2J")
     drawn = "".join(line.rstrip() + "\n" for line in fine(desk, "members").splitlines())
-    shown_id = desk.door.picture(now_s)["invitations"][0]["id"]
+    shown_id = desk.door.status(now_s)["invitations"][0]["id"]
     drawn = re.sub("(59 min [0-9]+ s|1 h) left", "59 min 59 s left", drawn)
     assert drawn == DRAWN.format(id=shown_id)
 
@@ -245,7 +245,7 @@ def test_nobody_yet(desk: Desk) -> None:
     ],
 )
 def test_whatever_the_coordinator_says_can_be_drawn(picture: dict[str, Any]) -> None:
-    assert all(len(cells) == 6 for cells in rows(picture))
+    assert all(len(cells) == 6 for cells in member_rows(picture))
     assert orders.known_keys(picture) == {}
 
 
@@ -258,9 +258,9 @@ def test_kick_by_name_and_ban_by_key(desk: Desk) -> None:
     assert fine(desk, "kick anna") == "anna: a1a1a1a1a1a1 is out; it needs a new invitation to come back\n"
     assert desk.standing(ANNA) == "stranger"
     assert fine(desk, "ban b2B2b2 --reason spam") == "[red]bert: b2b2b2b2b2b2 is banned until you unban it\n"
-    assert desk.door.picture(time.time())["banned"] == [{"peer": BERT, "name": "[red]bert", "reason": "spam"}]
+    assert desk.door.status(time.time())["banned"] == [{"peer": BERT, "name": "[red]bert", "reason": "spam"}]
     assert "can come back" in fine(desk, "unban b2b2b2")
-    assert desk.door.picture(time.time())["banned"] == []
+    assert desk.door.status(time.time())["banned"] == []
 
 
 def test_a_ban_is_lifted_by_the_name_that_it_was_given_by(desk: Desk) -> None:
@@ -298,14 +298,14 @@ def test_two_of_one_name_and_a_name_like_a_key() -> None:
     known = {ANNA: "anna", BERT: "anna", CARL: "b2b2b2"}
     for who in ("anna", "b2b2b2"):
         with pytest.raises(ConfigError, match=r"means 2: .*give more digits"):
-            orders.whom(who, known)
-    assert orders.whom(CARL, known) == bytes.fromhex(CARL)
+            orders.resolve_member(who, known)
+    assert orders.resolve_member(CARL, known) == bytes.fromhex(CARL)
 
 
 def test_a_long_list_of_candidates_is_cut() -> None:
     known = {f"{number:064x}": "x" for number in range(30)}
     with pytest.raises(ConfigError, match="and 20 more -> "):
-        orders.whom("x", known)
+        orders.resolve_member("x", known)
 
 
 # -- where the coordinator is ----------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_no_coordinator_has_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "gridtrain coordinator --run mine" in str(result.exception)
     for run in ("../other", ""):
         with pytest.raises(ConfigError, match="no run's name"):
-            Contact.find(run)
+            CoordinatorEndpoint.find(run)
 
 
 def test_the_folder_is_that_of_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,16 +326,16 @@ def test_the_folder_is_that_of_the_run(desk: Desk, monkeypatch: pytest.MonkeyPat
     (desk.folder / "gridtrain").mkdir()
     (desk.folder / "gridtrain" / "default").symlink_to(desk.folder)
     (desk.folder / "gridtrain" / "mine").symlink_to(desk.folder)
-    assert Contact.find().here == desk.contact.here
+    assert CoordinatorEndpoint.find().local_address == desk.contact.here
     with pytest.raises(ConfigError, match='is of the run "default", not "mine" -> name it: --run default'):
-        Contact.find("mine")
+        CoordinatorEndpoint.find("mine")
 
 
 def test_a_coordinator_that_is_starting_is_waited_for(desk: Desk) -> None:
     path = desk.folder / CONTACT_FILE
     path.unlink()
-    found: list[Contact] = []
-    thread = threading.Thread(target=lambda: found.append(Contact.find(state=desk.folder, wait_s=20.0)))
+    found: list[CoordinatorEndpoint] = []
+    thread = threading.Thread(target=lambda: found.append(CoordinatorEndpoint.find(state=desk.folder, wait_s=20.0)))
     thread.start()
     desk.contact.write(desk.folder)
     thread.join(20.0)
@@ -345,7 +345,7 @@ def test_a_coordinator_that_is_starting_is_waited_for(desk: Desk) -> None:
 def test_waiting_for_a_coordinator_has_an_end(tmp_path: Path) -> None:
     started_s = time.monotonic()
     with pytest.raises(ConfigError, match="no coordinator is running there"):
-        Contact.find(state=tmp_path, wait_s=0.2)
+        CoordinatorEndpoint.find(state=tmp_path, wait_s=0.2)
     assert 0.2 <= time.monotonic() - started_s < 10.0
 
 
@@ -360,33 +360,33 @@ def test_another_operators_key_is_not_let_in(desk: Desk) -> None:
     result = gridtrain(desk, "invite")
     assert "does not know the key in operator.key" in complaint(result, 4)
     assert isinstance(result.exception, JoinRefused) and result.exception.code == "denied"
-    assert desk.door.picture(time.time())["invitations"] == []
+    assert desk.door.status(time.time())["invitations"] == []
 
 
 def test_a_members_key_gives_no_orders(desk: Desk) -> None:
     member = Identity.generate()
     desk.enrol(member.public.hex(), BERT)
-    contact = Contact(desk.contact.address, desk.contact.here, desk.keys.public, "default", True, member)
-    with Operator(contact) as operator, pytest.raises(JoinRefused, match="only the run's owner may do that"):
-        operator.order(m.Expel(bytes.fromhex(BERT), True, ""))
+    contact = CoordinatorEndpoint(desk.contact.address, desk.contact.here, desk.keys.public, "default", True, member)
+    with OperatorClient(contact) as operator, pytest.raises(JoinRefused, match="only the run's owner may do that"):
+        operator.order(m.RemoveWorker(bytes.fromhex(BERT), True, ""))
     assert desk.standing(BERT) == "peer"
 
 
 def test_whoever_answers_with_another_key_is_no_coordinator(desk: Desk) -> None:
-    stranger = ContactFile(desk.contact.address, desk.contact.here, b"\x01" * 32, "default", True)
+    stranger = EndpointFile(desk.contact.address, desk.contact.here, b"\x01" * 32, "default", True)
     stranger.write(desk.folder)
-    with Operator(Contact.find(state=desk.folder)) as operator, pytest.raises(CoordinatorUnreachable):
-        operator.order(m.Pardon(bytes(32)), timeout_s=0.5)
+    with OperatorClient(CoordinatorEndpoint.find(state=desk.folder)) as operator, pytest.raises(CoordinatorUnreachable):
+        operator.order(m.Unban(bytes(32)), timeout_s=0.5)
 
 
 def test_commands_of_one_machine_take_turns(desk: Desk) -> None:
     """They show one key, and a coordinator hears the latest connection of a key only."""
-    watching = Operator(Contact.find(state=desk.folder))
+    watching = OperatorClient(CoordinatorEndpoint.find(state=desk.folder))
     assert watching.status()["run"] == "default"  # and it goes on watching, as `status --watch` does
     made: list[str] = []
 
     def invite() -> None:
-        with Operator(Contact.find(state=desk.folder)) as operator:
+        with OperatorClient(CoordinatorEndpoint.find(state=desk.folder)) as operator:
             made.append(operator.invite(1, 60.0).text())
             assert operator.status()["run"] == "default"
 
@@ -395,7 +395,7 @@ def test_commands_of_one_machine_take_turns(desk: Desk) -> None:
         thread.start()
     for thread in asking:
         thread.join(30.0)
-    assert len(set(made)) == 6 == len(desk.door.picture(time.time())["invitations"])
+    assert len(set(made)) == 6 == len(desk.door.status(time.time())["invitations"])
     assert watching.status()["run"] == "default"
 
 
@@ -407,7 +407,7 @@ def test_a_file_system_without_locks_costs_no_time(desk: Desk, monkeypatch: pyte
     monkeypatch.setattr("gridtrain.runtime.operator.LOOK_S", math.inf)  # it would wait for the whole time
     waited: list[float] = []
     monkeypatch.setattr("gridtrain.runtime.operator.time.sleep", waited.append)
-    with Operator(Contact.find(state=desk.folder)) as operator:
+    with OperatorClient(CoordinatorEndpoint.find(state=desk.folder)) as operator:
         assert operator.status()["run"] == "default"
     assert waited == []
 
@@ -417,11 +417,11 @@ def test_an_invitation_that_was_made_is_printed_whatever_comes_next(
 ) -> None:
     """Else there would be a valid one that nobody knows."""
 
-    def away(operator: Operator, timeout_s: float = 0.0) -> dict[str, Any]:
+    def away(operator: OperatorClient, timeout_s: float = 0.0) -> dict[str, Any]:
         raise CoordinatorUnreachable("it was stopped", remedy="start it")
 
-    monkeypatch.setattr(Operator, "status", away)
+    monkeypatch.setattr(OperatorClient, "status", away)
     result = gridtrain(desk, "invite")
     assert isinstance(result.exception, CoordinatorUnreachable)
     parse(result.stdout.strip())
-    assert len(desk.door.picture(time.time())["invitations"]) == 1
+    assert len(desk.door.status(time.time())["invitations"]) == 1

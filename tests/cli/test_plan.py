@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from gridtrain.cli.live_network import from_status
+from gridtrain.cli.live_network import network_from_status
 from gridtrain.cli.main import cli, main
-from gridtrain.cli.network_file import one_site, parse_seconds, read
+from gridtrain.cli.network_file import parse_seconds, read_network, single_site
 from gridtrain.errors import ConfigError
 
 SITES = """
@@ -101,7 +101,7 @@ def test_faster_lines_more_density_and_local_steps_show() -> None:
 def test_sites_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sites.toml"
     path.write_text(SITES)
-    described = read(path)
+    described = read_network(path)
     network = described.network(8)
     assert [network.up_Bps[rank] for rank in (0, 5, 6, 7)] == [125e6, 125e6, 2.5e6, 2.5e6]
     assert network.link(0, 5).alpha_s == 0.0002
@@ -164,9 +164,9 @@ def test_a_network_that_is_too_small_or_too_large_is_refused(workers: int, says:
 
 def test_of_many_members_all_count() -> None:
     links = [[a, a + 1, 0.004, 1e6] for a in range(31)]
-    live = from_status({"run": "demo", "world_size": 300, "links": links})
+    live = network_from_status({"run": "demo", "world_size": 300, "links": links})
     assert live.workers == 300
-    assert live.text.startswith("300 members of")
+    assert live.description.startswith("300 members of")
 
 
 def test_configuration_errors_leave_by_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +200,7 @@ def test_a_file_that_describes_nothing_is_refused(text: str, says: str, tmp_path
     path = tmp_path / "n.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
-        read(path)
+        read_network(path)
     assert says in str(refused.value) or says == "Expected"
 
 
@@ -247,13 +247,13 @@ def test_a_run_that_goes_on_brings_its_own_links(monkeypatch: pytest.MonkeyPatch
 )
 def test_a_status_without_links_is_refused(picture: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        from_status(picture)
+        network_from_status(picture)
 
 
 def test_times_and_lines() -> None:
     said = [parse_seconds(text) for text in ("0.5s", "10ms", "200us", "1 s")]
     assert said == pytest.approx([0.5, 0.010, 0.0002, 1.0])
-    described = one_site("100Mbit/20Mbit", "5ms")
+    described = single_site("100Mbit/20Mbit", "5ms")
     assert described.network(3).down_Bps == [12.5e6] * 3
     assert described.network(3).up_Bps == [2.5e6] * 3
 
@@ -262,7 +262,7 @@ def test_a_run_that_goes_on_is_foretold_for_more_workers() -> None:
     """Three members, one behind a thin line: of six workers two are like it, side by side."""
     trips = [[a, b, 0.002 if {a, b} == {0, 1} else 0.040, None] for a in range(3) for b in range(a + 1, 3)]
     rates = [[a, b, None, 1e6 if 2 in (a, b) else 1e8] for a in range(3) for b in range(3) if a != b]
-    live = from_status({"run": "demo", "world_size": 3, "links": trips + rates})
+    live = network_from_status({"run": "demo", "world_size": 3, "links": trips + rates})
     six = live.network(6)
     assert list(six.up_Bps) == [1e8, 1e8, 1e8, 1e8, 1e6, 1e6]
     assert [six.link(0, b).alpha_s for b in range(1, 6)] == [0.001, 0.001, 0.001, 0.020, 0.020]

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
-from gridtrain.cli.layers_file import parse_bytes, read
+from gridtrain.cli.layers_file import parse_bytes, read_layers
 from gridtrain.cli.main import cli
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import profile
@@ -63,7 +63,7 @@ def figures(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_file_of_layers_is_read(layers: str) -> None:
-    found, input_bytes = read(Path(layers))
+    found, input_bytes = read_layers(Path(layers))
     assert [layer.name for layer in found] == ["embed", *(f"block{i}" for i in range(6)), "head"]
     assert input_bytes == 512
     embed, block, head = found[0], found[1], found[7]
@@ -160,7 +160,7 @@ def test_a_profile_becomes_a_file_of_layers(tmp_path: Path) -> None:
     measured = profile([nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)], torch.ones(4, 8), device="cpu")
     path = tmp_path / "measured.toml"
     path.write_text(measured.toml())
-    found, input_bytes = read(path)
+    found, input_bytes = read_layers(path)
     assert tuple(found) == measured.layers
     assert input_bytes == measured.input_bytes == 32
     assert figures("--stages", "2", "--layers", str(path))["cuts"][-1] == 3
@@ -206,7 +206,7 @@ def test_a_file_that_describes_nothing_is_refused(text: str, says: str, tmp_path
     path = tmp_path / "layers.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        read(path)
+        read_layers(path)
 
 
 def test_sizes_for_people() -> None:

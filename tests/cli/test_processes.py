@@ -20,7 +20,7 @@ import pytest
 
 from gridtrain._version import __version__
 from gridtrain.protocol.invitation import Invitation, parse
-from gridtrain.runtime.entry import NOT_VALID
+from gridtrain.runtime.entry import INVALID_INVITATION
 from gridtrain.transport.curve import Identity
 
 pytestmark = pytest.mark.integration
@@ -364,7 +364,7 @@ def test_used_up_expired_withdrawn_or_never_given(
     while json.loads(gridtrain(*look).stdout)["door"]["invitations"]:
         assert time.monotonic() < until_s, "a second is over"
     told = [refused(one, XDG_STATE_HOME=elsewhere) for one in (used, withdrawn, never, expired)]
-    assert told == [f"gridtrain: {NOT_VALID} -> ask the run's owner for a new one"] * 4
+    assert told == [f"gridtrain: {INVALID_INVITATION} -> ask the run's owner for a new one"] * 4
 
     running.process.terminate()
     _, log = running.process.communicate(timeout=WITHIN_S)

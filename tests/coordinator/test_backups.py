@@ -16,15 +16,15 @@ from gridtrain.errors import ConfigError, JournalError
 from gridtrain.transport.contact import COORDINATOR_KEY, OPERATOR_KEY
 from gridtrain.transport.curve import Identity
 from gridtrain_coordinator import backups as module
-from gridtrain_coordinator.backups import JOURNAL, Backups, latest, restore
+from gridtrain_coordinator.backups import JOURNAL, Backups, latest_backup, restore
 from gridtrain_coordinator.keys import operator_identity
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.store import JournalStore
 
 
-def running(state: Path) -> Store:
+def running(state: Path) -> JournalStore:
     """The journal of a coordinator that has started."""
     state.mkdir(exist_ok=True)
-    store = Store.open(state / JOURNAL)
+    store = JournalStore.open(state / JOURNAL)
     store.identity(), operator_identity(state / JOURNAL)
     store.next_term()
     return store
@@ -41,7 +41,7 @@ def test_a_standby_begins_with_all_that_was_written_down(tmp_path: Path) -> None
 
     assert restore(tmp_path / "backups", tmp_path / "standby") == path
     assert sorted(os.listdir(tmp_path / "standby")) == [COORDINATOR_KEY, JOURNAL, OPERATOR_KEY]
-    standby = Store.open(tmp_path / "standby" / JOURNAL)
+    standby = JournalStore.open(tmp_path / "standby" / JOURNAL)
     assert standby.entries() == store.entries()
     assert standby.identity() == store.identity()
     assert standby.next_term() == 2
@@ -56,7 +56,7 @@ def test_what_lies_beside_a_journal_that_is_gone_does_not_alter_the_backup(tmp_p
     (tmp_path / "again").mkdir()
     shutil.copy(tmp_path / "state" / f"{JOURNAL}-wal", tmp_path / "again" / f"{JOURNAL}-wal")
     assert restore(tmp_path / "backups", tmp_path / "again") == path
-    assert Store.open(tmp_path / "again" / JOURNAL).entries() == before
+    assert JournalStore.open(tmp_path / "again" / JOURNAL).entries() == before
 
 
 def test_the_latest_is_that_of_the_latest_term(tmp_path: Path) -> None:
@@ -66,10 +66,10 @@ def test_the_latest_is_that_of_the_latest_term(tmp_path: Path) -> None:
     restore(first, tmp_path / "standby")
     store.append_all([("state", {})] * 9)
     Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
-    standby = Store.open(tmp_path / "standby" / JOURNAL)
+    standby = JournalStore.open(tmp_path / "standby" / JOURNAL)
     standby.next_term()
     path = Backups(tmp_path / "backups", tmp_path / "standby", keep=2).make(standby, 0.0)
-    assert latest(tmp_path / "backups") == path == tmp_path / "backups" / "backup-2-00000002"
+    assert latest_backup(tmp_path / "backups") == path == tmp_path / "backups" / "backup-2-00000002"
     assert sorted(os.listdir(tmp_path / "backups")) == ["backup-1-00000010", "backup-2-00000002"]
 
 
@@ -127,9 +127,9 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest
         patched.setattr(module, "_sync", full)
         with pytest.raises(JournalError, match="No space left on device"):
             backups.make(store, 0.0)
-    assert os.listdir(tmp_path / "backups") == ["backup-1-00000001"] and backups.failed
+    assert os.listdir(tmp_path / "backups") == ["backup-1-00000001"] and backups.failure
     backups.make(store, 0.0)
-    assert not backups.failed and latest(tmp_path / "backups").name == "backup-1-00000002"
+    assert not backups.failure and latest_backup(tmp_path / "backups").name == "backup-1-00000002"
 
 
 DIES = """
@@ -161,7 +161,7 @@ def test_killed_at_any_line_there_is_always_a_whole_backup(tmp_path: Path) -> No
         killed += subprocess.run(argv, timeout=60).returncode == -signal.SIGKILL
         standby = tmp_path / f"standby-{line}"
         restore(tmp_path / "backups", standby)
-        restored = Store.open(standby / JOURNAL)
+        restored = JournalStore.open(standby / JOURNAL)
         assert restored.identity() == Identity.read(tmp_path / "state" / COORDINATOR_KEY)
         restored.close()
     assert killed >= 5

@@ -13,28 +13,36 @@ import pytest
 from gridtrain.config import Deadlines
 from gridtrain.errors import JournalError, TransportError
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.door import Door
+from gridtrain.protocol.door import Authorization
 from gridtrain.protocol.membership_io import (
-    CallBack,
-    CalledBack,
-    Dismiss,
+    DialBack,
+    DialBackResult,
+    Disconnect,
     Effect,
     Event,
-    Expelled,
-    Heard,
-    Journal,
-    Lost,
-    Note,
-    Offended,
+    JournalEntry,
+    LogEvent,
+    MessageReceived,
+    PeerConnected,
+    PeerDisconnected,
+    ProtocolViolation,
+    RecordViolation,
     Send,
-    Strike,
-    Up,
+    WorkerRemoved,
 )
-from gridtrain.transport.base import Denied, PeerDown, PeerUp, Reached, Received, TransportEvent, Violation
+from gridtrain.transport.base import (
+    ConnectionDenied,
+    PeerDown,
+    PeerUp,
+    ReachResult,
+    Received,
+    TransportEvent,
+    TransportViolation,
+)
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
-from gridtrain_coordinator.daemon import FAREWELL_S, Coordinator
-from gridtrain_coordinator.reception import Reception
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator
+from gridtrain_coordinator.reception import AccessHandler
+from gridtrain_coordinator.store import JournalStore
 
 COORDINATOR, OPERATOR, ANNA, BERT, INVITATION = (letter * 32 for letter in (b"c", b"o", b"a", b"b", b"i"))
 GUEST = b"g" * 32
@@ -67,7 +75,7 @@ class FakeCore:
     def snapshot(self, now_s: float) -> dict[str, Any]:
         return self.picture
 
-    def name_of(self, peer: m.PeerId) -> str:
+    def worker_name(self, peer: m.PeerId) -> str:
         return peer[:4].decode()
 
 
@@ -103,7 +111,7 @@ class ScriptedTransport:
         self.transcript.append("close transport")
 
 
-class WrittenDownStore(Store):
+class WrittenDownStore(JournalStore):
     transcript: list[str]
 
     def append_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
@@ -127,20 +135,20 @@ class Turns:
         return self.left < 0
 
 
-def reception_of(core: FakeCore, *members: m.PeerId) -> Reception:
+def reception_of(core: FakeCore, *members: m.PeerId) -> AccessHandler:
     """Over a real door, with an invitation of two uses that so many have used already."""
-    door = Door(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
+    door = Authorization(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
     door.invite(INVITATION, 2, 600.0, 0.0)
     for member in members:
         door.enrol(INVITATION, member, "", 0.0)
-    return Reception(door, core, OPERATOR, lambda: 100.0)
+    return AccessHandler(door, core, OPERATOR, lambda: 100.0)
 
 
 def play(
     core: FakeCore,
     *turns: list[TransportEvent],
     refuses: Iterable[m.PeerId] = (),
-    reception: Reception | None = None,
+    reception: AccessHandler | None = None,
     clock: Callable[[], float] = lambda: 100.0,
     **options: Any,
 ) -> tuple[list[str], ScriptedTransport]:
@@ -163,9 +171,9 @@ def play(
 
 
 def test_the_journal_is_durable_before_what_follows_is_sent() -> None:
-    freeze, state = m.Freeze(1, 1, "join"), Journal("state", {"state": "training"})
+    freeze, state = m.Freeze(1, 1, "join"), JournalEntry("state", {"state": "training"})
     core = FakeCore(
-        {Heard: [state, Note("info", "training"), Send(ANNA, freeze), Send(BERT, freeze), Dismiss(BERT)]}
+        {MessageReceived: [state, LogEvent("info", "training"), Send(ANNA, freeze), Send(BERT, freeze), Disconnect(BERT)]}
     )
     transcript, _ = play(core, [Received(ANNA, JOIN, 80)])
     assert transcript == [
@@ -178,7 +186,7 @@ def test_the_journal_is_durable_before_what_follows_is_sent() -> None:
 
 
 def test_one_turn_is_one_commit() -> None:
-    core = FakeCore({Heard: [Journal("state", {}), Send(ANNA, m.Start(1, 1))], Up: [Journal("run", {})]})
+    core = FakeCore({MessageReceived: [JournalEntry("state", {}), Send(ANNA, m.StartGeneration(1, 1))], PeerConnected: [JournalEntry("run", {})]})
     transcript, _ = play(core, [PeerUp(ANNA), Received(ANNA, JOIN, 80), Received(BERT, JOIN, 80)])
     assert transcript == [
         "durable: run, state, state",
@@ -188,7 +196,7 @@ def test_one_turn_is_one_commit() -> None:
 
 
 def test_nothing_is_sent_when_the_journal_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Store, entries: object) -> None:
+    def full(self: JournalStore, entries: object) -> None:
         raise JournalError("the disk is full")
 
     monkeypatch.setattr(WrittenDownStore, "append_all", full)
@@ -196,15 +204,15 @@ def test_nothing_is_sent_when_the_journal_fails(monkeypatch: pytest.MonkeyPatch)
     transport = ScriptedTransport(transcript, [[Received(ANNA, JOIN, 80)]])
     store = WrittenDownStore.open(":memory:")
     store.transcript = transcript  # type: ignore[attr-defined]
-    core = FakeCore({Heard: [Send(BERT, m.Start(1, 1)), Journal("state", {}), Send(ANNA, m.Start(1, 1))]})
+    core = FakeCore({MessageReceived: [Send(BERT, m.StartGeneration(1, 1)), JournalEntry("state", {}), Send(ANNA, m.StartGeneration(1, 1))]})
     with pytest.raises(JournalError, match="disk is full"):
         Coordinator(transport, store, core, reception_of(core)).run(Turns(9))  # type: ignore[arg-type]
     assert transcript == ["close transport", "close journal"]
 
 
 def test_the_core_starts_before_anybody_is_heard() -> None:
-    core = FakeCore({Heard: [Note("info", "joined")]})
-    core.at_start = [Journal("term", {"term": 1}), Note("info", "started")]
+    core = FakeCore({MessageReceived: [LogEvent("info", "joined")]})
+    core.at_start = [JournalEntry("term", {"term": 1}), LogEvent("info", "started")]
     transcript, _ = play(core, [Received(ANNA, JOIN, 80)])
     assert transcript == ["durable: term", "log info started", "log info joined"]
 
@@ -213,34 +221,34 @@ def test_transport_events_become_the_cores_events() -> None:
     core = FakeCore()
     transcript, _ = play(
         core,
-        [PeerUp(ANNA, "", "10.0.0.5"), Received(ANNA, JOIN, 80), Reached(ANNA, "memory://anna")],
-        [Violation(ANNA, "no msgpack"), PeerDown(ANNA, "closed")],
-        [Violation(None, "not greeted"), Denied(ANNA, "memory://anna")],
+        [PeerUp(ANNA, "", "10.0.0.5"), Received(ANNA, JOIN, 80), ReachResult(ANNA, "memory://anna")],
+        [TransportViolation(ANNA, "no msgpack"), PeerDown(ANNA, "closed")],
+        [TransportViolation(None, "not greeted"), ConnectionDenied(ANNA, "memory://anna")],
     )
     assert core.heard == [
-        Up(ANNA, "10.0.0.5"),
-        Heard(ANNA, JOIN),
-        CalledBack(ANNA, "memory://anna"),
-        Offended(ANNA, "no msgpack"),
-        Lost(ANNA, "closed"),
+        PeerConnected(ANNA, "10.0.0.5"),
+        MessageReceived(ANNA, JOIN),
+        DialBackResult(ANNA, "memory://anna"),
+        ProtocolViolation(ANNA, "no msgpack"),
+        PeerDisconnected(ANNA, "closed"),
     ]
     assert transcript == ["log warning violation", "log warning violation", "log info denied"]
 
 
 def test_a_worker_is_called_back_at_the_addresses_that_the_core_names() -> None:
-    core = FakeCore({Heard: [CallBack(ANNA, ("tcp://a:1", "tcp://b:1"))]})
+    core = FakeCore({MessageReceived: [DialBack(ANNA, ("tcp://a:1", "tcp://b:1"))]})
     transcript, _ = play(core, [Received(ANNA, JOIN, 80)], reach_s=1.5)
     assert transcript == ["call anna back at tcp://a:1, tcp://b:1 for 1.5 s"]
 
 
 def test_a_peer_that_cannot_be_sent_to_is_lost_once() -> None:
-    start = m.Start(1, 1)
+    start = m.StartGeneration(1, 1)
     core = FakeCore({
-        Heard: [Send(BERT, start), Send(BERT, start), Send(ANNA, start)],
-        Lost: [Journal("generation", {"term": 1, "generation": 2}), Send(BERT, start), Send(ANNA, start)],
+        MessageReceived: [Send(BERT, start), Send(BERT, start), Send(ANNA, start)],
+        PeerDisconnected: [JournalEntry("generation", {"term": 1, "generation": 2}), Send(BERT, start), Send(ANNA, start)],
     })  # fmt: skip
     transcript, _ = play(core, [Received(ANNA, JOIN, 80)], refuses=[BERT])
-    assert core.heard == [Heard(ANNA, JOIN), Lost(BERT, "the queue of bert is full")]
+    assert core.heard == [MessageReceived(ANNA, JOIN), PeerDisconnected(BERT, "the queue of bert is full")]
     assert transcript == ["send Start to anna", "durable: generation", "send Start to anna"]
 
 
@@ -248,7 +256,7 @@ def test_the_loop_sleeps_until_the_cores_deadline_and_then_ticks() -> None:
     now_s = 100.0
     core = FakeCore()
     core.deadline_s = 100.1
-    core.at_tick = [Note("warning", "lost")]
+    core.at_tick = [LogEvent("warning", "lost")]
 
     def clock() -> float:
         return now_s
@@ -262,7 +270,7 @@ def test_the_loop_sleeps_until_the_cores_deadline_and_then_ticks() -> None:
     transcript: list[str] = []
     transport = Late(transcript, [])
     log = lambda level, event, fields: transcript.append(f"log {level} {event}")  # noqa: E731
-    store, reception = Store.open(":memory:"), reception_of(core)
+    store, reception = JournalStore.open(":memory:"), reception_of(core)
     Coordinator(transport, store, core, reception, log=log, clock=clock).run(Turns(2))  # type: ignore[arg-type]
     assert transcript == ["log warning lost", "close transport"]
     assert transport.waits_s == pytest.approx([0.1, 0.25]), "then bounded, so that a stop is noticed"
@@ -302,7 +310,7 @@ def test_the_operator_is_told_more() -> None:
 
 # -- the door ------------------------------------------------------------------------------------------
 
-COMES = PeerUp(GUEST, "", "10.0.0.5", guest_of=INVITATION)
+COMES = PeerUp(GUEST, "", "10.0.0.5", pending_key=INVITATION)
 
 
 def test_a_guest_is_enrolled_durably_and_the_core_never_hears_of_it() -> None:
@@ -322,7 +330,7 @@ def test_an_invitation_that_was_used_up_meanwhile() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [m.StatusRequest(), JOIN, m.Expel(ANNA, True, "")], ids=lambda m: type(m).__name__
+    "message", [m.StatusRequest(), JOIN, m.RemoveWorker(ANNA, True, "")], ids=lambda m: type(m).__name__
 )
 def test_a_guest_may_do_nothing_else(message: m.Message) -> None:
     core = FakeCore()
@@ -332,13 +340,13 @@ def test_a_guest_may_do_nothing_else(message: m.Message) -> None:
 
 def test_a_guest_that_breaks_the_protocol_is_hung_up_on() -> None:
     core = FakeCore()
-    transcript, _ = play(core, [COMES, Violation(GUEST, "no msgpack")])
+    transcript, _ = play(core, [COMES, TransportViolation(GUEST, "no msgpack")])
     assert transcript == ["log warning violation", "hang up on the guest"] and core.heard == []
 
 
 def test_a_kick_is_durable_before_anybody_is_told() -> None:
-    core = FakeCore({Expelled: [Send(ANNA, m.Refused("kicked", "out", "ask")), Dismiss(ANNA)]})
-    transcript, _ = play(core, [Received(OPERATOR, m.Expel(ANNA, False, "too slow"), 40)])
+    core = FakeCore({WorkerRemoved: [Send(ANNA, m.Refused("kicked", "out", "ask")), Disconnect(ANNA)]})
+    transcript, _ = play(core, [Received(OPERATOR, m.RemoveWorker(ANNA, False, "too slow"), 40)])
     assert transcript == [
         "durable: expelled",
         "send Refused to anna",
@@ -346,26 +354,26 @@ def test_a_kick_is_durable_before_anybody_is_told() -> None:
         "send Done to operator",
     ]
     (expelled,) = core.heard
-    assert isinstance(expelled, Expelled) and expelled.code == "kicked"
+    assert isinstance(expelled, WorkerRemoved) and expelled.code == "kicked"
     assert expelled.reason == "was put out of the run: too slow" and "new invitation" in expelled.remedy
 
 
 def test_who_is_banned_is_not_sent_for_a_new_invitation_alone() -> None:
     core = FakeCore()
-    play(core, [Received(OPERATOR, m.Expel(ANNA, True, "rude"), 40)])
+    play(core, [Received(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 40)])
     (expelled,) = core.heard
-    assert isinstance(expelled, Expelled) and expelled.reason == "was put out of the run: rude"
+    assert isinstance(expelled, WorkerRemoved) and expelled.reason == "was put out of the run: rude"
     assert f"gridtrain unban {ANNA.hex()[:12]}" in expelled.remedy
 
 
 def test_a_ban_is_written_down_with_the_name_that_people_know() -> None:
     reception = reception_of(FakeCore(), ANNA)
-    effects = reception.hear(OPERATOR, m.Expel(ANNA, True, "rude"), 0.0)
-    (entry,) = [effect.body for effect in effects or () if isinstance(effect, Journal)]
+    effects = reception.handle(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 0.0)
+    (entry,) = [effect.body for effect in effects or () if isinstance(effect, JournalEntry)]
     assert (entry["name"], entry["ban"]) == ("aaaa", True)
 
 
-@pytest.mark.parametrize("order", [m.Invite(b"n" * 32, 1, 60.0), m.Expel(ANNA, False, ""), m.Pardon(ANNA)])
+@pytest.mark.parametrize("order", [m.Invite(b"n" * 32, 1, 60.0), m.RemoveWorker(ANNA, False, ""), m.Unban(ANNA)])
 def test_orders_are_the_operators(order: m.Message) -> None:
     core = FakeCore()
     transcript, transport = play(core, [Received(BERT, order, 40)])
@@ -381,11 +389,11 @@ def test_the_operators_key_does_not_train() -> None:
 
 
 def test_the_third_strike_is_a_kick() -> None:
-    core = FakeCore({Heard: [Strike(ANNA, "reported a ledger that does not add up")]})
+    core = FakeCore({MessageReceived: [RecordViolation(ANNA, "reported a ledger that does not add up")]})
     turns = [[Received(ANNA, JOIN, 80)] for _ in range(3)]
     transcript, _ = play(core, *turns, clock=itertools.count(100.0, 0.01).__next__)
     assert transcript == ["durable: strike", "durable: strike", "durable: strike, expelled"]
-    expulsions = [event for event in core.heard if isinstance(event, Expelled)]
+    expulsions = [event for event in core.heard if isinstance(event, WorkerRemoved)]
     assert [(event.code, event.reason[:38]) for event in expulsions] == [
         ("offence", "broke the protocol (strike 1 of 3): re"),
         ("offence", "broke the protocol (strike 2 of 3): re"),
@@ -394,7 +402,7 @@ def test_the_third_strike_is_a_kick() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "ends_after_s"), [([], 1.0), ([{"peer": ANNA.hex(), "figures": {}}], FAREWELL_S)]
+    ("members", "ends_after_s"), [([], 1.0), ([{"peer": ANNA.hex(), "figures": {}}], EXIT_DELAY_S)]
 )
 def test_it_exits_some_time_after_the_end(members: list[dict[str, Any]], ends_after_s: float) -> None:
     """At once when everybody has left, else after a farewell; each look at the clock takes 0.05 s."""
@@ -425,8 +433,8 @@ def test_a_worker_is_welcomed_by_the_real_core_over_the_memory_transport() -> No
     mine.listen("memory://coordinator")
     anna.dial(COORDINATOR, "memory://coordinator")
     anna.send(COORDINATOR, JOIN)
-    door = Door(open_to_all=True, coordinator=COORDINATOR)
-    coordinator = Coordinator.of_run(mine, Store.open(":memory:"), door, deadlines=Deadlines())
+    door = Authorization(open_to_all=True, coordinator=COORDINATOR)
+    coordinator = Coordinator.for_run(mine, JournalStore.open(":memory:"), door, deadlines=Deadlines())
     coordinator.run(Turns(1))
     heard = [event.message for event in anna.poll(1.0) if isinstance(event, Received)]
     assert [type(message).__name__ for message in heard] == ["Welcome", "RunState"]
@@ -434,6 +442,6 @@ def test_a_worker_is_welcomed_by_the_real_core_over_the_memory_transport() -> No
 
 
 def test_what_came_in_the_same_breath_as_the_ban_is_not_heard() -> None:
-    core = FakeCore({Expelled: [Dismiss(ANNA)]})
-    play(core, [Received(OPERATOR, m.Expel(ANNA, True, "spam"), 40), Received(ANNA, JOIN, 80)])
-    assert not [event for event in core.heard if isinstance(event, Heard)]
+    core = FakeCore({WorkerRemoved: [Disconnect(ANNA)]})
+    play(core, [Received(OPERATOR, m.RemoveWorker(ANNA, True, "spam"), 40), Received(ANNA, JOIN, 80)])
+    assert not [event for event in core.heard if isinstance(event, MessageReceived)]

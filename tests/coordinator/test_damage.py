@@ -17,7 +17,7 @@ import pytest
 from gridtrain.errors import ConfigError, JournalError
 from gridtrain_coordinator import store as module
 from gridtrain_coordinator.backups import JOURNAL
-from gridtrain_coordinator.store import Entry, JournalFull, Store
+from gridtrain_coordinator.store import JournalFull, JournalStore, StoredEntry
 
 Seeds = Callable[[int], Iterator[int]]
 
@@ -27,9 +27,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / JOURNAL
 
 
-def written(path: Path) -> list[Entry]:
+def written(path: Path) -> list[StoredEntry]:
     """A journal of a few pages, closed, with its key."""
-    store = Store.open(path)
+    store = JournalStore.open(path)
     store.identity()
     store.next_term()
     for number in range(40):
@@ -39,8 +39,8 @@ def written(path: Path) -> list[Entry]:
     return entries
 
 
-def opened(path: Path) -> list[Entry]:
-    store = Store.open(path)
+def opened(path: Path) -> list[StoredEntry]:
+    store = JournalStore.open(path)
     try:
         store.identity()
         return store.entries()
@@ -90,7 +90,7 @@ def test_an_empty_file_is_no_new_run_where_there_was_one(path: Path) -> None:
     written(path)
     path.write_bytes(b"")
     with pytest.raises(JournalError, match="it is empty, and"):
-        Store.open(path)
+        JournalStore.open(path)
     assert path.read_bytes() == b""
 
 
@@ -101,7 +101,7 @@ def test_a_number_in_an_entry_was_changed(path: Path) -> None:
     assert content.count(b'"generation":17,') == 1
     path.write_bytes(content.replace(b'"generation":17,', b'"generation":71,'))
     with pytest.raises(JournalError, match="damaged") as caught:
-        Store.open(path)
+        JournalStore.open(path)
     assert "--from-backup" in caught.value.remedy
 
 
@@ -135,7 +135,7 @@ def test_another_programs_database_is_not_touched(path: Path) -> None:
     connection.close()
     before = digest(path)
     with pytest.raises(JournalError, match="another program's"):
-        Store.open(path)
+        JournalStore.open(path)
     assert digest(path) == before and os.listdir(path.parent) == [JOURNAL]
 
 
@@ -146,14 +146,14 @@ def test_a_newer_journal_is_not_touched(path: Path) -> None:
     connection.close()
     before = digest(path)
     with pytest.raises(JournalError, match="version 9") as caught:
-        Store.open(path)
+        JournalStore.open(path)
     assert "newer" in caught.value.remedy and digest(path) == before
 
 
 def test_a_failed_first_start_leaves_no_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_migrations", lambda: ["CREATE TABLE broken (;"])
     with pytest.raises(JournalError):
-        Store.open(path)
+        JournalStore.open(path)
     assert os.listdir(path.parent) == []
 
 
@@ -164,7 +164,7 @@ def test_a_read_only_folder(path: Path) -> None:
     path.parent.chmod(0o500)
     try:
         with pytest.raises(JournalError) as caught:
-            Store.open(path)
+            JournalStore.open(path)
         assert "permissions" in caught.value.remedy or "who may write" in caught.value.remedy
     finally:
         path.parent.chmod(0o700)
@@ -173,7 +173,7 @@ def test_a_read_only_folder(path: Path) -> None:
 
 
 def test_what_does_not_fit_is_as_if_it_had_not_been_tried(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     store.append("state", {"n": 1})
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
     store._connection.execute(f"PRAGMA max_page_count = {pages}")
@@ -183,4 +183,4 @@ def test_what_does_not_fit_is_as_if_it_had_not_been_tried(path: Path) -> None:
     store.append("state", {"n": 3})
     assert [entry.body["n"] for entry in store.entries()] == [1, 3]
     store.close()
-    assert [entry.body["n"] for entry in Store.open(path).entries()] == [1, 3], "its digests go on too"
+    assert [entry.body["n"] for entry in JournalStore.open(path).entries()] == [1, 3], "its digests go on too"

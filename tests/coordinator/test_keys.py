@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from gridtrain.errors import ConfigError, JournalError
-from gridtrain.transport.contact import CONTACT_FILE, COORDINATOR_KEY, OPERATOR_KEY, ContactFile
+from gridtrain.transport.contact import CONTACT_FILE, COORDINATOR_KEY, OPERATOR_KEY, EndpointFile
 from gridtrain.transport.curve import Identity
 from gridtrain_coordinator.keys import operator_identity
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.store import JournalStore
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def journal(tmp_path: Path) -> Path:
 
 
 def started(journal: Path) -> Identity:
-    store = Store.open(journal)
+    store = JournalStore.open(journal)
     try:
         return store.identity()
     finally:
@@ -77,7 +77,7 @@ def test_others_may_read_the_key(journal: Path) -> None:
 
 def test_the_journal_does_not_change_its_key(journal: Path) -> None:
     started(journal)
-    store = Store.open(journal)
+    store = JournalStore.open(journal)
     for change in ("UPDATE coordinator SET key = zeroblob(32)", "DELETE FROM coordinator"):
         with pytest.raises(sqlite3.IntegrityError, match="know the coordinator by its key"):
             store._connection.execute(change)
@@ -93,26 +93,26 @@ def test_the_operators_key_is_another_one(journal: Path) -> None:
 
 # -- coordinator.json ------------------------------------------------------------------------------
 
-CONTACT = ContactFile("tcp://lab-pc:7700", "tcp://127.0.0.1:7700", b"k" * 32, "default", True)
+CONTACT = EndpointFile("tcp://lab-pc:7700", "tcp://127.0.0.1:7700", b"k" * 32, "default", True)
 
 
 def test_the_contact_file(tmp_path: Path) -> None:
     CONTACT.write(tmp_path)
-    assert ContactFile.read(tmp_path) == CONTACT
+    assert EndpointFile.read(tmp_path) == CONTACT
     assert stat.S_IMODE((tmp_path / CONTACT_FILE).stat().st_mode) == 0o600
     CONTACT.remove(tmp_path)
     assert list(tmp_path.iterdir()) == []
     CONTACT.remove(tmp_path)  # it may be gone already
     with pytest.raises(FileNotFoundError):
-        ContactFile.read(tmp_path)
+        EndpointFile.read(tmp_path)
 
 
 def test_another_coordinators_contact_file_stays(tmp_path: Path) -> None:
-    other = ContactFile("tcp://lab-pc:7701", "tcp://127.0.0.1:7701", b"l" * 32, "mine", False)
+    other = EndpointFile("tcp://lab-pc:7701", "tcp://127.0.0.1:7701", b"l" * 32, "mine", False)
     CONTACT.write(tmp_path)
     other.write(tmp_path)
     CONTACT.remove(tmp_path)
-    assert ContactFile.read(tmp_path) == other
+    assert EndpointFile.read(tmp_path) == other
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_contact_file_that_is_none(tmp_path: Path, text: str) -> None:
     with pytest.raises(
         ConfigError, match=r"does not say how to reach a coordinator.*restart the coordinator"
     ):
-        ContactFile.read(tmp_path)
+        EndpointFile.read(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from gridtrain.bundle import Bundle, sha256
+from gridtrain.bundle import Bundle, digest_of
 from gridtrain.bundle.archive import pack
-from gridtrain.options.runfile import Run
+from gridtrain.options.runfile import RunDescription
 from gridtrain.protocol import membership_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.wire.schema import MAX_BLOCK_BYTES
-from gridtrain_coordinator.shelf import WHOLE, WHOLE_IN_S, Shelf
+from gridtrain_coordinator.shelf import MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S, BundleServer
 
 ANNA, BERT = b"a" * 32, b"b" * 32
 FILES = {"train.py": bytes(MAX_BLOCK_BYTES + 5), "run.toml": b""}
 ARCHIVE = pack(FILES)
-BUNDLE = Bundle(sha256(ARCHIVE), Run(script="train.py"), FILES, ARCHIVE)
+BUNDLE = Bundle(digest_of(ARCHIVE), RunDescription(script="train.py"), FILES, ARCHIVE)
 DIGEST = bytes.fromhex(BUNDLE.digest.removeprefix("sha256:"))
 
 
-def answer(shelf: Shelf, peer: m.PeerId, index: int, now_s: float, digest: bytes = DIGEST) -> m.Message:
-    (effect,) = shelf.answer(peer, m.BundleAsk(digest, index), now_s)
+def answer(shelf: BundleServer, peer: m.PeerId, index: int, now_s: float, digest: bytes = DIGEST) -> m.Message:
+    (effect,) = shelf.answer(peer, m.BundleRequest(digest, index), now_s)
     assert isinstance(effect, io.Send) and effect.peer == peer
     return effect.message
 
@@ -29,25 +29,25 @@ def code(message: m.Message) -> str:
 
 
 def test_the_blocks_give_the_archive() -> None:
-    shelf = Shelf(BUNDLE)
-    assert shelf.picture() == {"digest": BUNDLE.digest, "bytes": len(ARCHIVE), "script": "train.py"}
+    shelf = BundleServer(BUNDLE)
+    assert shelf.status() == {"digest": BUNDLE.digest, "bytes": len(ARCHIVE), "script": "train.py"}
     blocks = [answer(shelf, ANNA, index, 0.0) for index in range(2)]
     assert all(isinstance(block, m.BundleBlock) and block.total == 2 for block in blocks)
     assert b"".join(block.payload for block in blocks if isinstance(block, m.BundleBlock)) == ARCHIVE
 
 
 def test_what_is_refused() -> None:
-    assert code(answer(Shelf(), ANNA, 0, 0.0)) == "no-bundle"
-    assert Shelf().picture() is None
-    shelf = Shelf(BUNDLE)
+    assert code(answer(BundleServer(), ANNA, 0, 0.0)) == "no-bundle"
+    assert BundleServer().status() is None
+    shelf = BundleServer(BUNDLE)
     assert code(answer(shelf, ANNA, 2, 0.0)) == "bundle"
     assert code(answer(shelf, ANNA, 0, 0.0, b"x" * 32)) == "bundle"
 
 
 def test_an_asker_gets_so_many_and_no_more_and_others_their_own() -> None:
-    shelf = Shelf(BUNDLE)
-    for _ in range(WHOLE * 2):
+    shelf = BundleServer(BUNDLE)
+    for _ in range(MAX_BUNDLES_PER_WORKER * 2):
         assert isinstance(answer(shelf, ANNA, 0, 0.0), m.BundleBlock)
-    assert code(answer(shelf, ANNA, 0, WHOLE_IN_S - 1)) == "too-often"
-    assert isinstance(answer(shelf, BERT, 0, WHOLE_IN_S - 1), m.BundleBlock)
-    assert isinstance(answer(shelf, ANNA, 0, WHOLE_IN_S), m.BundleBlock)
+    assert code(answer(shelf, ANNA, 0, RATE_WINDOW_S - 1)) == "too-often"
+    assert isinstance(answer(shelf, BERT, 0, RATE_WINDOW_S - 1), m.BundleBlock)
+    assert isinstance(answer(shelf, ANNA, 0, RATE_WINDOW_S), m.BundleBlock)

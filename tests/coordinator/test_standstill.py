@@ -11,14 +11,22 @@ from typing import Any
 import pytest
 
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.door import Door
-from gridtrain.protocol.membership_io import Effect, Event, Heard, Journal, Lost, Send, Up
+from gridtrain.protocol.door import Authorization
+from gridtrain.protocol.membership_io import (
+    Effect,
+    Event,
+    JournalEntry,
+    MessageReceived,
+    PeerConnected,
+    PeerDisconnected,
+    Send,
+)
 from gridtrain.transport.base import PeerDown, PeerUp, Received, TransportEvent
 from gridtrain_coordinator import standstill
-from gridtrain_coordinator.backups import JOURNAL, Backups, latest
+from gridtrain_coordinator.backups import JOURNAL, Backups, latest_backup
 from gridtrain_coordinator.daemon import Coordinator
-from gridtrain_coordinator.reception import Reception
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.reception import AccessHandler
+from gridtrain_coordinator.store import JournalStore
 
 COORDINATOR, OPERATOR, ANNA, BERT, INVITATION, GUEST = (
     letter * 32 for letter in (b"c", b"o", b"a", b"b", b"i", b"g")
@@ -38,14 +46,14 @@ class Scene:
         self.answers: dict[type[Event], list[Effect]] = {}
         self.turns: list[list[TransportEvent]] = []
         self.me = COORDINATOR
-        self.store = Store.open(folder / JOURNAL)
+        self.store = JournalStore.open(folder / JOURNAL)
         self.store.identity()
         (self.pages,) = self.store._connection.execute("PRAGMA page_count").fetchone()
-        door = Door(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
+        door = Authorization(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
         door.invite(INVITATION, 9, 600.0, 0.0)
         for member in (ANNA, BERT):
             door.enrol(INVITATION, member, "", 0.0)
-        reception = Reception(door, self, OPERATOR, lambda: 100.0)
+        reception = AccessHandler(door, self, OPERATOR, lambda: 100.0)
         self.loop = Coordinator(
             self, self.store, self, reception, log=self.log, clock=lambda: self.now_s, backups=backups
         )  # type: ignore[arg-type]
@@ -61,7 +69,7 @@ class Scene:
         self.now_s += after_s
         self.turns.append(list(events))
         began = len(self.lines)
-        self.loop._turn()
+        self.loop._run_once()
         return self.lines[began:]
 
     def log(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
@@ -73,7 +81,7 @@ class Scene:
         return self.turns.pop(0)
 
     def send(self, peer: m.PeerId, message: m.Message) -> None:
-        text = f" {message.state}" if isinstance(message, m.RunState) else ""
+        text = f" {message.state}" if isinstance(message, m.RunStateUpdate) else ""
         text += f" {message.code}" if isinstance(message, m.Refused) else ""
         if isinstance(message, m.StatusReply):
             text += f" {json.loads(bytes(message.payload))['phase']}"
@@ -88,7 +96,7 @@ class Scene:
 
     # -- as a core
 
-    def name_of(self, peer: m.PeerId) -> str:
+    def worker_name(self, peer: m.PeerId) -> str:
         return ""
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -104,13 +112,13 @@ class Scene:
 
 
 JOIN = m.Join("default", "anna", "memory://anna")
-DECIDES = [Journal("generation", {"term": 1, "generation": 1, "note": BIG}), Send(BERT, m.Start(1, 1))]
+DECIDES = [JournalEntry("generation", {"term": 1, "generation": 1, "note": BIG}), Send(BERT, m.StartGeneration(1, 1))]
 
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Scene:
     scene = Scene(tmp_path)
-    scene.answers = {Heard: DECIDES}
+    scene.answers = {MessageReceived: DECIDES}
     scene.turn(PeerUp(ANNA), PeerUp(BERT), PeerUp(OPERATOR))
     scene.fill()
     return scene
@@ -139,13 +147,13 @@ def test_what_comes_meanwhile_comes_later_in_its_order_and_nobody_is_late(scene:
     stopped_s = scene.heard[-1][0]
     scene.deadline_s = stopped_s + 3.0
     ready = m.Ready(1, 1, bytes(32))
-    assert scene.turn(Received(BERT, ready, 80), Received(ANNA, m.Beat(1, 0, 0, ()), 80), after_s=60.0) == []
+    assert scene.turn(Received(BERT, ready, 80), Received(ANNA, m.Heartbeat(1, 0, 0, ()), 80), after_s=60.0) == []
     assert scene.turn(PeerDown(ANNA, "closed"), PeerUp(ANNA), after_s=60.0) == ["RunState paused to anna"]
     told = len(scene.heard)
     scene.answers = {}
     scene.make_room()
     scene.turn(after_s=60.0)
-    assert [event for _, event in scene.heard[told:]] == [Heard(BERT, ready), Lost(ANNA, "closed"), Up(ANNA)]
+    assert [event for _, event in scene.heard[told:]] == [MessageReceived(BERT, ready), PeerDisconnected(ANNA, "closed"), PeerConnected(ANNA)]
     assert {at_s for at_s, _ in scene.heard[told:]} == {stopped_s}, "the core's clock stood still"
     assert scene.turn(after_s=1.0) == [] and "tick" in scene.turn(after_s=2.5)
 
@@ -154,7 +162,7 @@ def test_status_says_it_and_guests_and_orders_are_refused(scene: Scene) -> None:
     scene.turn(Received(ANNA, JOIN, 80))
     assert scene.turn(
         Received(OPERATOR, m.StatusRequest(), 8),
-        Received(OPERATOR, m.Expel(ANNA, False, "slow"), 80),
+        Received(OPERATOR, m.RemoveWorker(ANNA, False, "slow"), 80),
         PeerUp(GUEST, "", "10.0.0.9", INVITATION),
         Received(GUEST, m.Enrol(GUEST), 80),
     ) == ["StatusReply paused to operator", "Refused no-room to operator", "Refused no-room to guest"]
@@ -170,7 +178,7 @@ def test_what_is_kept_is_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_second_time_without_room_while_going_on(scene: Scene) -> None:
     scene.turn(Received(ANNA, JOIN, 80))
-    scene.answers = {Heard: [Journal("state", {"note": BIG * 20}), Send(ANNA, m.Start(1, 1))]}
+    scene.answers = {MessageReceived: [JournalEntry("state", {"note": BIG * 20}), Send(ANNA, m.StartGeneration(1, 1))]}
     scene.turn(Received(BERT, m.Leave("tired"), 80))
     scene.store._connection.execute(f"PRAGMA max_page_count = {scene.pages + 40}")
     lines = scene.turn(after_s=2.0)
@@ -188,14 +196,14 @@ def test_a_backup_follows_the_journal_but_not_each_entry(tmp_path: Path) -> None
     backups = Backups(tmp_path / "backups", tmp_path / "state", every_s=5.0, keep=2)
     scene = Scene(tmp_path / "state", backups=backups)
     for number in range(12):
-        scene.answers = {Heard: [Journal("generation", {"term": 1, "generation": number})]}
+        scene.answers = {MessageReceived: [JournalEntry("generation", {"term": 1, "generation": number})]}
         scene.turn(Received(ANNA, JOIN, 80), after_s=1.0)
     assert sorted(path.name for path in (tmp_path / "backups").iterdir()) == [
         "backup-0-00000006",
         "backup-0-00000011",
     ]
     scene.turn(after_s=60.0)
-    assert latest(tmp_path / "backups").name == "backup-0-00000012", "the last one too"
+    assert latest_backup(tmp_path / "backups").name == "backup-0-00000012", "the last one too"
     assert backups.due_s == math.inf, "until there is something new"
 
 
@@ -203,7 +211,7 @@ def test_a_backup_that_fails_is_said_once_and_the_run_goes_on(tmp_path: Path) ->
     (tmp_path / "state").mkdir()
     (tmp_path / "backups").write_text("a file in the folder's place")
     scene = Scene(tmp_path / "state", backups=Backups(tmp_path / "backups", tmp_path / "state"))
-    scene.answers = {Heard: [Journal("state", {}), Send(BERT, m.Start(1, 1))]}
+    scene.answers = {MessageReceived: [JournalEntry("state", {}), Send(BERT, m.StartGeneration(1, 1))]}
     assert scene.turn(Received(ANNA, JOIN, 80)) == ["Start to bert", "log error backup_failed"]
     assert scene.turn(Received(ANNA, JOIN, 80), after_s=60.0) == ["Start to bert"]
     (tmp_path / "backups").unlink()

@@ -13,7 +13,7 @@ import pytest
 
 from gridtrain.errors import JournalError
 from gridtrain_coordinator import store as module
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.store import JournalStore
 
 GENERATION = {
     "term": 1,
@@ -32,13 +32,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_journal_reads_as_it_was_written(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     assert store.next_term() == 1
     store.append("run", {"facts": {"model": "120576 parameters"}})
     store.append_all([("generation", GENERATION), ("state", {"state": "training"})])
     store.close()
 
-    entries = Store.open(path).entries()
+    entries = JournalStore.open(path).entries()
     assert [(entry.id, entry.kind, entry.body) for entry in entries] == [
         (1, "term", {"term": 1}),
         (2, "run", {"facts": {"model": "120576 parameters"}}),
@@ -49,7 +49,7 @@ def test_a_journal_reads_as_it_was_written(path: Path) -> None:
 
 
 def test_others_cannot_read_it(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     store.next_term()
     modes = {file.name: oct(file.stat().st_mode & 0o777) for file in path.parent.glob("journal.sqlite*")}
     assert modes == {"journal.sqlite": "0o600", "journal.sqlite-wal": "0o600"}
@@ -58,7 +58,7 @@ def test_others_cannot_read_it(path: Path) -> None:
 def test_every_start_is_a_new_term_and_the_key_stays(path: Path) -> None:
     seen = []
     for _ in range(3):
-        store = Store.open(path)
+        store = JournalStore.open(path)
         seen.append((store.next_term(), store.identity()))
         store.close()
     key = seen[0][1]
@@ -66,7 +66,7 @@ def test_every_start_is_a_new_term_and_the_key_stays(path: Path) -> None:
 
 
 def test_the_cores_own_term_entry_does_not_count_twice(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     term = store.next_term()
     store.append("term", {"term": term, "run": "default"})
     assert store.next_term() == term + 1
@@ -85,19 +85,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_was_appended_survives_sigkill(path: Path) -> None:
     died = subprocess.run([sys.executable, "-c", DIES_AFTER_APPEND, str(path)], timeout=60)
     assert died.returncode == -signal.SIGKILL
-    store = Store.open(path)  # the lock died with its process
+    store = JournalStore.open(path)  # the lock died with its process
     assert [entry.kind for entry in store.entries()] == ["term", "state"]
     assert store.next_term() == 2
 
 
 def test_a_commit_waits_for_the_disk(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     (synchronous,) = store._connection.execute("PRAGMA synchronous").fetchone()
     assert synchronous == 2, "2 is FULL"
 
 
 def test_entries_of_one_call_become_durable_together_or_not_at_all(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     with pytest.raises(JournalError, match="refused"):
         store.append_all([("state", {"state": "training"}), ("gossip", {})])
     assert store.entries() == []
@@ -106,7 +106,7 @@ def test_entries_of_one_call_become_durable_together_or_not_at_all(path: Path) -
 
 
 def test_a_journalled_verdict_never_changes(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     store.append("generation", GENERATION)
     with pytest.raises(JournalError):
         store.append("generation", {**GENERATION, "verdict": "COMMIT"})
@@ -117,7 +117,7 @@ def test_a_journalled_verdict_never_changes(path: Path) -> None:
 
 
 def test_generations_can_be_read_as_a_table(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     store.append("generation", GENERATION)
     row = store._connection.execute(
         "SELECT term, generation, step, verdict, digest FROM generations"
@@ -147,7 +147,7 @@ def old_journal(path: Path) -> None:
 
 def test_a_journal_of_the_first_version_is_taken_over(path: Path) -> None:
     old_journal(path)
-    store = Store.open(path)
+    store = JournalStore.open(path)
     assert [(entry.id, entry.at, entry.kind, entry.body) for entry in store.entries()] == [
         (7, "2024-05-01", "term", {"term": 1}),
         (17, "2024-05-02", "generation", GENERATION),
@@ -167,7 +167,7 @@ def test_a_journal_of_the_first_version_is_taken_over(path: Path) -> None:
 
 def test_an_old_and_a_new_journal_have_one_schema(tmp_path: Path) -> None:
     def schema(path: Path) -> list[tuple[str, ...]]:
-        store = Store.open(path)
+        store = JournalStore.open(path)
         rows = store._connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name")
         found = rows.fetchall()
         store.close()
@@ -181,19 +181,19 @@ def test_an_old_and_a_new_journal_have_one_schema(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["invitation", "enrolled", "expelled", "pardoned", "strike"])
 def test_what_the_door_decides_is_kept(path: Path, kind: str) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     store.append(kind, {"peer": "ab" * 32})
     store.close()
-    assert [(entry.kind, entry.body) for entry in Store.open(path).entries()] == [(kind, {"peer": "ab" * 32})]
+    assert [(entry.kind, entry.body) for entry in JournalStore.open(path).entries()] == [(kind, {"peer": "ab" * 32})]
 
 
 def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     store.next_term()
     store.close()
     monkeypatch.setattr(module, "_migrations", lambda: [FIRST, DOOR, CHAIN, MORE])
     for _ in range(2):  # the second time there is nothing to do
-        store = Store.open(path)
+        store = JournalStore.open(path)
         assert store._connection.execute("PRAGMA user_version").fetchone() == (4,)
         assert store._connection.execute("SELECT count(*) FROM links").fetchone() == (0,)
         assert [entry.kind for entry in store.entries()] == ["term"]
@@ -201,14 +201,14 @@ def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytes
 
 
 def test_a_migration_that_fails_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Store.open(path).close()
+    JournalStore.open(path).close()
     monkeypatch.setattr(
         module, "_migrations", lambda: [FIRST, DOOR, CHAIN, MORE + "CREATE TABLE links (again);"]
     )
     with pytest.raises(JournalError):
-        Store.open(path)
+        JournalStore.open(path)
     monkeypatch.undo()
-    store = Store.open(path)
+    store = JournalStore.open(path)
     assert store._connection.execute("PRAGMA user_version").fetchone() == (3,)
     assert store._connection.execute("SELECT name FROM sqlite_master WHERE name = 'links'").fetchall() == []
 
@@ -218,7 +218,7 @@ def test_a_migration_that_fails_leaves_no_trace(path: Path, monkeypatch: pytest.
 
 def complaint(path: Path) -> str:
     with pytest.raises(JournalError) as caught:
-        Store.open(path)
+        JournalStore.open(path)
     assert caught.value.remedy, "says what to do next"
     return caught.value.reason
 
@@ -244,18 +244,18 @@ def test_another_programs_database(path: Path) -> None:
 
 
 def test_a_damaged_journal(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     store.append_all([("state", {"state": "training", "note": "x" * 500})] * 100)
     store.close()
     content = bytearray(path.read_bytes())
     content[1000:] = b"\xff" * (len(content) - 1000)
     path.write_bytes(content)
     with pytest.raises(JournalError, match="damaged"):
-        Store.open(path).entries()
+        JournalStore.open(path).entries()
 
 
 def test_a_newer_version(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     store._connection.execute("PRAGMA user_version = 9")
     store.close()
     assert "version 9; this gridtrain knows up to 3" in complaint(path)
@@ -263,13 +263,13 @@ def test_a_newer_version(path: Path) -> None:
 
 def test_two_coordinators_on_one_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUSY_S", 0.01)
-    first = Store.open(path)
+    first = JournalStore.open(path)
     assert "is in use" in complaint(path)
     first.next_term()  # the first is not disturbed
 
 
 def test_a_full_disk(path: Path) -> None:
-    store = Store.open(path)
+    store = JournalStore.open(path)
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
     store._connection.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(JournalError, match="disk is full"):
@@ -278,8 +278,8 @@ def test_a_full_disk(path: Path) -> None:
 
 
 def test_a_group_in_one_process_journals_to_memory() -> None:
-    store = Store.open(":memory:")
+    store = JournalStore.open(":memory:")
     assert store.next_term() == 1
     store.append("generation", GENERATION)
     assert [entry.kind for entry in store.entries()] == ["term", "generation"]
-    assert store.identity() == store.identity() != Store.open(":memory:").identity()
+    assert store.identity() == store.identity() != JournalStore.open(":memory:").identity()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gridtrain_coordinator.views import Speedometer, withhold_places
+from gridtrain_coordinator.views import RateMeter, redact_addresses
 
 
 def snapshot(step: int, **sent_bytes: float) -> dict[str, Any]:
@@ -12,8 +12,8 @@ def snapshot(step: int, **sent_bytes: float) -> dict[str, Any]:
     return {"step": step, "members": members}
 
 
-def observed(*rows: tuple[float, dict[str, Any]]) -> Speedometer:
-    speed = Speedometer()
+def observed(*rows: tuple[float, dict[str, Any]]) -> RateMeter:
+    speed = RateMeter()
     for at_s, picture in rows:
         speed.observe(picture, at_s)
     return speed
@@ -58,7 +58,7 @@ def test_where_members_are_is_withheld_and_nothing_else() -> None:
         "members": [{"name": "anna", "address": "tcp://10.0.0.6:7001", "reach": "direct"}],
         "events": [called_back, {"event": "no_route", "tried": ["tcp://10.0.0.6:7001"], "name": "anna"}],
     }
-    withhold_places(picture)
+    redact_addresses(picture)
     assert picture == {
         "members": [{"name": "anna", "address": "", "reach": "direct"}],
         "events": [

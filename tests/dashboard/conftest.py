@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gridtrain.protocol.messages import Done, Expel, Pardon, Refused
+from gridtrain.protocol.messages import OperatorReply, Refused, RemoveWorker, Unban
 
 if TYPE_CHECKING:
     from starlette.testclient import TestClient
@@ -27,8 +27,8 @@ def filled(workers: int, seconds: int, shape: str = "butterfly", stages: int = 1
     board = Board()
     for at_s, picture, events in Run(workers, shape, stages=stages).pictures(seconds):
         for event in events:
-            board.note(*event)
-        board.show(picture, at_s)
+            board.add_event(*event)
+        board.update(picture, at_s)
     return board
 
 
@@ -38,8 +38,8 @@ class Desk:
 
     board: Board
     client: TestClient
-    orders: list[Expel | Pardon] = field(default_factory=list)
-    reply: Done | Refused | None = field(default_factory=lambda: Done("it is out"))
+    orders: list[RemoveWorker | Unban] = field(default_factory=list)
+    reply: OperatorReply | Refused | None = field(default_factory=lambda: OperatorReply("it is out"))
     now_s: float = 0.0
     token: str = TOKEN
 
@@ -58,8 +58,8 @@ def desk() -> Iterator[Desks]:
         pytest.importorskip(name, reason="the extra `coordinator` or httpx is not installed")
     from starlette.testclient import TestClient
 
-    from gridtrain_coordinator.dashboard.app import Api, application
-    from gridtrain_coordinator.dashboard.live import Stream
+    from gridtrain_coordinator.dashboard.app import Api, create_app
+    from gridtrain_coordinator.dashboard.live import EventStream
     from gridtrain_coordinator.dashboard.service import encoded
 
     opened: list[TestClient] = []
@@ -68,19 +68,19 @@ def desk() -> Iterator[Desks]:
         board = filled(workers, seconds, **run)  # type: ignore[arg-type]
         made: Desk
 
-        def obey(order: Expel | Pardon) -> Future[Done | Refused]:
+        def obey(order: RemoveWorker | Unban) -> Future[OperatorReply | Refused]:
             made.orders.append(order)
-            answer: Future[Done | Refused] = Future()
+            answer: Future[OperatorReply | Refused] = Future()
             if made.reply is not None:
                 answer.set_result(made.reply)
             return answer
 
-        async def stream() -> Stream:  # an asyncio.Event belongs to a loop only when it is waited for
-            return Stream(lambda: encoded(board.whole()))
+        async def stream() -> EventStream:  # an asyncio.Event belongs to a loop only when it is waited for
+            return EventStream(lambda: encoded(board.full_state()))
 
         api = Api(board, asyncio.run(stream()), TOKEN, obey, lambda: made.now_s)
-        client = TestClient(application(api, named=named), base_url="http://127.0.0.1:7780")
-        made = Desk(board, client, now_s=board.shown_s or 0.0)
+        client = TestClient(create_app(api, named=named), base_url="http://127.0.0.1:7780")
+        made = Desk(board, client, now_s=board.updated_s or 0.0)
         opened.append(client)
         return made
 

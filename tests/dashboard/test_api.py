@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gridtrain.protocol.messages import Expel, Pardon, Refused
+from gridtrain.protocol.messages import Refused, RemoveWorker, Unban
 
 pytest.importorskip("starlette", reason="the extra `coordinator` is not installed")
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
@@ -129,7 +129,7 @@ def test_orders_reach_the_daemon_with_the_token(desk: Desks) -> None:
     here.client.post(f"{where}/ban", headers=here.owner)
     here.client.post(f"{where}/unban", headers=here.owner)
     key = bytes.fromhex(peer)
-    assert here.orders == [Expel(key, False, "too�slow"), Expel(key, True, ""), Pardon(key)]
+    assert here.orders == [RemoveWorker(key, False, "too�slow"), RemoveWorker(key, True, ""), Unban(key)]
 
 
 def test_what_the_daemon_refuses_and_what_it_does_not_answer(

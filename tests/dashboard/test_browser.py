@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.protocol.messages import Expel
+from gridtrain.protocol.messages import RemoveWorker
 from showing import chromium
 from showing.chromium import LOADED, LOOKS
 from showing.simulated import HOSTILE, Run
@@ -284,7 +284,7 @@ def test_the_token_leaves_the_address_and_gives_orders(opened) -> None:  # type:
 
     chromium.until(told, "the answer", 10.0)
     (order,) = shown.orders
-    assert isinstance(order, Expel) and (order.ban, order.reason) == (False, "too slow")
+    assert isinstance(order, RemoveWorker) and (order.ban, order.reason) == (False, "too slow")
     assert page.run(LOOKS) == []
 
 

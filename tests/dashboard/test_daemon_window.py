@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.door import Door
-from gridtrain.protocol.messages import Done, Expel, Pardon, Refused
+from gridtrain.protocol.door import Authorization
+from gridtrain.protocol.messages import OperatorReply, Refused, RemoveWorker, Unban
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 from gridtrain_coordinator.daemon import Coordinator
 from gridtrain_coordinator.dashboard import opening
-from gridtrain_coordinator.dashboard.places import Place, parsed
-from gridtrain_coordinator.reception import gate_of
-from gridtrain_coordinator.store import JournalFull, Store
+from gridtrain_coordinator.dashboard.places import DashboardAddress, parse_address
+from gridtrain_coordinator.reception import connection_gate
+from gridtrain_coordinator.store import JournalFull, JournalStore
 
 COORDINATOR, OPERATOR, INVITATION, ANNA = (letter * 32 for letter in (b"c", b"o", b"i", b"a"))
 
@@ -28,19 +28,19 @@ COORDINATOR, OPERATOR, INVITATION, ANNA = (letter * 32 for letter in (b"c", b"o"
 class Window:
     """Gives these orders at the first look."""
 
-    def __init__(self, *orders: Expel | Pardon) -> None:
+    def __init__(self, *orders: RemoveWorker | Unban) -> None:
         self.pictures: list[Mapping[str, Any]] = []
-        self.given = [(order, Future[Done | Refused]()) for order in orders]
+        self.given = [(order, Future[OperatorReply | Refused]()) for order in orders]
         self._left = list(self.given)
 
-    def show(self, picture: Mapping[str, Any]) -> None:
+    def publish(self, picture: Mapping[str, Any]) -> None:
         self.pictures.append(picture)
 
-    def orders(self) -> Iterator[tuple[Expel | Pardon, Future[Done | Refused]]]:
+    def take_orders(self) -> Iterator[tuple[RemoveWorker | Unban, Future[OperatorReply | Refused]]]:
         while self._left:
             yield self._left.pop(0)
 
-    def replies(self) -> list[Done | Refused]:
+    def replies(self) -> list[OperatorReply | Refused]:
         return [answer.result(0) for _, answer in self.given]
 
 
@@ -53,18 +53,18 @@ class Turns:
         return self.left < 0
 
 
-def coordinator(window: Window, store: Store) -> Coordinator:
-    door = Door(operator=OPERATOR, coordinator=COORDINATOR)
+def coordinator(window: Window, store: JournalStore) -> Coordinator:
+    door = Authorization(operator=OPERATOR, coordinator=COORDINATOR)
     door.invite(INVITATION, 2, 600.0, time.time())
     door.enrol(INVITATION, ANNA, "", time.time())
-    transport = MemoryTransport(COORDINATOR, MemoryHub(), gate=gate_of(door, time.time))
+    transport = MemoryTransport(COORDINATOR, MemoryHub(), gate=connection_gate(door, time.time))
     transport.listen("memory://c")
-    return Coordinator.of_run(transport, store, door, operator=OPERATOR, window=window)
+    return Coordinator.for_run(transport, store, door, operator=OPERATOR, window=window)
 
 
 def test_the_window_is_shown_what_the_operator_would_be_told() -> None:
     window = Window()
-    coordinator(window, Store.open(":memory:")).run(Turns(2))
+    coordinator(window, JournalStore.open(":memory:")).run(Turns(2))
     (picture,) = window.pictures
     assert (picture["phase"], picture["step"], picture["members"]) == ("waiting", 0, [])
     assert picture["door"]["enrolled_total"] == 1
@@ -72,23 +72,23 @@ def test_the_window_is_shown_what_the_operator_would_be_told() -> None:
 
 
 def test_orders_are_those_of_the_operator_and_in_the_journal(tmp_path: Path) -> None:
-    window = Window(Expel(ANNA, True, "why"), Expel(ANNA, False, ""), Expel(OPERATOR, True, ""), Pardon(ANNA))
+    window = Window(RemoveWorker(ANNA, True, "why"), RemoveWorker(ANNA, False, ""), RemoveWorker(OPERATOR, True, ""), Unban(ANNA))
     path = tmp_path / "journal.sqlite"
-    coordinator(window, Store.open(path)).run(Turns(2))
+    coordinator(window, JournalStore.open(path)).run(Turns(2))
     banned, again, ours, pardoned = window.replies()
-    assert isinstance(banned, Done) and "is banned" in banned.text
-    assert isinstance(again, Done) and "banned already" in again.text
+    assert isinstance(banned, OperatorReply) and "is banned" in banned.text
+    assert isinstance(again, OperatorReply) and "banned already" in again.text
     assert isinstance(ours, Refused) and ours.code == "ours"
-    assert isinstance(pardoned, Done)
-    again_open = Store.open(path)
+    assert isinstance(pardoned, OperatorReply)
+    again_open = JournalStore.open(path)
     kinds = [entry.kind for entry in again_open.entries()]
     again_open.close()
     assert kinds[-2:] == ["expelled", "pardoned"]
 
 
 def test_without_room_an_order_is_refused_not_lost() -> None:
-    store = Store.open(":memory:")
-    window = Window(Expel(ANNA, True, "why"))
+    store = JournalStore.open(":memory:")
+    window = Window(RemoveWorker(ANNA, True, "why"))
     daemon = coordinator(window, store)
     real = store.append_all
 
@@ -104,9 +104,9 @@ def test_without_room_an_order_is_refused_not_lost() -> None:
 
 
 def test_who_has_gone_is_not_answered_and_nothing_is_done() -> None:
-    window = Window(Expel(ANNA, True, "why"))
+    window = Window(RemoveWorker(ANNA, True, "why"))
     window.given[0][1].cancel()
-    store = Store.open(":memory:")
+    store = JournalStore.open(":memory:")
     coordinator(window, store).run(Turns(2))
     assert window.given[0][1].cancelled()
 
@@ -118,24 +118,24 @@ def test_without_the_extra_the_run_goes_on_unless_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "missing", lambda: ["starlette", "uvicorn"])
-    found = opening.opened(Place(), tmp_path, lambda *line: None)
+    found = opening.open_dashboard(DashboardAddress(), tmp_path, lambda *line: None)
     assert found.service is None
-    (line,) = found.greeting(is_terminal=True)
+    (line,) = found.startup_lines(is_terminal=True)
     assert "starlette, uvicorn not installed; pip install 'gridtrain[coordinator]'" in line
     with pytest.raises(ConfigError, match="not installed"):
-        opening.opened(parsed("127.0.0.1:0"), tmp_path, lambda *line: None)
-    assert opening.opened(None, tmp_path, lambda *line: None).greeting(is_terminal=True) == []
+        opening.open_dashboard(parse_address("127.0.0.1:0"), tmp_path, lambda *line: None)
+    assert opening.open_dashboard(None, tmp_path, lambda *line: None).startup_lines(is_terminal=True) == []
 
 
 def test_the_token_is_printed_for_a_terminal_only(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn", reason="no extra `coordinator` here")
-    found = opening.opened(parsed("127.0.0.1:0"), tmp_path, lambda *line: None)
+    found = opening.open_dashboard(parse_address("127.0.0.1:0"), tmp_path, lambda *line: None)
     token = (tmp_path / "dashboard.token").read_text().strip()
-    assert f"/#token={token}" in found.greeting(is_terminal=True)[0]
-    assert token not in "".join(found.greeting(is_terminal=False))
+    assert f"/#token={token}" in found.startup_lines(is_terminal=True)[0]
+    assert token not in "".join(found.startup_lines(is_terminal=False))
     found.close()
-    wide = opening.opened(parsed("0.0.0.0:0", open_to_network=True), tmp_path, lambda *line: None)
-    assert "OPEN TO THE NETWORK" in wide.greeting(is_terminal=False)[1]
+    wide = opening.open_dashboard(parse_address("0.0.0.0:0", open_to_network=True), tmp_path, lambda *line: None)
+    assert "OPEN TO THE NETWORK" in wide.startup_lines(is_terminal=False)[1]
     wide.close()
 
 

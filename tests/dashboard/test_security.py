@@ -12,7 +12,7 @@ import pytest
 
 from gridtrain.errors import ConfigError
 from gridtrain_coordinator.dashboard import clean
-from gridtrain_coordinator.dashboard.places import TOKEN_FILE, bind, parsed, token_in, url
+from gridtrain_coordinator.dashboard.places import TOKEN_FILE, bind, load_token, parse_address, url
 from showing.simulated import HOSTILE
 
 guard = pytest.importorskip(
@@ -158,7 +158,7 @@ def test_names_are_cleaned_of_what_moves_text(desk: Desks) -> None:
 )
 def test_texts_are_bounded_and_printable(hostile: str) -> None:
     shown = clean.text(hostile)
-    assert len(shown) <= clean.MOST_LETTERS and (shown.isprintable() or not hostile)
+    assert len(shown) <= clean.MAX_CHARACTERS and (shown.isprintable() or not hostile)
     shown.encode("utf-8")
 
 
@@ -173,23 +173,23 @@ def test_deep_and_wide_things_are_cut() -> None:
     for _ in range(500):
         deep = {"in": deep}
     assert len(json.dumps(clean.tree(deep))) < 1000
-    assert len(clean.tree({str(n): n for n in range(10_000)})) == clean.MOST_ITEMS
+    assert len(clean.tree({str(n): n for n in range(10_000)})) == clean.MAX_ITEMS
 
 
 # -- where it listens, and the token ---------------------------------------------------------------
 
 
 def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
-    token = token_in(tmp_path)
-    assert len(token) >= 40 and token_in(tmp_path) == token
+    token = load_token(tmp_path)
+    assert len(token) >= 40 and load_token(tmp_path) == token
     assert stat.S_IMODE((tmp_path / TOKEN_FILE).stat().st_mode) == 0o600
     (tmp_path / TOKEN_FILE).chmod(0o640)
     with pytest.raises(ConfigError, match="read by others"):
-        token_in(tmp_path)
+        load_token(tmp_path)
     (tmp_path / TOKEN_FILE).chmod(0o600)
     (tmp_path / TOKEN_FILE).write_text("short\n")
     with pytest.raises(ConfigError, match="holds no token"):
-        token_in(tmp_path)
+        load_token(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
 )
 def test_other_machines_need_a_second_word(text: str) -> None:
     with pytest.raises(ConfigError, match="reached from other machines") as refused:
-        parsed(text)
+        parse_address(text)
     assert "--dashboard-open" in str(refused.value)
-    assert parsed(text, open_to_network=True).asked
+    assert parse_address(text, open_to_network=True).is_required
 
 
 @pytest.mark.parametrize(
@@ -213,23 +213,23 @@ def test_other_machines_need_a_second_word(text: str) -> None:
     ],
 )
 def test_addresses(text: str, host: str, port: int) -> None:
-    place = parsed(text)
-    assert (place.host, place.port, place.asked) == (host, port, bool(text))
+    place = parse_address(text)
+    assert (place.host, place.port, place.is_required) == (host, port, bool(text))
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:70000", "a b", "http://127.0.0.1:80/", "127.0.0.1:"])
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        parsed(text)
+        parse_address(text)
 
 
 def test_the_next_free_port_is_taken_unless_one_was_asked_for() -> None:
-    with bind(parsed("127.0.0.1:0")) as taken:
+    with bind(parse_address("127.0.0.1:0")) as taken:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match="cannot listen"):
-            bind(parsed(f"127.0.0.1:{port}"))
-        by_default = parsed("").__class__("127.0.0.1", port)
+            bind(parse_address(f"127.0.0.1:{port}"))
+        by_default = parse_address("").__class__("127.0.0.1", port)
         with bind(by_default) as other:
             assert port < other.getsockname()[1] < port + 20
             assert url(other) == f"http://127.0.0.1:{other.getsockname()[1]}/"

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from gridtrain.protocol.messages import Done, Expel
+from gridtrain.protocol.messages import OperatorReply, RemoveWorker
 from gridtrain_coordinator.dashboard import patience
-from gridtrain_coordinator.dashboard.places import Place, bind
+from gridtrain_coordinator.dashboard.places import DashboardAddress, bind
 from showing.chromium import until
 from showing.simulated import Run
 
@@ -33,7 +33,7 @@ class Running:
 
     def __init__(self) -> None:
         self.logged: list[tuple[str, str, Mapping[str, Any]]] = []
-        bound = bind(Place(port=0))
+        bound = bind(DashboardAddress(port=0))
         self.port = bound.getsockname()[1]
         self.service = service.Service(bound, TOKEN, lambda *line: self.logged.append(line))
         self.service.start()
@@ -52,7 +52,7 @@ class Running:
     def shown(self, pictures: int = 3, workers: int = 4) -> list[dict[str, Any]]:
         told = [picture for _, picture, _ in islice(Run(workers).pictures(pictures), pictures)]
         for picture in told:
-            self.service.show(picture)
+            self.service.publish(picture)
         until(lambda: self.get("/api/v1/run")[0] == 200, "the first picture", WITHIN_S)
         return told
 
@@ -89,13 +89,13 @@ class Stream:
 
 def test_a_page_hears_everything_once_and_then_what_changes(running: Running) -> None:
     pictures = list(islice(Run(4).pictures(9), 9))
-    running.service.show(pictures[0][1])
+    running.service.publish(pictures[0][1])
     page = Stream(running.port)
     events = iter(page)
     name, whole = next(events)
     assert (name, len(whole["rows"])) == ("whole", 4)
     running.service.note("warning", "lost", {"name": "anna", "reason": "silent"})
-    running.service.show(pictures[5][1])
+    running.service.publish(pictures[5][1])
     for name, tick in events:
         assert name == "tick"
         if tick.get("run", {}).get("step") == pictures[5][1]["step"]:
@@ -106,10 +106,10 @@ def test_a_page_hears_everything_once_and_then_what_changes(running: Running) ->
 
 def test_so_many_pages_and_no_more(running: Running) -> None:
     running.shown()
-    from gridtrain_coordinator.dashboard.live import MOST_PAGES
+    from gridtrain_coordinator.dashboard.live import MAX_PAGES
 
-    pages = [Stream(running.port) for _ in range(MOST_PAGES)]
-    assert [page.status for page in pages] == [200] * MOST_PAGES
+    pages = [Stream(running.port) for _ in range(MAX_PAGES)]
+    assert [page.status for page in pages] == [200] * MAX_PAGES
     for page in pages:
         next(iter(page))
     refused = Stream(running.port)
@@ -131,7 +131,7 @@ def test_so_many_pages_and_no_more(running: Running) -> None:
 def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gridtrain_coordinator.dashboard.live.STUCK_S", 0.5)
     _, picture, _ = next(Run(300).pictures(1))
-    running.service.show(picture)
+    running.service.publish(picture)
     until(lambda: running.get("/api/v1/run")[0] == 200, "the first picture", WITHIN_S)
     stuck = Stream(running.port, read=False)
     stuck.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -143,7 +143,7 @@ def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch
     pictures = Run(300).pictures(10_000)
 
     def given_up() -> bool:
-        running.service.show(next(pictures)[1])
+        running.service.publish(next(pictures)[1])
         next(events)  # the other page goes on hearing
         return bool(stream.pages == 1)
 
@@ -160,9 +160,9 @@ def test_the_daemon_never_waits(running: Running) -> None:
     running.service._loop.call_soon_threadsafe(lambda: (stands.set(), go_on.wait(WITHIN_S)))
     assert stands.wait(WITHIN_S)
     for _ in range(5000):
-        running.service.show(picture)
+        running.service.publish(picture)
         running.service.note("info", "joined", {"name": "x"})
-        assert list(running.service.orders()) == []
+        assert list(running.service.take_orders()) == []
     assert not go_on.is_set() and len(running.service._events) == service.MOST_EVENTS
     go_on.set()
     until(lambda: json.loads(running.get("/api/v1/run")[1])["world_size"] == 300, "the latest one", WITHIN_S)
@@ -183,10 +183,10 @@ def test_orders_are_fetched_by_the_daemon_and_bounded(running: Running) -> None:
         thread.start()
     until(lambda: len(answers) == 4, "those that are too many", WITHIN_S)
     assert {status for status, _ in answers} == {409} and b"orders are waiting" in answers[0][1]
-    fetched = list(running.service.orders())
-    assert [order for order, _ in fetched] == [Expel(bytes.fromhex(peer), False, "")] * service.MOST_ORDERS
+    fetched = list(running.service.take_orders())
+    assert [order for order, _ in fetched] == [RemoveWorker(bytes.fromhex(peer), False, "")] * service.MOST_ORDERS
     for _, answer in fetched:
-        answer.set_result(Done("it is out"))
+        answer.set_result(OperatorReply("it is out"))
     for thread in threads:
         thread.join(WITHIN_S)
     assert [status for status, _ in answers].count(200) == service.MOST_ORDERS
@@ -202,7 +202,7 @@ def test_its_own_fault_is_a_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> 
         until(lambda: made.logged, "a line", WITHIN_S)
         level, event, fields = made.logged[0]
         assert (level, event, fields["reason"]) == ("error", "dashboard_failed", "ValueError: no")
-        made.service.show({})  # and the daemon goes on
+        made.service.publish({})  # and the daemon goes on
     finally:
         made.service.close()
 
@@ -261,7 +261,7 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_answer_that_nobody_takes_is_given_up() -> None:
-    taken = patience.Patience(("/lasting",))
+    taken = patience.ConnectionTimeouts(("/lasting",))
 
     def one(path: str) -> Any:
         return Connection(cycle=asked(path), transport=SimpleNamespace(get_write_buffer_size=lambda: 0))
@@ -271,22 +271,22 @@ def test_an_answer_that_nobody_takes_is_given_up() -> None:
 
     stuck, lasting = one("/api/v1/history"), one("/lasting")
     after_s = patience.ANSWER_S + 1
-    assert taken.spent([stuck, lasting], 0.0) == taken.spent([stuck, lasting], patience.ANSWER_S) == []
-    assert taken.spent([stuck, lasting], after_s) == [stuck]
+    assert taken.expired([stuck, lasting], 0.0) == taken.expired([stuck, lasting], patience.ANSWER_S) == []
+    assert taken.expired([stuck, lasting], after_s) == [stuck]
     stuck.cycle = asked("/")
-    assert taken.spent([stuck], 2 * after_s) == [], "it is another request"
+    assert taken.expired([stuck], 2 * after_s) == [], "it is another request"
 
 
 def test_a_slow_line_is_no_silent_client() -> None:
     """The answer is written; a phone takes it bit by bit, and then for too long nothing of it."""
-    taken, unsent = patience.Patience(()), [50_000]
+    taken, unsent = patience.ConnectionTimeouts(()), [50_000]
     transport = SimpleNamespace(get_write_buffer_size=lambda: unsent[0])
     slow = Connection(cycle=SimpleNamespace(response_complete=True, scope={"path": "/"}), transport=transport)
     for now_s in range(0, 100, 20):
-        assert taken.spent([slow], now_s) == []
+        assert taken.expired([slow], now_s) == []
         unsent[0] -= 5_000
-    assert taken.spent([slow], 100) == taken.spent([slow], 100 + patience.ANSWER_S) == []
-    assert taken.spent([slow], 101 + patience.ANSWER_S) == [slow]
+    assert taken.expired([slow], 100) == taken.expired([slow], 100 + patience.ANSWER_S) == []
+    assert taken.expired([slow], 101 + patience.ANSWER_S) == [slow]
 
 
 class Connection(SimpleNamespace):

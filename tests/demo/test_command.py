@@ -12,14 +12,14 @@ from click.testing import CliRunner
 from gridtrain.cli import main as cli_main
 from gridtrain.cli.demo import demo
 from gridtrain.demo import main
-from gridtrain.demo.orchestrate import Plan
+from gridtrain.demo.orchestrate import DemoPlan
 from gridtrain.errors import GridtrainError
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[DemoPlan]:
     """What the command would have run."""
-    seen: list[Plan] = []
+    seen: list[DemoPlan] = []
     monkeypatch.setattr(main, "run_demo", lambda plan, console: seen.append(plan))
     return seen
 
@@ -31,13 +31,13 @@ def test_help_names_every_option() -> None:
         assert f"--{option}" in result.output, option
 
 
-def test_by_default_gtopk_goes_on_past_the_dense_run(plans: list[Plan]) -> None:
+def test_by_default_gtopk_goes_on_past_the_dense_run(plans: list[DemoPlan]) -> None:
     assert CliRunner().invoke(demo, []).exit_code == 0
 
-    assert plans == [Plan(runs=(("dense", 250), ("gtopk", 450)), out=Path("demo-results"))]
+    assert plans == [DemoPlan(runs=(("dense", 250), ("gtopk", 450)), out=Path("demo-results"))]
 
 
-def test_options_reach_the_plan(plans: list[Plan]) -> None:
+def test_options_reach_the_plan(plans: list[DemoPlan]) -> None:
     options = ["--workers", "2", "--cap", "5Mbit", "--density", "0.01", "--exchanges", "gtopk,topk"]
     CliRunner().invoke(demo, [*options, "--steps", "30", "--model", "medium", "--out", "elsewhere"])
 
@@ -47,7 +47,7 @@ def test_options_reach_the_plan(plans: list[Plan]) -> None:
     assert plan.out == Path("elsewhere")
 
 
-def test_quick_is_tiny(plans: list[Plan]) -> None:
+def test_quick_is_tiny(plans: list[DemoPlan]) -> None:
     CliRunner().invoke(demo, ["--quick"])
 
     (plan,) = plans
@@ -55,7 +55,7 @@ def test_quick_is_tiny(plans: list[Plan]) -> None:
 
 
 @pytest.mark.parametrize("value", ["dense,ring", "", "dense,dense"])
-def test_an_unknown_exchange_lists_those_that_exist(plans: list[Plan], value: str) -> None:
+def test_an_unknown_exchange_lists_those_that_exist(plans: list[DemoPlan], value: str) -> None:
     result = CliRunner().invoke(demo, ["--exchanges", value])
 
     assert result.exit_code == 2 and "out of: dense, gtopk, topk" in result.output
@@ -65,7 +65,7 @@ def test_an_unknown_exchange_lists_those_that_exist(plans: list[Plan], value: st
 def test_a_failure_is_one_text_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def failing(plan: Plan, console: object) -> None:
+    def failing(plan: DemoPlan, console: object) -> None:
         raise GridtrainError(
             "worker-2 ended with exit code 1", remedy="the complete logs are in demo-results"
         )
@@ -81,7 +81,7 @@ def test_a_failure_is_one_text_without_a_traceback(
 
 
 def test_ctrl_c_says_that_everything_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(plan: Plan, console: object) -> None:
+    def interrupted(plan: DemoPlan, console: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(main, "run_demo", interrupted)

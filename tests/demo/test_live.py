@@ -7,12 +7,12 @@ import io
 from rich.console import Console
 
 from gridtrain.demo.live import LineView, TableView, view_for
-from gridtrain.demo.metrics import Sent, StepRecord, Times
+from gridtrain.demo.metrics import SentBytes, StepRecord, StepTimes
 
 
 def record(step: int, held_out: float | None = None) -> StepRecord:
-    times = Times(0.02 * step, 0.003 * step, 0.3 * step, 0.001 * step)
-    return StepRecord(step, 0.324 * step, 3.25, held_out, Sent(720_000 * step), times)
+    times = StepTimes(0.02 * step, 0.003 * step, 0.3 * step, 0.001 * step)
+    return StepRecord(step, 0.324 * step, 3.25, held_out, SentBytes(720_000 * step), times)
 
 
 def test_a_pipe_gets_lines_without_control_characters() -> None:
@@ -38,7 +38,7 @@ def test_a_pipe_gets_lines_without_control_characters() -> None:
 def test_the_last_step_is_always_said() -> None:
     console = Console(file=io.StringIO(), width=200)
     view = LineView(console, every_s=1e9)
-    view._said_s = float("inf")
+    view._printed_s = float("inf")
 
     view.begin("gTop-k", 20)
     view.update(record(20))

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.demo.metrics import Follower, Sent, StepRecord, Times, mean_sent, write_sent
+from gridtrain.demo.metrics import RecordReader, SentBytes, StepRecord, StepTimes, mean_sent, write_sent
 from gridtrain.errors import GridtrainError
 
 
 def record(step: int, held_out: float | None = None) -> StepRecord:
-    return StepRecord(step, 0.5 * step, 3.25, held_out, Sent(100, 10, 1), Times(0.1, 0.2, 0.3, 0.4))
+    return StepRecord(step, 0.5 * step, 3.25, held_out, SentBytes(100, 10, 1), StepTimes(0.1, 0.2, 0.3, 0.4))
 
 
 def test_a_record_survives_its_line() -> None:
@@ -21,7 +21,7 @@ def test_a_record_survives_its_line() -> None:
 
 def test_the_follower_waits_for_a_lines_end(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    follower = Follower(path)
+    follower = RecordReader(path)
     assert follower.new_records() == []
 
     half = record(2).to_line()
@@ -43,12 +43,12 @@ def test_a_foreign_line_is_refused(line: str) -> None:
 def test_votes_and_decisions_are_told_from_data_and_from_all_the_rest() -> None:
     traffic = {"Data": 1000, "Vote": 30, "Decision": 12, "Beat": 5, "Hello": 2}
 
-    assert Sent.of_traffic(traffic) == Sent(data=1000, votes=42, control=7)
+    assert SentBytes.of_traffic(traffic) == SentBytes(data=1000, votes=42, control=7)
 
 
 def test_what_was_sent_is_averaged_over_the_workers(tmp_path: Path) -> None:
     assert mean_sent(tmp_path) == {}
-    write_sent(tmp_path, "101", Sent(1000, 30, 4))
-    write_sent(tmp_path, "102", Sent(2000, 10, 0))
+    write_sent(tmp_path, "101", SentBytes(1000, 30, 4))
+    write_sent(tmp_path, "102", SentBytes(2000, 10, 0))
 
     assert mean_sent(tmp_path) == {"data": 1500.0, "votes": 20.0, "control": 2.0}

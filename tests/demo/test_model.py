@@ -43,7 +43,7 @@ def test_a_byte_changes_only_what_comes_after_it() -> None:
 
 
 def test_an_untrained_model_knows_nothing() -> None:
-    x_BT, y_BT = Windows(bytes(range(256)) * 8, context=64).spread(16)
+    x_BT, y_BT = Windows(bytes(range(256)) * 8, context=64).evenly_spaced(16)
 
     assert ByteGPT().loss(x_BT, y_BT).item() == pytest.approx(5.545, abs=0.2)  # ln 256
 
@@ -61,7 +61,7 @@ def test_windows_tile_the_text_and_y_is_one_ahead() -> None:
 
 
 def test_spread_takes_windows_from_all_over_the_text() -> None:
-    x_BT, y_BT = Windows(bytes(range(200)), context=10).spread(4)
+    x_BT, y_BT = Windows(bytes(range(200)), context=10).evenly_spaced(4)
 
     assert x_BT[:, 0].tolist() == [0, 40, 90, 140]
     assert y_BT[:, 0].tolist() == [1, 41, 91, 141]

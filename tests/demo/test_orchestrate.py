@@ -9,31 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.demo.metrics import STEPS_FILE, Sent, StepRecord, Times
+from gridtrain.demo.metrics import STEPS_FILE, SentBytes, StepRecord, StepTimes
 from gridtrain.demo.orchestrate import (
-    Command,
-    Plan,
+    DemoPlan,
+    ProcessCommand,
     coordinator_command,
-    curve_of,
+    read_curve,
     run_all,
     supervise,
     worker_commands,
 )
 from gridtrain.errors import GridtrainError
 from gridtrain.protocol.invitation import Invitation
-from gridtrain.runtime.operator import Contact
-from gridtrain.transport.contact import OPERATOR_KEY, ContactFile
+from gridtrain.runtime.operator import CoordinatorEndpoint
+from gridtrain.transport.contact import OPERATOR_KEY, EndpointFile
 from gridtrain.transport.curve import Identity
 
 FOREVER = "import time; time.sleep(600)"
 
 
-def python(name: str, code: str) -> Command:
-    return Command(name, (sys.executable, "-c", textwrap.dedent(code)))
+def python(name: str, code: str) -> ProcessCommand:
+    return ProcessCommand(name, (sys.executable, "-c", textwrap.dedent(code)))
 
 
 def record(step: int, held_out: float | None = None) -> StepRecord:
-    return StepRecord(step, 0.5 * step, 3.0, held_out, Sent(100 * step), Times())
+    return StepRecord(step, 0.5 * step, 3.0, held_out, SentBytes(100 * step), StepTimes())
 
 
 def nothing(_: StepRecord) -> None:
@@ -153,7 +153,7 @@ def test_workers_are_started_when_the_coordinator_listens(tmp_path: Path) -> Non
         {FOREVER}
     """
 
-    def workers() -> list[Command] | None:
+    def workers() -> list[ProcessCommand] | None:
         (tmp_path / "asked").write_text("yes")
         return [python("worker-1", "print('came')")] if (tmp_path / "listens").exists() else None
 
@@ -175,7 +175,7 @@ def test_keys_of_an_earlier_demo_are_removed_and_nothing_else(tmp_path: Path) ->
     for name in ("worker-1.log", "journal.sqlite-wal", "coordinator.json", "mine.txt"):
         (folder / name).touch()
     with pytest.raises(StopIteration):  # instead of the run itself
-        run_all(Plan(runs=(("dense", 1),), out=tmp_path), NoView())
+        run_all(DemoPlan(runs=(("dense", 1),), out=tmp_path), NoView())
     assert [path.name for path in folder.rglob("*") if path.is_file()] == ["mine.txt"]
 
 
@@ -192,7 +192,7 @@ PLAN = {"runs": (("gtopk", 450),), "workers": 2, "cap": "20Mbit", "density": 0.0
 
 
 def test_the_coordinators_command_is_what_a_user_would_type(tmp_path: Path) -> None:
-    command = coordinator_command(Plan(**PLAN, out=tmp_path), tmp_path)
+    command = coordinator_command(DemoPlan(**PLAN, out=tmp_path), tmp_path)
     assert " ".join(command.argv[3:]) == (
         f"coordinator --listen tcp://127.0.0.1:0 --state {tmp_path} --min-workers 2"
     )
@@ -201,13 +201,13 @@ def test_the_coordinators_command_is_what_a_user_would_type(tmp_path: Path) -> N
 def test_the_workers_commands_are_those_that_a_user_would_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan(**PLAN, out=tmp_path)
+    plan = DemoPlan(**PLAN, out=tmp_path)
     assert worker_commands(plan, "gtopk", 450, tmp_path) is None, "no coordinator listens yet"
-    asked: list[tuple[Contact, int, float]] = []
+    asked: list[tuple[CoordinatorEndpoint, int, float]] = []
     invitation = Invitation("tcp://127.0.0.1:7700", bytes(32), bytes(range(32)), "default")
 
     class Desk:
-        def __init__(self, contact: Contact) -> None:
+        def __init__(self, contact: CoordinatorEndpoint) -> None:
             self.contact = contact
 
         def __enter__(self) -> Desk:
@@ -221,12 +221,12 @@ def test_the_workers_commands_are_those_that_a_user_would_type(
 
     monkeypatch.setattr("gridtrain.demo.orchestrate.Operator", Desk)
     Identity.generate().write(tmp_path / OPERATOR_KEY)
-    ContactFile("tcp://127.0.0.1:7700", "tcp://127.0.0.1:7700", bytes(32), "default", True).write(tmp_path)
+    EndpointFile("tcp://127.0.0.1:7700", "tcp://127.0.0.1:7700", bytes(32), "default", True).write(tmp_path)
     workers = worker_commands(plan, "gtopk", 450, tmp_path)
 
     assert workers is not None and [worker.name for worker in workers] == ["worker-1", "worker-2"]
     ((contact, uses, _),) = asked
-    assert (contact.here, uses) == ("tcp://127.0.0.1:7700", 2)
+    assert (contact.local_address, uses) == ("tcp://127.0.0.1:7700", 2)
     assert " ".join(workers[0].argv[3:]) == (
         f"worker {invitation.text()} --upload-limit 20Mbit --download-limit 20Mbit --name worker-1 -- "
         f"{sys.executable} -m gridtrain.demo.train --exchange gtopk --steps 450 --density 0.05 "
@@ -238,7 +238,7 @@ def test_a_curve_is_made_of_the_steps_that_were_measured(tmp_path: Path) -> None
     records = [record(1), record(2, held_out=2.5), record(3), record(4, held_out=2.25)]
     (tmp_path / STEPS_FILE).write_text("".join(r.to_line() for r in records))
 
-    curve = curve_of("gtopk", "gTop-k", tmp_path)
+    curve = read_curve("gtopk", "gTop-k", tmp_path)
 
     assert [(m.step, m.held_out, m.data_bytes) for m in curve.measurements] == [(2, 2.5, 200), (4, 2.25, 400)]
     assert (curve.steps, curve.seconds, curve.sent_bytes["data"]) == (4, 2.0, 400.0)
@@ -246,4 +246,4 @@ def test_a_curve_is_made_of_the_steps_that_were_measured(tmp_path: Path) -> None
 
 def test_a_run_without_a_measurement_is_named(tmp_path: Path) -> None:
     with pytest.raises(GridtrainError, match="gTop-k ended without a held-out measurement"):
-        curve_of("gtopk", "gTop-k", tmp_path)
+        read_curve("gtopk", "gTop-k", tmp_path)

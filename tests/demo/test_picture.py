@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridtrain.demo.picture import COLOURS, LETTER_PX, Line, Panel, draw, log_ticks, nice_ticks
+from gridtrain.demo.picture import (
+    COLOURS,
+    LETTER_PX,
+    ChartLine,
+    ChartPanel,
+    draw_chart,
+    log_ticks,
+    nice_ticks,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -45,9 +53,9 @@ def test_a_logarithmic_axis_refuses_zero() -> None:
         log_ticks(0.0, 1.0)
 
 
-def falling(label: str, colour: str, seconds: float, floor: float, note: str) -> Line:
+def falling(label: str, colour: str, seconds: float, floor: float, note: str) -> ChartLine:
     points = tuple((seconds * i / 30, floor + 1.7 * math.exp(-i / 10)) for i in range(1, 31))
-    return Line(label, points, colour, ((25, note),))
+    return ChartLine(label, points, colour, ((25, note),))
 
 
 def demo_picture() -> str:
@@ -58,10 +66,10 @@ def demo_picture() -> str:
     )
     mark = (2.5, "dense ring's final loss: 2.500")
     panels = [
-        Panel("Against wall time", "seconds", "loss", lines, mark),
-        Panel("Against bytes", "MB", "loss", lines, mark, log_x=True),
+        ChartPanel("Against wall time", "seconds", "loss", lines, mark),
+        ChartPanel("Against bytes", "MB", "loss", lines, mark, log_x=True),
     ]
-    return draw("Title & more", "4 workers", panels)
+    return draw_chart("Title & more", "4 workers", panels)
 
 
 def texts(svg: str) -> list[tuple[str, float, float, float, float]]:

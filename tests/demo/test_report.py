@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from gridtrain.demo.report import (
-    HONEST_SENTENCE,
-    Curve,
+    SINGLE_PROCESS_CAVEAT,
+    DemoSetting,
+    LossCurve,
     Measurement,
-    Setting,
-    findings,
-    markdown,
-    table,
-    write,
+    comparison_rows,
+    report_markdown,
+    summary_sentences,
+    write_report,
 )
 from gridtrain.errors import GridtrainError
 
-SETTING = Setting(4, "20Mbit", "byte GPT, 120,576 parameters", "2 CPU cores")
+SETTING = DemoSetting(4, "20Mbit", "byte GPT, 120,576 parameters", "2 CPU cores")
 
 
-def curve(label: str, losses: list[float], *, step_s: float, step_bytes: int) -> Curve:
+def curve(label: str, losses: list[float], *, step_s: float, step_bytes: int) -> LossCurve:
     """Measured every 10 steps."""
     steps = [10 * (i + 1) for i in range(len(losses))]
     measurements = tuple(
@@ -31,7 +31,7 @@ def curve(label: str, losses: list[float], *, step_s: float, step_bytes: int) ->
     last = steps[-1]
     sent = {"data": float(last * step_bytes), "votes": 40.0 * last, "control": 8.0 * last}
     times = {"compute": 0.02 * last, "select": 0.001 * last, "communicate": 0.3 * last, "wait": 0.002 * last}
-    return Curve(label, label, measurements, last, last * step_s, sent, times)
+    return LossCurve(label, label, measurements, last, last * step_s, sent, times)
 
 
 DENSE = curve("dense ring", [4.0, 3.0, 2.5], step_s=0.3, step_bytes=720_000)
@@ -39,7 +39,7 @@ SPARSE = curve("gTop-k", [4.0, 3.0, 2.6, 2.5, 2.4], step_s=0.05, step_bytes=36_0
 
 
 def test_the_table_shows_steps_seconds_and_megabytes_to_the_baselines_final_loss() -> None:
-    assert table([DENSE, SPARSE]) == [
+    assert comparison_rows([DENSE, SPARSE]) == [
         # label, steps, seconds, held-out, kB a step, to target: steps, seconds, MB, sooner
         ("dense ring", "30", "9.0", "2.500", "720.0", "30", "9.0", "21.6", "1.0x"),
         ("gTop-k", "50", "2.5", "2.400", "36.0", "40", "2.0", "1.4", "4.5x"),
@@ -49,13 +49,13 @@ def test_the_table_shows_steps_seconds_and_megabytes_to_the_baselines_final_loss
 def test_a_run_that_stays_above_the_target_says_so() -> None:
     short = curve("gTop-k", [4.0, 2.51], step_s=0.05, step_bytes=36_000)
 
-    assert table([DENSE, short])[1][5:] == ("not reached", "-", "-", "-")
+    assert comparison_rows([DENSE, short])[1][5:] == ("not reached", "-", "-", "-")
 
 
 def test_the_finding_is_one_sentence() -> None:
     short = curve("TopK", [4.0, 2.51], step_s=0.05, step_bytes=36_000)
 
-    assert findings([DENSE, SPARSE, short]) == [
+    assert summary_sentences([DENSE, SPARSE, short]) == [
         "gTop-k reached dense ring's final loss of 2.500 4.5x sooner: "
         "after 2.0 s and 40 steps instead of 9.0 s and 30 steps.",
         "TopK did not reach dense ring's final loss of 2.500.",
@@ -65,20 +65,20 @@ def test_the_finding_is_one_sentence() -> None:
 def test_the_baselines_target_is_its_last_loss_even_if_an_earlier_one_was_lower() -> None:
     noisy = curve("dense ring", [4.0, 2.4, 2.5], step_s=0.3, step_bytes=720_000)
 
-    assert table([noisy, SPARSE])[0][5:7] == ("30", "9.0")
+    assert comparison_rows([noisy, SPARSE])[0][5:7] == ("30", "9.0")
 
 
 def test_the_report_names_the_clock_and_the_honest_sentence() -> None:
-    text = markdown([DENSE, SPARSE], SETTING)
+    text = report_markdown([DENSE, SPARSE], SETTING)
 
-    assert HONEST_SENTENCE.format(cap="20Mbit") in text
+    assert SINGLE_PROCESS_CAVEAT.format(cap="20Mbit") in text
     assert "| gTop-k | 50 | 2.5 | 2.400 | 36.0 | 40 | 2.0 | 1.4 | 4.5x |" in text
     assert "| dense ring | 20.0 | 1.0 | 300.0 | 2.0 | 0.04 | 0.01 |" in text
     assert "evaluations are taken out of the clock" in text
 
 
 def test_three_files_are_written_and_the_numbers_can_be_read_back(tmp_path: Path) -> None:
-    paths = write([DENSE, SPARSE], SETTING, tmp_path / "results")
+    paths = write_report([DENSE, SPARSE], SETTING, tmp_path / "results")
 
     assert [path.name for path in paths] == ["report.md", "loss.svg", "metrics.json"]
     read = json.loads(paths[2].read_text())
@@ -89,13 +89,13 @@ def test_three_files_are_written_and_the_numbers_can_be_read_back(tmp_path: Path
 def test_a_single_run_and_a_single_worker_make_a_picture(tmp_path: Path) -> None:
     alone = curve("gTop-k", [4.0, 3.0], step_s=0.05, step_bytes=0)  # a worker alone sends nothing
 
-    text = write([alone], SETTING, tmp_path)[1].read_text()
+    text = write_report([alone], SETTING, tmp_path)[1].read_text()
 
     assert "Against wall time" in text and "Against bytes sent" not in text
 
 
 def test_no_measurement_is_no_report(tmp_path: Path) -> None:
-    empty = Curve("dense", "dense ring", (), 0, 0.0, {"data": 0.0}, {})
+    empty = LossCurve("dense", "dense ring", (), 0, 0.0, {"data": 0.0}, {})
 
     with pytest.raises(GridtrainError, match="nothing to report: 1 runs"):
-        write([empty], SETTING, tmp_path)
+        write_report([empty], SETTING, tmp_path)

@@ -53,7 +53,7 @@ def test_the_training_curve_is_that_of_one_process(group, script) -> None:
     for number in range(EPOCHS):
         order = sampler.permutation(SAMPLES, 0, number).tolist()
         for start in range(0, SAMPLES, BATCH):
-            x_BF, y_B, _ = sampler.fetch(points, order[start : start + BATCH])
+            x_BF, y_B, _ = sampler.fetch_batch(points, order[start : start + BATCH])
             loss = torch.nn.functional.cross_entropy(model(x_BF), y_B)
             optimizer.zero_grad()
             loss.backward()

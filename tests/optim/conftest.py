@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gridtrain.optim.session import Session
-from gridtrain.protocol.collective import Arrived, Complete, SendTo
+from gridtrain.optim.session import TrainingSession
+from gridtrain.protocol.collective import CollectiveComplete, PayloadReceived, SendTo
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
 
 PATIENCE_S = 60.0
@@ -90,8 +90,8 @@ class PerfectNetwork:
                 match effect:
                     case SendTo(to_rank, place, skip):
                         payload = bytes(sides[rank][0].payload(place))
-                        mail.append((to_rank, Arrived(rank, place, skip, payload)))
-                    case Complete(skip):
+                        mail.append((to_rank, PayloadReceived(rank, place, skip, payload)))
+                    case CollectiveComplete(skip):
                         skips[rank] = skip
                     case _:
                         sides[rank][0].apply(effect)
@@ -105,7 +105,7 @@ class PerfectNetwork:
         return skip
 
 
-class _Session(Session):
+class _Session(TrainingSession):
     def __init__(self, network, rank):
         self.network, self.rank = network, rank
         self.notes = []

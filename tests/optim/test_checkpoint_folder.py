@@ -13,15 +13,15 @@ pytest.importorskip("torch")
 import torch
 
 from gridtrain.optim import checkpoint
-from gridtrain.optim.checkpoint import Checkpoints, Snapshot
-from gridtrain.protocol.messages import Held, LedgerState
+from gridtrain.optim.checkpoint import CheckpointContent, CheckpointStore
+from gridtrain.protocol.messages import CheckpointInfo, LedgerState
 
 
 def test_a_new_folder_is_its_owners_alone(tmp_path: Path) -> None:
     """Whatever others may usually read: a residual is made of gradients of this machine's samples."""
     before = os.umask(0o022)
     try:
-        made, there = Checkpoints(tmp_path / "new", every=1, keep=1), Checkpoints(tmp_path, every=1, keep=1)
+        made, there = CheckpointStore(tmp_path / "new", every=1, keep=1), CheckpointStore(tmp_path, every=1, keep=1)
         tmp_path.chmod(0o755)
         for checkpoints in (made, there):
             checkpoints.claim()
@@ -37,10 +37,10 @@ def test_a_damaged_residual_is_lost_and_the_state_is_not(
     torn: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One bit makes an infinity of 1.0, and that would go into the training."""
-    held = Held(4, b"h" * 32, LedgerState(step=5))
+    held = CheckpointInfo(4, b"h" * 32, LedgerState(step=5))
     residual = {"residual": torch.ones(8)}
     path = checkpoint.step_folder(tmp_path, 5)
-    checkpoint.save(Snapshot(held, (), {}, {"weight": torch.zeros(3)}, residual), path)
+    checkpoint.save(CheckpointContent(held, (), {}, {"weight": torch.zeros(3)}, residual), path)
     whole = checkpoint.read(path)
     assert torch.equal(whole.residual["residual"], residual["residual"])
     file = path / "residual.safetensors"

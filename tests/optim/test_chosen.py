@@ -13,7 +13,7 @@ from torch import nn
 from gridtrain.config import Auto, GTopK, Overlap
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.optim.wrapper import GridOptimizer
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
 N, DENSITY = 64, 0.1
 AUTO = Auto(density=DENSITY, values="fp32")
@@ -88,7 +88,7 @@ def test_a_dense_step_takes_along_what_others_left(network: Any) -> None:
 
     def absorb(rank: int, step: int, wrapped: GridOptimizer) -> None:
         if (rank, step) == (1, 1):
-            assert wrapped.absorb(Sparse(np.array([3, 7]), np.array([5.0, -2.0], np.float32)), RANKS)
+            assert wrapped.add_residual(SparseVector(np.array([3, 7]), np.array([5.0, -2.0], np.float32)), RANKS)
 
     results = train(network(RANKS), [DENSE] * 3, absorb)
     brought = sum(gradient(rank, step) / RANKS for rank in range(RANKS) for step in range(3))
@@ -159,10 +159,10 @@ def test_what_it_says_is_read_back(auto: Auto) -> None:
 
 
 def test_overlap_needs_an_exchange_that_is_named() -> None:
-    from gridtrain.optim.grid import _fitting
+    from gridtrain.optim.grid import _fit_auto
 
     inner = torch.optim.SGD(Vector().parameters(), lr=1.0)
     with pytest.raises(ConfigError, match="overlap"):
-        _fitting(AUTO, inner, Overlap())
-    assert _fitting(AUTO, inner, None) == AUTO
-    assert not _fitting(AUTO, torch.optim.AdamW(Vector().parameters()), None).sparse
+        _fit_auto(AUTO, inner, Overlap())
+    assert _fit_auto(AUTO, inner, None) == AUTO
+    assert not _fit_auto(AUTO, torch.optim.AdamW(Vector().parameters()), None).sparse

@@ -10,8 +10,8 @@ import pytest
 from gridtrain.config import Dense, GTopK, TopK
 from gridtrain.errors import ConfigError
 from gridtrain.optim.grid import _NEIGHBOURS
-from gridtrain.runtime.stars import SPARSE_WORKSPACES, DenseStarWorkspace, dense_workspace
-from gridtrain.wire.values import BY_NAME
+from gridtrain.runtime.stars import SPARSE_BUFFERS, DenseStarBuffer, make_dense_buffer
+from gridtrain.wire.values import VALUE_KINDS
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_what_there_is_not_is_refused(make: Any, words: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("values", BY_NAME)
+@pytest.mark.parametrize("values", VALUE_KINDS)
 def test_every_kind_of_values_can_be_asked_for(values: str) -> None:
     assert GTopK(values=values).values == values
 
 
-@pytest.mark.parametrize("topology", SPARSE_WORKSPACES)
+@pytest.mark.parametrize("topology", SPARSE_BUFFERS)
 def test_each_topology_of_gtopk_has_edges_that_both_ends_know(topology: str) -> None:
     edges = _NEIGHBOURS[GTopK(topology=topology).topology]
     for world_size in range(1, 20):
@@ -63,6 +63,6 @@ def test_each_topology_of_gtopk_has_edges_that_both_ends_know(topology: str) -> 
 
 
 def test_a_dense_star_is_a_workspace_of_its_own() -> None:
-    star = dense_workspace("star", np.zeros(4, np.float32), 2)
-    ring = dense_workspace("ring", np.zeros(4, np.float32), 2)
-    assert isinstance(star, DenseStarWorkspace) and not isinstance(ring, DenseStarWorkspace)
+    star = make_dense_buffer("star", np.zeros(4, np.float32), 2)
+    ring = make_dense_buffer("ring", np.zeros(4, np.float32), 2)
+    assert isinstance(star, DenseStarBuffer) and not isinstance(ring, DenseStarBuffer)

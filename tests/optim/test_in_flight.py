@@ -12,35 +12,35 @@ import torch
 from torch import nn
 
 from gridtrain.config import Auto, Dense, GTopK
-from gridtrain.optim.chosen import ChosenExchanger
-from gridtrain.optim.exchange import Attempt, Exchanger, exchanger
-from gridtrain.optim.in_flight import InFlight
+from gridtrain.optim.chosen import AutoExchanger
+from gridtrain.optim.exchange import ExchangeAttempt, Exchanger, make_exchanger
+from gridtrain.optim.in_flight import PendingAttempt
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.pipeline.building import Blueprint
 from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.held import Options
-from gridtrain.pipeline.staging import Staging
-from gridtrain.protocol.collective import Complete
-from gridtrain.runtime.picture import Picture
+from gridtrain.pipeline.held import PipelineOptions
+from gridtrain.pipeline.staging import ModelStages
+from gridtrain.protocol.collective import CollectiveComplete
+from gridtrain.runtime.picture import WorkerSnapshot
 from gridtrain.runtime.plan import RoundOutcome, StepPlan
-from gridtrain.wire.sparse import Sparse
+from gridtrain.wire.sparse import SparseVector
 
 GRADIENT_N = torch.tensor([3.0, 1.0, -2.0, 0.5])
 SENT_N = np.array([3.0, 0, 0, 0], np.float32)  # k == 1
-INHERITED = Sparse(np.array([1]), np.array([2.5], np.float32))
+INHERITED = SparseVector(np.array([1]), np.array([2.5], np.float32))
 
 
 def outcome(*, committed: bool, skip: bool = False) -> RoundOutcome:
     return RoundOutcome(committed, skip)
 
 
-def a_round() -> tuple[Exchanger, Attempt]:
-    sparse = exchanger(GTopK(density=0.25, momentum=0.0), (0, 4), torch.device("cpu"))
+def a_round() -> tuple[Exchanger, ExchangeAttempt]:
+    sparse = make_exchanger(GTopK(density=0.25, momentum=0.0), (0, 4), torch.device("cpu"))
     plan = StepPlan(step=0, attempt=0, rank=0, world_size=1, samples=1, total_samples=1)
     attempt = sparse.prepare_bucket(0, GRADIENT_N, plan, usable=True)
-    for effect in attempt.workspace.collective(0, 1, attempt.skip).start(0.0):
-        if not isinstance(effect, Complete):
-            attempt.workspace.apply(effect)
+    for effect in attempt.buffer.make_collective(0, 1, attempt.skip).start(0.0):
+        if not isinstance(effect, CollectiveComplete):
+            attempt.buffer.apply(effect)
     return sparse, attempt
 
 
@@ -55,23 +55,23 @@ def a_round() -> tuple[Exchanger, Attempt]:
     ids=["committed", "aborted", "skipped", "nobody knows"],
 )
 def test_the_round_that_is_under_way_is_settled_first(settled: RoundOutcome | None, left_N: object) -> None:
-    (sparse, attempt), in_flight = a_round(), InFlight()
-    in_flight.sent(attempt)
-    given_N = in_flight.surrender(sparse, lambda: settled)
+    (sparse, attempt), in_flight = a_round(), PendingAttempt()
+    in_flight.mark_sent(attempt)
+    given_N = in_flight.take_residual(sparse, lambda: settled)
     assert given_N is None if left_N is None else np.array_equal(given_N, left_N)
 
 
 def test_what_is_half_applied_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    (sparse, attempt), in_flight = a_round(), InFlight()
-    in_flight.sent(attempt)
+    (sparse, attempt), in_flight = a_round(), PendingAttempt()
+    in_flight.mark_sent(attempt)
 
-    def interrupted(attempt: Attempt) -> None:
+    def interrupted(attempt: ExchangeAttempt) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sparse, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         in_flight.commit(sparse, attempt)
-    assert in_flight.surrender(sparse, lambda: pytest.fail("there is no round to settle")) is None
+    assert in_flight.take_residual(sparse, lambda: pytest.fail("there is no round to settle")) is None
 
 
 def wrapped_whole() -> GridOptimizer:
@@ -83,16 +83,16 @@ def wrapped_whole() -> GridOptimizer:
 
 
 def stage_of_two() -> Pipeline:
-    options = Options(
+    options = PipelineOptions(
         stages=2, micro_batches=1, exchange=GTopK(density=0.25, momentum=0.0), loss=nn.MSELoss()
     )
     session: Any = SimpleNamespace(
-        picture=Picture(rank=0, world_size=2), resize_residual=lambda n: None, note=lambda figures: None
+        picture=WorkerSnapshot(rank=0, world_size=2), resize_residual=lambda n: None, note=lambda figures: None
     )
     blocks = Blueprint(lambda: [nn.Linear(2, 2, bias=False) for _ in range(2)])
-    staging = Staging(blocks, 2, cuts=None, device=torch.device("cpu"))
+    staging = ModelStages(blocks, 2, cuts=None, device=torch.device("cpu"))
     pipe = Pipeline(staging, lambda p: torch.optim.SGD(p, lr=0.1), options, session)
-    pipe.capture(session.picture)
+    pipe.capture_state(session.picture)
     assert pipe.held_stage == 0
     return pipe
 
@@ -100,19 +100,19 @@ def stage_of_two() -> Pipeline:
 def exchanger_of(trains: GridOptimizer | Pipeline) -> Exchanger:
     if isinstance(trains, GridOptimizer):
         return trains._exchanger
-    assert trains._held is not None
-    return trains._held.exchanger
+    assert trains._state is not None
+    return trains._state.exchanger
 
 
 def give_up(trains: GridOptimizer | Pipeline) -> None:
     """As after a pause, when what was kept back has been handed over or is lost."""
-    trains.forget_residual()
+    trains.clear_residual()
 
 
 def get_another_seat(trains: GridOptimizer | Pipeline) -> None:
     assert isinstance(trains, Pipeline)
-    trains._session.picture = Picture(rank=1, world_size=2)  # type: ignore[misc]
-    trains.pack(trains._session.picture)
+    trains._session.snapshot = WorkerSnapshot(rank=1, world_size=2)  # type: ignore[misc]
+    trains.pack(trains._session.snapshot)
     assert trains.held_stage == 1
 
 
@@ -130,7 +130,7 @@ def test_a_residual_that_begins_anew_is_given_away_again(
     """What others have left to this worker is in it, and was lost if this one left before a step."""
     trains = made()
 
-    def interrupted(attempt: Attempt) -> None:
+    def interrupted(attempt: ExchangeAttempt) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
@@ -157,18 +157,18 @@ def test_a_round_is_not_settled_for_a_residual_that_came_after_it(
 
 
 def test_without_a_residual_nothing_is_settled() -> None:
-    dense = exchanger(Dense(), (0, 4), torch.device("cpu"))
-    assert InFlight().surrender(dense, lambda: pytest.fail("there is nothing to give away")) is None
+    dense = make_exchanger(Dense(), (0, 4), torch.device("cpu"))
+    assert PendingAttempt().take_residual(dense, lambda: pytest.fail("there is nothing to give away")) is None
 
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_what_a_dense_step_has_taken_along_is_not_given_away_again(committed: bool) -> None:
     auto = Auto(density=0.25)
-    chosen, in_flight = ChosenExchanger(auto, (0, 4), torch.device("cpu")), InFlight()
+    chosen, in_flight = AutoExchanger(auto, (0, 4), torch.device("cpu")), PendingAttempt()
     kept_N = np.array([0, 1.0, -2.0, 0.5], np.float32)
-    assert chosen.opened().absorb(np.arange(4), kept_N, 1e30)
+    assert chosen.open_feedback().add_residual(np.arange(4), kept_N, 1e30)
     plan = StepPlan(0, 0, rank=0, world_size=1, samples=1, total_samples=1, exchange=Dense().describe())
-    in_flight.sent(chosen.prepare_bucket(0, GRADIENT_N, plan, usable=True))
-    given_N = in_flight.surrender(chosen, lambda: outcome(committed=committed))
+    in_flight.mark_sent(chosen.prepare_bucket(0, GRADIENT_N, plan, usable=True))
+    given_N = in_flight.take_residual(chosen, lambda: outcome(committed=committed))
     left_N = np.zeros(4) if committed else kept_N
     assert given_N is not None and np.array_equal(given_N, left_N), "the others have applied it"

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from gridtrain.config import Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import ConfigError, RemoteProtocolError
-from gridtrain.optim.local_steps import LocalStepsOptimizer
+from gridtrain.optim.local_steps import LocalSGDOptimizer
 from gridtrain.optim.scaler import GridScaler
-from gridtrain.optim.state_sync import digest
+from gridtrain.optim.state_sync import replica_digest
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.runtime.updates import StepUpdate
 
@@ -55,7 +55,7 @@ def sgd(model, lr=0.1, **options):
 
 def wrap(session, model, exchange, inner=None, *, every=EVERY, **outer):
     inner = inner or adamw(model)
-    return LocalStepsOptimizer(inner, model, LocalSteps(every, exchange, **outer), session)
+    return LocalSGDOptimizer(inner, model, LocalSteps(every, exchange, **outer), session)
 
 
 def flat(model):
@@ -83,7 +83,7 @@ def test_all_workers_hold_the_same_bits_after_every_exchange(network, exchange, 
             train_step(model, optimizer, 100 * step + session.rank)
             scheduler.step()
             if (step + 1) % EVERY == 0:
-                shared.append(digest(model, optimizer.replicated))
+                shared.append(replica_digest(model, optimizer.replicated))
                 moments.append(inner.state_dict()["state"][0]["exp_avg"].sum().item())
         return shared, moments
 
@@ -103,7 +103,7 @@ def test_other_dtypes(network, dtype):
         for step in range(2 * EVERY):
             train_step(model, optimizer, 10 * step + session.rank)
         assert next(model.parameters()).dtype == dtype
-        return digest(model, optimizer.replicated)
+        return replica_digest(model, optimizer.replicated)
 
     assert len(set(network(3).train(worker))) == 1
 
@@ -165,12 +165,12 @@ def test_a_turn_with_few_samples_trains_less(network):
     """Of three calls only the first one is for samples; the stand-ins of the others move nothing."""
     model, twin = small_model(), small_model()
     optimizer, plain = wrap(network().session(), model, Dense()), adamw(twin)
-    optimizer.turn_begins(1)
+    optimizer.begin_turn(1)
     for step in range(EVERY):
         train_step(model, optimizer, step)
     train_step(twin, plain, 0)
     assert (flat(model) - flat(twin)).abs().max() < 1e-6
-    optimizer.turn_begins(EVERY)
+    optimizer.begin_turn(EVERY)
     before = flat(model)
     train_step(model, optimizer, 7)
     assert not torch.equal(flat(model), before)
@@ -230,7 +230,7 @@ def test_an_abort_keeps_the_residual_and_the_change(network):
             train_step(model, optimizer, 10 * step + session.rank)
             if (step + 1) % EVERY == 0:
                 anchors.append(flat(model))
-        return seen, anchors, digest(model, optimizer.replicated)
+        return seen, anchors, replica_digest(model, optimizer.replicated)
 
     smooth = network(2).train(worker)
     rough = network(2, aborts={(1, 0), (1, 1)}).train(worker)
@@ -255,7 +255,7 @@ def test_parameters_that_are_not_finite_skip_the_round_on_all(network, exchange,
         optimizer = wrap(session, model, exchange, inner, outer_momentum=0.5)
         for step in range(EVERY):
             train_step(model, optimizer, 10 * step + session.rank)
-        before, residual = digest(model, optimizer.replicated), optimizer.residual_state()
+        before, residual = replica_digest(model, optimizer.replicated), optimizer.residual_state()
         for step in range(EVERY):
             backward(model, 900 + 10 * step + session.rank)
             if session.rank == 1 and step == at:
@@ -263,13 +263,13 @@ def test_parameters_that_are_not_finite_skip_the_round_on_all(network, exchange,
             optimizer.step()
             optimizer.zero_grad()
         assert optimizer.last_skipped and optimizer.skipped_steps == 1
-        assert digest(model, optimizer.replicated) == before, "all are back at the anchor"
+        assert replica_digest(model, optimizer.replicated) == before, "all are back at the anchor"
         assert all(torch.equal(t, residual[name]) for name, t in optimizer.residual_state().items())
         assert bool(inner.state_dict()["state"]) == (session.rank != 1), "its moments were poisoned"
         for step in range(EVERY):
             train_step(model, optimizer, 70 * step + session.rank)
         assert not optimizer.last_skipped and torch.isfinite(flat(model)).all()
-        return digest(model, optimizer.replicated)
+        return replica_digest(model, optimizer.replicated)
 
     assert len(set(network(3).train(worker))) == 1
     assert caplog.text.count("parameters are not finite after 3 local steps") == 1
@@ -284,7 +284,7 @@ def test_a_stand_in_batch_counts_for_nothing(network):
             if session.rank == 1:
                 model[0].weight.grad[0, 0] = math.nan
             optimizer.step()
-        return optimizer.skipped_steps, digest(model, optimizer.replicated)
+        return optimizer.skipped_steps, replica_digest(model, optimizer.replicated)
 
     assert network(samples=[4, 0]).train(worker) == network(samples=[4]).train(worker) * 2
 
@@ -307,7 +307,7 @@ def test_an_overflow_costs_one_local_step_and_no_exchange(network):
             scaler.update()
             optimizer.zero_grad()
             seen.append(scaler.get_scale())
-        return seen, optimizer.skipped_steps, digest(model, optimizer.replicated)
+        return seen, optimizer.skipped_steps, replica_digest(model, optimizer.replicated)
 
     group = network(2)
     (calm, _, one), (backed_off, skipped, other) = group.train(worker)
@@ -357,14 +357,14 @@ def test_a_newcomer_takes_parameters_and_velocity_and_has_moments_of_its_own(net
     model, optimizer = trained(network)
     fresh = small_model()
     newcomer = wrap(network().session(), fresh, GTopK(density=0.2), outer_momentum=0.9)
-    newcomer.restore(optimizer.capture())
-    assert digest(fresh, newcomer.replicated) == digest(model, optimizer.replicated)
+    newcomer.restore_state(optimizer.capture_state())
+    assert replica_digest(fresh, newcomer.replicated) == replica_digest(model, optimizer.replicated)
     assert not newcomer.inner.state_dict()["state"]
     for one, wrapped in ((model, optimizer), (fresh, newcomer)):
         kept = wrapped.inner.state_dict()["state"]
-        wrapped.restore(optimizer.capture())
+        wrapped.restore_state(optimizer.capture_state())
         assert wrapped.inner.state_dict()["state"].keys() == kept.keys(), "a state leaves moments alone"
-        assert digest(one, wrapped.replicated) == digest(model, optimizer.replicated)
+        assert replica_digest(one, wrapped.replicated) == replica_digest(model, optimizer.replicated)
 
 
 def test_replaying_updates_leads_to_the_same_bits(network):
@@ -388,12 +388,12 @@ def test_replaying_updates_leads_to_the_same_bits(network):
         train_step(model, optimizer, step)
         optimizer.param_groups[0]["lr"] *= 0.9
         if step == 2 * EVERY - 1:
-            behind.restore(optimizer.capture())
+            behind.restore_state(optimizer.capture_state())
             first = len(updates)
     for update in updates[first:]:
-        behind.replay(update)
+        behind.replay_update(update)
     optimizer.param_groups[0]["lr"] /= 0.9  # replayed is what was voted on, before the last change
-    assert digest(follower, behind.replicated) == digest(model, optimizer.replicated)
+    assert replica_digest(follower, behind.replicated) == replica_digest(model, optimizer.replicated)
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(network):
@@ -406,21 +406,21 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(network):
     for step in range(50, 50 + 2 * EVERY):
         train_step(model, optimizer, step)
         train_step(again, resumed, step)
-    assert digest(again, resumed.replicated) == digest(model, optimizer.replicated)
-    assert digest(again, resumed.inner) == digest(model, optimizer.inner), "its own moments, too"
+    assert replica_digest(again, resumed.replicated) == replica_digest(model, optimizer.replicated)
+    assert replica_digest(again, resumed.inner) == replica_digest(model, optimizer.inner), "its own moments, too"
 
 
 def test_a_state_with_another_velocity_is_refused(network):
     _, optimizer = trained(network)
     plain = wrap(network().session(), small_model(), GTopK(density=0.2))
     with pytest.raises(RemoteProtocolError, match="an outer velocity on one side only"):
-        plain.restore(optimizer.capture())
+        plain.restore_state(optimizer.capture_state())
     document, tensors = optimizer.pack()
     for broken in (
         {0: {"velocity": torch.zeros(3)}},
-        {0: {"velocity": torch.zeros(optimizer.elements, dtype=torch.float64)}},
-        {1: {"velocity": torch.zeros(optimizer.elements)}},
-        {0: {"other": torch.zeros(optimizer.elements)}},
+        {0: {"velocity": torch.zeros(optimizer.flat_size, dtype=torch.float64)}},
+        {1: {"velocity": torch.zeros(optimizer.flat_size)}},
+        {0: {"other": torch.zeros(optimizer.flat_size)}},
         {0: {"velocity": 3}},
         {0: 3},
         [],
@@ -470,7 +470,7 @@ def test_adam_is_what_it_is_for(network, recwarn):
 def test_too_many_calls_are_refused(network):
     model = small_model()
     optimizer = wrap(network().session(), model, Dense())
-    optimizer.turn_begins(EVERY)
+    optimizer.begin_turn(EVERY)
     for step in range(EVERY):
         train_step(model, optimizer, step)
     with pytest.raises(ConfigError, match=r"step\(\) was called 4 times for a step's 3 batches"):
@@ -488,7 +488,7 @@ def test_an_exchange_by_hand_and_a_closure_are_refused(network):
 def test_a_clip_norm_has_nothing_to_clip(network):
     model, exchange = small_model(), LocalSteps(2, Dense())
     with pytest.raises(ConfigError, match="clip each worker's"):
-        LocalStepsOptimizer(adamw(model), model, exchange, network().session(), clip_norm=1.0)
+        LocalSGDOptimizer(adamw(model), model, exchange, network().session(), clip_norm=1.0)
 
 
 def test_a_parameter_that_is_unfrozen_later_is_refused(network):
@@ -532,7 +532,7 @@ def test_moments_start_afresh_each_time_also_those_that_an_optimizer_is_born_wit
     """Adagrad has sums before its first step: two bad batches, and the group skips two exchanges, not all."""
     model = small_model()
     adagrad = torch.optim.Adagrad(model.parameters(), lr=0.01)
-    optimizer = LocalStepsOptimizer(
+    optimizer = LocalSGDOptimizer(
         adagrad, model, LocalSteps(every=2, exchange=Dense()), network(1).session(0)
     )
     skipped = []

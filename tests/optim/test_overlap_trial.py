@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gridtrain
-from gridtrain.optim.overlap_trial import PERIOD_STEPS, SECOND_PHASE, TRIAL_STEPS, WARM_UP_STEPS, Trial
+from gridtrain.optim.overlap_trial import PERIOD_STEPS, SECOND_PHASE, TRIAL_STEPS, WARM_UP_STEPS, OverlapTrial
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.runtime.plan import StepPlan
 
@@ -31,7 +31,7 @@ class Members:
     """A group's trials, and one letter a step: E for early, w for whole; a capital W where the table goes."""
 
     def __init__(self, size: int, adaptive: bool = True) -> None:
-        self.trials = [Trial(adaptive) for _ in range(size)]
+        self.trials = [OverlapTrial(adaptive) for _ in range(size)]
         self.line = ""
         self.told: list[str] = []
 
@@ -39,19 +39,19 @@ class Members:
         """`took_s(rank, early)`; None: this member had no backward."""
         size = len(self.trials)
         plans = [plan(step, rank, size, generation, first_step) for rank in range(size)]
-        (early,) = {trial.early(each) for trial, each in zip(self.trials, plans, strict=True)}
-        tables = [trial.table(each) for trial, each in zip(self.trials, plans, strict=True)]
+        (early,) = {trial.is_overlapped(each) for trial, each in zip(self.trials, plans, strict=True)}
+        tables = [trial.make_table(each) for trial, each in zip(self.trials, plans, strict=True)]
         assert len({table is None for table in tables}) == 1
         self.line += "E" if early else "w" if tables[0] is None else "W"
         if tables[0] is not None and not skip:
             sums = np.sum([table.update_N for table in tables], axis=0, dtype=np.float32)
-            told = [trial.decide(each, sums) for trial, each in zip(self.trials, plans, strict=True)]
+            told = [trial.apply_table(each, sums) for trial, each in zip(self.trials, plans, strict=True)]
             self.told += [text for text in told[:1] if text]
             assert len(set(told)) == 1
         for rank, (trial, each) in enumerate(zip(self.trials, plans, strict=True)):
             seconds = took_s(rank, early)
             if seconds is not None:
-                trial.took(each, seconds)
+                trial.record_duration(each, seconds)
 
     def run(self, steps, took_s, **options):
         for step in range(steps):
@@ -99,7 +99,7 @@ def test_it_is_turned_on_again_where_a_later_trial_says_so():
 @pytest.mark.parametrize(("early_s", "pays"), [(0.97, True), (0.99, False), (1.0, False), (1.03, False)])
 def test_it_has_to_save_more_than_steps_vary(early_s, pays):
     members = Members(1).run(16, lambda rank, early: early_s if early else 1.0)
-    assert members.trials[0].pays is pays
+    assert members.trials[0].is_worthwhile is pays
 
 
 def test_first_steps_of_a_way_do_not_count():
@@ -109,7 +109,7 @@ def test_first_steps_of_a_way_do_not_count():
         members.step(
             step, lambda rank, early, first=first: 60.0 if first and early else 0.9 if early else 1.0
         )
-    assert members.trials[0].pays
+    assert members.trials[0].is_worthwhile
 
 
 def test_a_generation_begins_anew():
@@ -135,19 +135,19 @@ def test_one_member_alone_decides_nothing(claimed_s):
     members = Members(3).run(
         16, lambda rank, early: claimed_s if rank == 1 and early else 1.1 if early else 1.0
     )
-    assert not members.trials[0].pays
+    assert not members.trials[0].is_worthwhile
     members = Members(3).run(
         16, lambda rank, early: claimed_s if rank == 1 and not early else 0.9 if early else 1.0
     )
-    assert members.trials[0].pays
+    assert members.trials[0].is_worthwhile
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), -1.0])
 def test_a_table_that_says_nothing_leaves_it_as_it_is(value):
-    trial = Trial(adaptive=True)
-    assert trial.decide(plan(14), np.full(2, value, np.float32)) == ""
-    assert not trial.pays
-    assert trial.table(plan(15)) is None
+    trial = OverlapTrial(adaptive=True)
+    assert trial.apply_table(plan(14), np.full(2, value, np.float32)) == ""
+    assert not trial.is_worthwhile
+    assert trial.make_table(plan(15)) is None
 
 
 def test_always_means_always():
@@ -195,7 +195,7 @@ def test_what_cannot_be_cut_is_not_overlapped_and_that_is_said(network, caplog):
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange, session = gridtrain.GTopK(density=0.01), network().session()
     wrapped = GridOptimizer(sgd, model, exchange, session, overlap=gridtrain.Overlap())
-    assert not wrapped.overlaps
+    assert not wrapped.is_overlapping
     assert caplog.messages == [
         "overlap is left out: 160400 elements in 2 parameters cannot be cut into buckets of at least 600000"
     ]

@@ -17,7 +17,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from gridtrain.errors import ConfigError
 from gridtrain.optim import sampler
 from gridtrain.optim.prefetch import Prefetcher
-from gridtrain.optim.reading import IterableReader, MapReader, is_iterable, measure, parts, weights
+from gridtrain.optim.reading import (
+    IterableReader,
+    MapReader,
+    is_iterable,
+    measure_dataset,
+    micro_batch_weights,
+    split_micro_batches,
+)
 from gridtrain.protocol import ledger
 from gridtrain.protocol.messages import LedgerSpec, LedgerState, Span
 
@@ -92,7 +99,7 @@ def test_a_pass_that_ends_early_is_an_error_with_both_numbers() -> None:
     ],
 )
 def test_parts(items: list[int], count: int, expected: list[list[int]]) -> None:
-    assert parts(items, count) == expected
+    assert split_micro_batches(items, count) == expected
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -100,8 +107,8 @@ def test_parts(items: list[int], count: int, expected: list[list[int]]) -> None:
 def test_each_sample_of_the_parts_counts_once(samples: int, count: int) -> None:
     """Each part's gradient is the mean of its samples'."""
     counts: Counter[int] = Counter()
-    weighed = weights(samples, count)
-    for part, weight in zip(parts(range(samples), count), weighed, strict=True):
+    weighed = micro_batch_weights(samples, count)
+    for part, weight in zip(split_micro_batches(range(samples), count), weighed, strict=True):
         for sample in part:
             counts[sample] += Fraction(weight).limit_denominator(99) / len(part)  # type: ignore[assignment]
     assert counts == dict.fromkeys(range(samples), 1)
@@ -121,10 +128,10 @@ class Numbered(IterableDataset[torch.Tensor]):
 
 def test_the_text_tells_data_apart() -> None:
     squares, again, cubes = (Numbered(draw) for draw in (lambda i: i * i, lambda i: i * i, lambda i: i**3))
-    assert measure(squares, 20) == measure(again, 20) != measure(cubes, 20)
-    size, text = measure(squares, 20)
+    assert measure_dataset(squares, 20) == measure_dataset(again, 20) != measure_dataset(cubes, 20)
+    size, text = measure_dataset(squares, 20)
     assert size == 20 and text.startswith("20 samples a pass in the data set's own order, digest ")
-    assert measure(Numbered(lambda i: i), 5)[0] == 5
+    assert measure_dataset(Numbered(lambda i: i), 5)[0] == 5
 
 
 @pytest.mark.parametrize(
@@ -140,13 +147,13 @@ def test_the_text_tells_data_apart() -> None:
 )
 def test_what_cannot_be_shared_out_is_refused(dataset: Any, length: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        measure(dataset, length)
+        measure_dataset(dataset, length)
 
 
 def test_contents_that_mean_nothing_elsewhere_are_not_compared_and_random_numbers_stay() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    assert measure(Numbered(lambda i: torch.rand(1).item() * 0 + i), 20)[1].startswith("20 samples a pass")
+    assert measure_dataset(Numbered(lambda i: torch.rand(1).item() * 0 + i), 20)[1].startswith("20 samples a pass")
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -165,7 +172,7 @@ def test_rare_augmentation_is_no_matter_of_chance(draw: Callable[[], float], oft
     texts = set()
     for seed in range(20):
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-        texts.add(measure(Flipped(), None)[1])
+        texts.add(measure_dataset(Flipped(), None)[1])
     assert len(texts) == 1
 
 
@@ -177,13 +184,13 @@ def test_a_list_has_an_index_and_a_generator_has_none() -> None:
 
 
 def foreseen(state: LedgerState, shares: list[tuple[bytes, int]], depth: int) -> Any:
-    return [ledger.assign(SPEC, state, shares)[A], *ledger.foresee(SPEC, state, shares, A, depth)]
+    return [ledger.assign(SPEC, state, shares)[A], *ledger.predict_assignments(SPEC, state, shares, A, depth)]
 
 
 def test_what_is_foreseen_is_what_comes() -> None:
     shares, state, seen = [(A, 2), (B, 3)], LedgerState(), []
     expected = foreseen(state, shares, 20)
-    while not ledger.finished(SPEC, state):
+    while not ledger.is_finished(SPEC, state):
         taken = ledger.assign(SPEC, state, shares)
         seen.append(taken[A])
         state = ledger.commit(SPEC, state, taken, skipped=False)
@@ -199,14 +206,14 @@ def test_ahead_is_read_what_comes_and_dropped_what_does_not(workers: int) -> Non
     two, three = [(A, 2), (B, 2)], [(A, 2), (B, 2), (C, 1)]
     state = LedgerState()
     try:
-        while not ledger.finished(SPEC, state):
+        while not ledger.is_finished(SPEC, state):
             shares = two if state.step < 3 else three
             spans, *later = foreseen(state, shares, ahead.depth)
             assert numbers(ahead.read(spans, later)) == numbers(reader.read(spans)), f"step {state.step}"
             if state.step == 2:
-                assert ahead.dropped == 0
+                assert ahead.dropped_batches == 0
             state = ledger.commit(SPEC, state, ledger.assign(SPEC, state, shares), skipped=False)
-        assert 0 < ahead.dropped <= ahead.depth
+        assert 0 < ahead.dropped_batches <= ahead.depth
     finally:
         ahead.close()
 

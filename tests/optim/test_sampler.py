@@ -8,7 +8,14 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from gridtrain.errors import ConfigError
-from gridtrain.optim.sampler import GridSampler, cut, dataset_digest, fetch, permutation, sample_indices
+from gridtrain.optim.sampler import (
+    GridSampler,
+    dataset_digest,
+    fetch_batch,
+    permutation,
+    sample_indices,
+    split_spans,
+)
 from gridtrain.protocol.messages import LedgerSpec, Span
 
 
@@ -47,14 +54,14 @@ def test_spans_across_passes_in_their_order():
     ],
 )
 def test_spans_are_cut_in_their_order(spans, count, pieces):
-    cut_spans = cut([Span(*span) for span in spans], count)
+    cut_spans = split_spans([Span(*span) for span in spans], count)
     assert cut_spans == [tuple(Span(*span) for span in piece) for piece in pieces]
 
 
 def test_fetch_is_what_a_loader_does():
     data = TensorDataset(torch.arange(10.0), torch.arange(10))
     for dataset in (data, Subset(data, range(10))):  # the latter has __getitems__
-        values, labels = fetch(dataset, [3, 1])
+        values, labels = fetch_batch(dataset, [3, 1])
         assert values.tolist() == [3.0, 1.0] and labels.tolist() == [3, 1]
 
 

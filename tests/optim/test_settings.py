@@ -7,7 +7,7 @@ from torch import nn
 
 from gridtrain.errors import ConfigError
 from gridtrain.optim import settings
-from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.runtime.buffers import DenseRingBuffer
 from gridtrain.runtime.plan import StepPlan
 
 
@@ -21,9 +21,9 @@ def sgd(**options):
 
 def summed(optimizers, skipping=()):
     """What every rank holds after the ring: the sum of all rows."""
-    parts = [settings.workspace(plan(rank, len(optimizers)), one) for rank, one in enumerate(optimizers)]
+    parts = [settings.make_hyperparameter_buffer(plan(rank, len(optimizers)), one) for rank, one in enumerate(optimizers)]
     for rank, part in enumerate(parts):
-        part.collective(rank, len(parts), rank in skipping)
+        part.make_collective(rank, len(parts), rank in skipping)
     return sum(part.update_N for part in parts)
 
 
@@ -32,7 +32,7 @@ def told(sums_N, world_size):
     answers = []
     for rank in range(world_size):
         try:
-            settings.refuse_fork(plan(rank, world_size), DenseWorkspace(sums_N.copy(), world_size))
+            settings.check_hyperparameters(plan(rank, world_size), DenseRingBuffer(sums_N.copy(), world_size))
             answers.append(None)
         except ConfigError as error:
             answers.append(error.reason)
@@ -40,7 +40,7 @@ def told(sums_N, world_size):
 
 
 def test_a_first_attempt_carries_no_rows():
-    assert settings.workspace(plan(0, 3, attempt=0), sgd()) is None
+    assert settings.make_hyperparameter_buffer(plan(0, 3, attempt=0), sgd()) is None
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,20 @@ import torch
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import leaving, state_sync
-from gridtrain.optim.checkpoint import Snapshot, read, step_folder
-from gridtrain.optim.stage_checkpoints import StageCheckpoints
-from gridtrain.protocol.messages import Held, LedgerState, Span
+from gridtrain.optim.checkpoint import CheckpointContent, read, step_folder
+from gridtrain.optim.stage_checkpoints import StageCheckpointStore
+from gridtrain.protocol.messages import CheckpointInfo, LedgerState, Span
 
 BLOCKS = Span(1, 2)
 
 
-def store_in(folder: Path) -> StageCheckpoints:
-    return StageCheckpoints(folder, (), every=10, keep=3, told=lambda _: None, loaded=lambda *_: None)
+def store_in(folder: Path) -> StageCheckpointStore:
+    return StageCheckpointStore(folder, (), every=10, keep=3, told=lambda _: None, loaded=lambda *_: None)
 
 
-def write(store: StageCheckpoints, blocks: Span, step: int) -> None:
-    held = Held(step - 1, bytes(32), LedgerState(step=step))
-    store.write(blocks, Snapshot(held, (), {}, {"x": torch.zeros(1)}, {}))
+def write(store: StageCheckpointStore, blocks: Span, step: int) -> None:
+    held = CheckpointInfo(step - 1, bytes(32), LedgerState(step=step))
+    store.write(blocks, CheckpointContent(held, (), {}, {"x": torch.zeros(1)}, {}))
     store.wait()
 
 
@@ -33,11 +33,11 @@ def test_a_step_that_was_rolled_back_is_written_when_it_comes_again(tmp_path: Pa
     """10 and 20 are written; 20 is lost with another stage's; the group goes back to 10, then to 20 again."""
     store = store_in(tmp_path)
     for step in (10, 20):
-        assert store.due(BLOCKS, step)
+        assert store.is_due(BLOCKS, step)
         write(store, BLOCKS, step)
-    store.discard(9)
-    assert [held.applied + 1 for held in store.held()] == [10]
-    assert store.due(BLOCKS, 20), "as the newcomer in the lost stage writes it, too"
+    store.discard_after(9)
+    assert [held.applied + 1 for held in store.stored_checkpoints()] == [10]
+    assert store.is_due(BLOCKS, 20), "as the newcomer in the lost stage writes it, too"
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -49,11 +49,11 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def snapshot(step: int) -> Snapshot:
+def snapshot(step: int) -> CheckpointContent:
     model, optimizer = trained()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    document, tensors = state_sync.pack(model, optimizer, {"scheduler": scheduler})
-    return Snapshot(Held(step - 1, bytes(32), LedgerState(step=step)), (), document, tensors, {})
+    document, tensors = state_sync.pack_state(model, optimizer, {"scheduler": scheduler})
+    return CheckpointContent(CheckpointInfo(step - 1, bytes(32), LedgerState(step=step)), (), document, tensors, {})
 
 
 def test_the_digest_of_a_checkpoint_is_that_of_the_state_however_it_travels(tmp_path: Path) -> None:
@@ -61,19 +61,19 @@ def test_the_digest_of_a_checkpoint_is_that_of_the_state_however_it_travels(tmp_
     store = store_in(tmp_path)
     store.write(BLOCKS, snapshot(10))
     store.wait()
-    (held,) = store.held()
+    (held,) = store.stored_checkpoints()
     assert len(held.digest) == 32
-    store.check(store.give(held), held.digest)
+    store.verify(store.read_for_peer(held), held.digest)
     model, optimizer = trained()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    captured = state_sync.capture(model, optimizer, {"scheduler": scheduler})
-    store.check(captured, held.digest)
+    captured = state_sync.capture_state(model, optimizer, {"scheduler": scheduler})
+    store.verify(captured, held.digest)
     with torch.no_grad():
         next(model.parameters())[0, 0] += 1e-6
     with pytest.raises(RemoteProtocolError, match=r"has the digest \w{12}; the group's has"):
-        store.check(state_sync.capture(model, optimizer, {"scheduler": scheduler}), held.digest)
+        store.verify(state_sync.capture_state(model, optimizer, {"scheduler": scheduler}), held.digest)
     with pytest.raises(RemoteProtocolError, match="not a training state"):
-        store.check([b"short"], held.digest)
+        store.verify([b"short"], held.digest)
 
 
 def changed(folder: Path) -> None:
@@ -87,29 +87,29 @@ def test_a_checkpoint_whose_tensors_are_others_is_not_loaded_nor_given(tmp_path:
     store = store_in(tmp_path)
     store.write(BLOCKS, snapshot(10))
     store.wait()
-    (held,) = store.held()
+    (held,) = store.stored_checkpoints()
     path = step_folder(store.folder_of(BLOCKS), 10)
-    assert read(path).held.digest == held.digest
+    assert read(path).position.digest == held.digest
     changed(path)
     with pytest.raises(ConfigError, match="its tensors are not those that were written"):
-        store.give(held)
-    assert store.held() == (), "nobody is sent here for it again"
+        store.read_for_peer(held)
+    assert store.stored_checkpoints() == (), "nobody is sent here for it again"
     store.write_now(BLOCKS, snapshot(10))
-    assert store.held() == (held,) and store.is_whole(held)
+    assert store.stored_checkpoints() == (held,) and store.is_intact(held)
 
 
 def test_a_checkpoint_that_fails_is_not_told_of_any_more(tmp_path: Path) -> None:
-    told: list[tuple[Held, ...]] = []
-    store = StageCheckpoints(tmp_path, (), every=10, keep=3, told=told.append, loaded=does_not_fit)
+    told: list[tuple[CheckpointInfo, ...]] = []
+    store = StageCheckpointStore(tmp_path, (), every=10, keep=3, told=told.append, loaded=does_not_fit)
     for step in (10, 20):
         store.write(BLOCKS, snapshot(step))
     store.wait()
-    later, earlier = store.held()
+    later, earlier = store.stored_checkpoints()
     with pytest.raises(RemoteProtocolError, match="another model"):
         store.reload([later], BLOCKS)
-    assert store.held() == (earlier,)
+    assert store.stored_checkpoints() == (earlier,)
     changed(step_folder(store.folder_of(BLOCKS), 10))
-    assert not store.is_whole(earlier)
+    assert not store.is_intact(earlier)
     assert told[-1] == ()
 
 
@@ -122,14 +122,14 @@ def test_a_copy_is_kept_only_if_its_tensors_are_what_it_says(tmp_path: Path, who
     mine, theirs = store_in(tmp_path / "mine"), store_in(tmp_path / "theirs")
     theirs.write(BLOCKS, snapshot(10))
     theirs.wait()
-    (held,) = theirs.held()
+    (held,) = theirs.stored_checkpoints()
     if not whole:
         changed(step_folder(theirs.folder_of(BLOCKS), 10))
-    folder = mine.copy_folder(held)
-    for file in theirs.copy_files(held):
+    folder = mine.make_copy_folder(held)
+    for file in theirs.files_to_copy(held):
         (folder / file.name).write_bytes(file.read_bytes())
     mine.adopt_copy(held, folder)
-    assert mine.held() == ((held,) if whole else ())
+    assert mine.stored_checkpoints() == ((held,) if whole else ())
     assert whole or not folder.exists()
 
 
@@ -159,9 +159,9 @@ def test_what_is_renamed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     mine, theirs = store_in(tmp_path / "mine"), store_in(tmp_path / "theirs")
     theirs.write(BLOCKS, snapshot(10))
     theirs.wait()
-    (held,) = theirs.held()
-    folder = mine.copy_folder(held)
-    for file in theirs.copy_files(held):
+    (held,) = theirs.stored_checkpoints()
+    folder = mine.make_copy_folder(held)
+    for file in theirs.files_to_copy(held):
         (folder / file.name).write_bytes(file.read_bytes())
     cut = Cut(monkeypatch)
     if what == "a checkpoint":
@@ -169,7 +169,7 @@ def test_what_is_renamed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     elif what == "a copy":
         mine.adopt_copy(held, folder)
     else:
-        leaving.put_down(tmp_path, (), leaving.Left(9, bytes(32), np.ones(3, np.float32)))
+        leaving.save_left_residual(tmp_path, (), leaving.LeftResidual(9, bytes(32), np.ones(3, np.float32)))
     assert cut.synced and not cut.lost
 
 

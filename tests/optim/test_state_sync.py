@@ -12,7 +12,7 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import state_sync
 from gridtrain.optim.flat import canonical_names, model_digest
 from gridtrain.optim.scaler import GridScaler
-from gridtrain.optim.state_sync import buffers_vector, capture, digest, restore
+from gridtrain.optim.state_sync import buffers_vector, capture_state, replica_digest, restore_state
 
 
 def model_of(seed=0, width=6):
@@ -60,19 +60,19 @@ def test_the_joiner_goes_on_bit_for_bit(optimizer_name, scheduler_name):
 
     donor, joiner = worker(seed=0), worker(seed=9)
     train(*donor, steps=3)
-    assert digest(*donor[:2]) != digest(*joiner[:2])
-    restore(capture(*donor[:2], {"lr": donor[2]}), *joiner[:2], {"lr": joiner[2]})
-    assert digest(*donor[:2]) == digest(*joiner[:2])
+    assert replica_digest(*donor[:2]) != replica_digest(*joiner[:2])
+    restore_state(capture_state(*donor[:2], {"lr": donor[2]}), *joiner[:2], {"lr": joiner[2]})
+    assert replica_digest(*donor[:2]) == replica_digest(*joiner[:2])
     assert (buffers_vector(donor[0]) == buffers_vector(joiner[0])).all()
     for one in (donor, joiner):
         train(*one, steps=4, seed=2)
-    assert digest(*donor[:2]) == digest(*joiner[:2])
+    assert replica_digest(*donor[:2]) == replica_digest(*joiner[:2])
     assert donor[2].state_dict().keys() == joiner[2].state_dict().keys()
 
 
 def test_a_loss_scale_is_taken_over_where_both_sides_have_one():
     """A checkpoint from before it was tracked has none, nor has a worker beside the GPUs that needs none."""
-    ours = f"{state_sync.OURS}scaler"
+    ours = f"{state_sync.INTERNAL_PREFIX}scaler"
 
     def worker(scale, **others):
         layer = nn.Linear(2, 1)
@@ -80,23 +80,23 @@ def test_a_loss_scale_is_taken_over_where_both_sides_have_one():
         return layer, torch.optim.SGD(layer.parameters(), lr=0.1), {ours: scaler} | others
 
     donor, joiner = worker(8.0), worker(1024.0)
-    restore(capture(*donor), *joiner)
+    restore_state(capture_state(*donor), *joiner)
     assert joiner[2][ours].get_scale() == 8.0
     older, beside = (*worker(2.0)[:2], {}), (*worker(2.0)[:2], {})
-    restore(capture(*older), *joiner)
+    restore_state(capture_state(*older), *joiner)
     assert joiner[2][ours].get_scale() == 8.0, "it keeps its own"
-    restore(capture(*donor), *beside)
-    assert digest(*beside[:2]) == digest(*donor[:2])
+    restore_state(capture_state(*donor), *beside)
+    assert replica_digest(*beside[:2]) == replica_digest(*donor[:2])
     with pytest.raises(RemoteProtocolError, match=r"the state tracks \['scaler'\], this worker tracks \[\]"):
-        restore(capture(*worker(8.0, scaler=GridScaler(device="cpu"))), *joiner)
+        restore_state(capture_state(*worker(8.0, scaler=GridScaler(device="cpu"))), *joiner)
 
 
 def test_who_has_no_loss_scale_begins_like_the_others():
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with_one = {f"{state_sync.OURS}scaler": GridScaler(device="cpu")}
-    assert state_sync.begins(model, optimizer, with_one) == state_sync.begins(model, optimizer, {})
+    with_one = {f"{state_sync.INTERNAL_PREFIX}scaler": GridScaler(device="cpu")}
+    assert state_sync.initial_digest(model, optimizer, with_one) == state_sync.initial_digest(model, optimizer, {})
 
 
 class WideMoments(torch.optim.Optimizer):
@@ -132,11 +132,11 @@ def test_an_optimizers_state_keeps_its_own_precision(kind, dtype):
 
     donor, joiner = worker(), worker()
     steps(*donor, seed=0)
-    restore(capture(*donor, {}), *joiner, {})
-    assert digest(*donor) == digest(*joiner)
+    restore_state(capture_state(*donor, {}), *joiner, {})
+    assert replica_digest(*donor) == replica_digest(*joiner)
     for one in (donor, joiner):
         steps(*one, seed=1)
-    assert digest(*donor) == digest(*joiner)
+    assert replica_digest(*donor) == replica_digest(*joiner)
 
 
 @pytest.fixture
@@ -162,33 +162,33 @@ def test_plain_data_keeps_its_types(pair):
     plain = {"a": [1, 2.5, None, True, "x", (1, (2,))], 7: {"inf": float("inf"), -1: 1 / 3}, "": {}}
     sent = Box(plain=plain, milestones=Counter({3: 1, 5: 2}), tensor={0: torch.arange(3)})
     box = Box()
-    restore(capture(*pair, {"box": sent}), *pair, {"box": box})
+    restore_state(capture_state(*pair, {"box": sent}), *pair, {"box": box})
     assert box.content["plain"] == plain and type(box.content["plain"]["a"][5]) is tuple
     assert list(box.content["milestones"].elements()) == [3, 5, 5]
     assert torch.equal(box.content["tensor"][0], torch.arange(3))
 
 
 def test_the_capture_is_a_copy(pair):
-    blobs = capture(*pair, {})
-    before = digest(*pair)
+    blobs = capture_state(*pair, {})
+    before = replica_digest(*pair)
     with torch.no_grad():
         pair[0][0].weight.zero_()
-    restore(b"".join(blobs), *pair, {})
-    assert digest(*pair) == before
+    restore_state(b"".join(blobs), *pair, {})
+    assert replica_digest(*pair) == before
 
 
 def test_a_compiled_donor_and_a_plain_joiner(pair):
     compiled = torch.compile(pair[0], backend="eager")
     joiner = model_of(5), None
     optimizer = torch.optim.SGD(joiner[0].parameters(), lr=0.1, momentum=0.9)
-    restore(capture(compiled, pair[1], {}), joiner[0], optimizer, {})
-    assert digest(compiled, pair[1]) == digest(joiner[0], optimizer)
+    restore_state(capture_state(compiled, pair[1], {}), joiner[0], optimizer, {})
+    assert replica_digest(compiled, pair[1]) == replica_digest(joiner[0], optimizer)
     assert model_digest(compiled) == model_digest(joiner[0])
 
 
 def test_what_cannot_be_sent_is_refused_with_its_place(pair):
     with pytest.raises(ConfigError, match=r"ema\.deep\[1\] is a function"):
-        capture(*pair, {"ema": Box(deep=[1, lambda: 0])})
+        capture_state(*pair, {"ema": Box(deep=[1, lambda: 0])})
 
 
 # -- nothing from the network is trusted --------------------------------------------------------------
@@ -197,17 +197,17 @@ def test_what_cannot_be_sent_is_refused_with_its_place(pair):
 def test_another_model_is_refused_and_nothing_changes(pair):
     other = model_of(width=7)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    before = digest(other, optimizer)
+    before = replica_digest(other, optimizer)
     with pytest.raises(
         RemoteProtocolError, match=r"parameters differ, the first is '0\.bias'.*\(6,\).*\(7,\)"
     ):
-        restore(capture(*pair, {}), other, optimizer, {})
-    assert digest(other, optimizer) == before
+        restore_state(capture_state(*pair, {}), other, optimizer, {})
+    assert replica_digest(other, optimizer) == before
 
 
 def test_other_trackers_are_refused(pair):
     with pytest.raises(RemoteProtocolError, match=r"tracks \['ema'\], this worker tracks \[\]"):
-        restore(capture(*pair, {"ema": Box()}), *pair, {})
+        restore_state(capture_state(*pair, {"ema": Box()}), *pair, {})
 
 
 def test_another_optimizer_is_refused(pair):
@@ -216,7 +216,7 @@ def test_another_optimizer_is_refused(pair):
         {"params": [*pair[0][1].parameters(), *pair[0][2].parameters()]},
     ]
     with pytest.raises(RemoteProtocolError, match="number of parameter groups"):
-        restore(capture(*pair, {}), pair[0], torch.optim.SGD(split, lr=0.1), {})
+        restore_state(capture_state(*pair, {}), pair[0], torch.optim.SGD(split, lr=0.1), {})
 
 
 @pytest.mark.parametrize(
@@ -232,11 +232,11 @@ def test_another_optimizer_is_refused(pair):
 )
 def test_garbage_is_refused(pair, data):
     with pytest.raises(RemoteProtocolError, match="not a training state"):
-        restore(data, *pair, {})
+        restore_state(data, *pair, {})
 
 
 def test_mutated_states_are_valid_or_refused(pair):
-    data = b"".join(capture(*pair, {"box": Box(a=[1, {"b": (2, 3)}])}))
+    data = b"".join(capture_state(*pair, {"box": Box(a=[1, {"b": (2, 3)}])}))
     for seed in range(300):
         rng = random.Random(seed)
         mutated = bytearray(data)
@@ -244,7 +244,7 @@ def test_mutated_states_are_valid_or_refused(pair):
             mutated[rng.randrange(min(len(data), 3000))] = rng.randrange(256)
         mutated = bytes(mutated[: rng.choice([len(data), rng.randrange(len(data))])])
         try:
-            restore(mutated, *pair, {"box": Box()})
+            restore_state(mutated, *pair, {"box": Box()})
         except RemoteProtocolError:
             pass
         except Exception as error:
@@ -285,14 +285,14 @@ def test_model_digest_sees_names_shapes_dtypes_and_what_is_frozen():
 
 
 def test_digest_sees_one_bit(pair):
-    before = digest(*pair)
+    before = replica_digest(*pair)
     momentum = pair[1].state[pair[0][0].weight]["momentum_buffer"]
     for tensor in (pair[0][2].bias, momentum):
         with torch.no_grad():
             bits = tensor.view(torch.int32).view(-1)
             bits[0] ^= 1
-            assert digest(*pair) != before
+            assert replica_digest(*pair) != before
             bits[0] ^= 1
-    assert digest(*pair) == before
+    assert replica_digest(*pair) == before
     pair[1].param_groups[0]["lr"] *= 2
-    assert digest(*pair) != before
+    assert replica_digest(*pair) != before

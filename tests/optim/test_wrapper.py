@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from gridtrain.config import Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import ConfigError
-from gridtrain.optim.local_steps import LocalStepsOptimizer
-from gridtrain.optim.state_sync import digest
+from gridtrain.optim.local_steps import LocalSGDOptimizer
+from gridtrain.optim.state_sync import replica_digest
 from gridtrain.optim.wrapper import GridOptimizer
 from gridtrain.runtime.plan import StepPlan
 
@@ -83,7 +83,7 @@ def test_dense_alone_is_the_plain_optimizer(network, make_optimizer, set_to_none
             optimizer.step()
             optimizer.zero_grad(set_to_none)
     assert same(model, twin)
-    assert digest(model, wrapped.inner) == digest(twin, plain)
+    assert replica_digest(model, wrapped.inner) == replica_digest(twin, plain)
 
 
 def test_full_density_alone_is_the_plain_optimizer(network):
@@ -241,7 +241,7 @@ def test_a_compiled_model_trains_like_a_plain_one(network):
         wrapped.zero_grad()
         train_step(twin, plain, step)
     assert same(model, twin)
-    assert digest(compiled, wrapped.inner) == digest(twin, plain)
+    assert replica_digest(compiled, wrapped.inner) == replica_digest(twin, plain)
 
 
 # -- in a group -----------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_all_workers_hold_the_same_bits(network, exchange, world_size):
         for step in range(12):
             train_step(model, optimizer, 100 * step + session.rank)
             scheduler.step()
-        return digest(model, optimizer)
+        return replica_digest(model, optimizer)
 
     group = network(samples=range(1, world_size + 1), aborts={(3, 0), (7, 0), (7, 1)})
     assert len(set(group.train(worker))) == 1
@@ -307,7 +307,7 @@ def test_a_stand_in_batch_counts_for_nothing(network, exchange):
         if session.rank == 1:
             model[0].weight.grad[0, 0] = math.nan
         optimizer.step()
-        return optimizer.skipped_steps, digest(model, optimizer)
+        return optimizer.skipped_steps, replica_digest(model, optimizer)
 
     with_stand_in = network(samples=[4, 0]).train(worker)
     alone = network(samples=[4]).train(worker)
@@ -365,7 +365,7 @@ def test_an_abort_keeps_the_residual_and_retries_the_same_gradient(network):
         session.begin = begin_and_look
         for step in range(3):
             train_step(model, optimizer, 10 * step + session.rank)
-        return seen, session.plans, digest(model, optimizer)
+        return seen, session.plans, replica_digest(model, optimizer)
 
     smooth = network(2).train(worker)
     rough = network(2, aborts={(1, 0), (1, 1)}).train(worker)
@@ -404,18 +404,18 @@ def test_one_bad_gradient_skips_the_step_on_all(network, exchange, bad):
         model = small_model()
         optimizer = GridOptimizer(sgd(model, weight_decay=0.1), model, exchange, session)
         train_step(model, optimizer, session.rank)
-        before, residual = digest(model, optimizer), optimizer.residual_state()
+        before, residual = replica_digest(model, optimizer), optimizer.residual_state()
         backward(model, session.rank)
         if session.rank == 1:
             model[2].bias.grad[1] = bad
         optimizer.step()
         assert optimizer.last_skipped and optimizer.skipped_steps == 1
-        assert digest(model, optimizer) == before
+        assert replica_digest(model, optimizer) == before
         assert all(torch.equal(t, residual[name]) for name, t in optimizer.residual_state().items())
         optimizer.zero_grad()
         train_step(model, optimizer, session.rank)
         assert not optimizer.last_skipped and optimizer.skipped_steps == 1
-        return digest(model, optimizer)
+        return replica_digest(model, optimizer)
 
     assert len(set(network(3).train(worker))) == 1
 
@@ -438,7 +438,7 @@ def test_a_learning_rate_of_ones_own_never_commits(network):
 
 def test_hyper_digest_sees_every_plain_field():
     def of(**options):
-        return wrap(lambda m: sgd(m, **options)).hyper_digest()
+        return wrap(lambda m: sgd(m, **options)).hyperparameter_digest()
 
     assert of() == of()
     assert len({of(), of(lr=0.2), of(weight_decay=0.1), of(momentum=0.9), of(lr=torch.tensor(0.3))}) == 5
@@ -511,7 +511,7 @@ def test_a_group_that_the_inner_optimizer_is_given_later_is_refused(network, exc
     """Each worker would train it by its own samples alone, and no vote would tell."""
     model, session = small_model(), network().session()
     inner = sgd(model)
-    kind = LocalStepsOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer
+    kind = LocalSGDOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer
     wrapped = kind(inner, model, exchange, session)
     backward(model, 0)
     inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})

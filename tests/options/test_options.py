@@ -9,9 +9,9 @@ import pytest
 
 from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError
-from gridtrain.options import PROGRAMS, Kind, Option, RunFile, resolve
-from gridtrain.options.resolve import for_join
-from gridtrain.options.table import OTHER_VARIABLES, known_variables, markdown, option
+from gridtrain.options import PROGRAMS, Option, OptionKind, RunFile, resolve
+from gridtrain.options.resolve import join_settings
+from gridtrain.options.table import OTHER_VARIABLES, find_option, known_variables, options_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,13 +45,13 @@ def examples(one: Option) -> tuple[str, str, Any]:
     if one.choices:
         return one.choices[-1], f'"{one.choices[-1]}"', one.choices[-1]
     match one.kind:
-        case Kind.SWITCH:
+        case OptionKind.SWITCH:
             return "no", "false", False
-        case Kind.COUNT:
+        case OptionKind.COUNT:
             return "7", "7", 7
-        case Kind.NUMBER:
+        case OptionKind.NUMBER:
             return "2.5", "2.5", 2.5
-        case Kind.TEXTS:
+        case OptionKind.TEXTS:
             return " one  two", '["one", "two"]', ("one", "two")
         case _:
             return "/some/where", '"/some/where"', "/some/where"
@@ -62,11 +62,11 @@ def examples(one: Option) -> tuple[str, str, Any]:
 )
 def test_every_option_comes_from_every_place(program: str, one: Option) -> None:
     text, toml, value = examples(one)
-    table, key = one.toml_place(program)
+    table, key = one.toml_location(program)
     assert resolve(program, {one.name: value}, {}, RunFile())[one.name].source == "flag"
     by_variable = {one.variable: text}
     by_file = f"[{table}]\n{key} = {toml}\n"
-    if one.line_only:
+    if one.is_command_line_only:
         with pytest.raises(ConfigError, match=f"'{key}' is no key"):
             run_toml(by_file)
         return
@@ -74,7 +74,7 @@ def test_every_option_comes_from_every_place(program: str, one: Option) -> None:
     assert (found.value, found.source) == (value, "environment")
     found = resolve(program, {}, {}, run_toml(by_file))[one.name]
     assert (found.value, found.source) == (value, "run.toml")
-    if one.kind not in (Kind.TEXT, Kind.FOLDER, Kind.TEXTS) or one.choices:
+    if one.kind not in (OptionKind.TEXT, OptionKind.FOLDER, OptionKind.TEXTS) or one.choices:
         with pytest.raises(ConfigError, match=f"{one.variable} is 'dog'") as caught:
             resolve(program, {}, {one.variable: "dog"}, RunFile())
         assert caught.value.remedy.startswith("write ")
@@ -155,7 +155,7 @@ def test_the_file_is_found_and_folders_in_it_are_beside_it(tmp_path: Path) -> No
 def test_a_script_started_by_hand_is_configured_alike() -> None:
     file = run_toml('[worker]\nupload_limit = "3Mbit"\ncheckpoint_every = 50\nrelay = false\n')
     given = {"name": "anna", "checkpoint_every": "70", "listen": None}
-    found = for_join(given, {"GRIDTRAIN_EXPORT_DIR": "out", "GRIDTRAIN_UNENCRYPTED": "true"}, file)
+    found = join_settings(given, {"GRIDTRAIN_EXPORT_DIR": "out", "GRIDTRAIN_UNENCRYPTED": "true"}, file)
     assert found == {
         "name": "anna", "upload_limit": "3Mbit", "checkpoint_every": "70", "export_dir": "out",
         "relay": "no", "unencrypted": "yes",
@@ -170,20 +170,20 @@ def test_join_takes_what_the_table_says_it_takes() -> None:
     from gridtrain.optim.grid import join
 
     taken = set(inspect.signature(join).parameters) - {"invitation"}
-    assert taken == {one.name for one in PROGRAMS["worker"] if one.join}
+    assert taken == {one.name for one in PROGRAMS["worker"] if one.is_join_option}
 
 
 def test_the_documents_table_is_this_one() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     for program in PROGRAMS:
-        assert markdown(program) in text, f"docs/configuration.md lacks the table of {program}"
+        assert options_markdown(program) in text, f"docs/configuration.md lacks the table of {program}"
     for name, what in OTHER_VARIABLES.items():
         assert not what or f"`{name}`: {what}" in text
 
 
 def test_commas_only_where_they_separate() -> None:
     """Parts of the day have commas between them, and are one rule."""
-    hosts, rules = option("coordinator", "dashboard_hosts"), option("worker", "set")
+    hosts, rules = find_option("coordinator", "dashboard_hosts"), find_option("worker", "set")
     assert hosts.from_text("a,b, c", "there") == ("a", "b", "c")
     assert rules.from_text("hours=22:00-07:00,12:00-13:00 gpu=pause", "there") == (
         "hours=22:00-07:00,12:00-13:00", "gpu=pause",
@@ -194,9 +194,9 @@ def test_commas_only_where_they_separate() -> None:
 
 
 def test_names_are_derived_from_one() -> None:
-    one = option("worker", "upload_limit")
-    assert (one.flag, one.variable, one.toml_place("worker")) == (
+    one = find_option("worker", "upload_limit")
+    assert (one.flag, one.variable, one.toml_location("worker")) == (
         "--upload-limit", "GRIDTRAIN_UPLOAD_LIMIT", ("worker", "upload_limit"),
     )  # fmt: skip
-    assert option("coordinator", "run").toml_place("coordinator") == ("run", "name")
+    assert find_option("coordinator", "run").toml_location("coordinator") == ("run", "name")
     assert {"GRIDTRAIN_UPLOAD_LIMIT", "GRIDTRAIN_CONFIG"} <= known_variables()

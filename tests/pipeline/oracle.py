@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pipeline_models import bounds_of
 from torch import Tensor, nn
 
-from gridtrain.pipeline.randomness import seed_of_layer
+from gridtrain.pipeline.randomness import derive_layer_seed
 
 SEED, SAMPLES, WIDTH, LAYERS = 7, 24, 6, 9
 CASES = [(stages, micro_batches) for stages in (1, 2, 3, 4, 8) for micro_batches in (1, 2, 3, 8)]
@@ -59,7 +59,7 @@ class Seeded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
-            torch.manual_seed(seed_of_layer(SEED, self.micro_batch, self.first + i))
+            torch.manual_seed(derive_layer_seed(SEED, self.micro_batch, self.first + i))
             x = layer(x)
         self.micro_batch += 1
         return x

@@ -22,7 +22,7 @@ from torch import nn
 import gridtrain
 from gridtrain.pipeline.group import Pipeline
 from gridtrain.runtime.local import LocalGroup
-from gridtrain.runtime.owner import Unled
+from gridtrain.runtime.owner import NoAgent
 
 WITHIN_S = 60.0
 SAMPLES = 240
@@ -50,7 +50,7 @@ class Seen:
         self.stages: dict[int, int | None] = {}
         self.more: dict[int, Any] = {}
         self.state: dict[str, torch.Tensor] = {}
-        self.owner = Unled()
+        self.owner = NoAgent()
         self.end: BaseException | str | None = None
 
     @property

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridtrain.pipeline.boundaries import boundaries
-from gridtrain.pipeline.memory_line import in_threads, memory_lines
-from gridtrain.pipeline.narrow import Wire
-from gridtrain.pipeline.randomness import seed_of_layer
-from gridtrain.pipeline.runner import Outcome, Planner, Runner
-from gridtrain.pipeline.stage import Stage, Tied
-from gridtrain.pipeline.trees import Spec
-from gridtrain.protocol.schedule import divide, one_forward_one_backward
+from gridtrain.pipeline.boundaries import infer_boundary_specs
+from gridtrain.pipeline.memory_line import memory_stage_links, run_in_threads
+from gridtrain.pipeline.narrow import WirePrecision
+from gridtrain.pipeline.randomness import derive_layer_seed
+from gridtrain.pipeline.runner import ScheduleFactory, StageExecutor, StepResult
+from gridtrain.pipeline.stage import Stage, TiedParameter
+from gridtrain.pipeline.trees import TensorTreeSpec
+from gridtrain.protocol.schedule import divide_samples, one_forward_one_backward
 
 VOCABULARY, WIDTH, LENGTH, LAYERS, SEED = 11, 6, 5, 9, 20261121
 
@@ -112,7 +112,7 @@ def unpartitioned(layers: Sequence[nn.Module], sizes: Sequence[int], seed: int =
     loss = 0.0
     for m, (x, y) in enumerate(zip(inputs.split(list(sizes)), targets.split(list(sizes)), strict=True)):
         for i, layer in enumerate(layers):
-            torch.manual_seed(seed_of_layer(seed, m, i))
+            torch.manual_seed(derive_layer_seed(seed, m, i))
             x = layer(x)
         part = loss_of(x, y) * (len(y) / sum(sizes))
         part.backward()
@@ -123,7 +123,7 @@ def unpartitioned(layers: Sequence[nn.Module], sizes: Sequence[int], seed: int =
 def bounds_of(stages: int) -> list[tuple[int, int]]:
     """Which layers each stage holds: the larger pieces first."""
     starts = [0]
-    for size in divide(LAYERS, stages):
+    for size in divide_samples(LAYERS, stages):
         starts.append(starts[-1] + size)
     return list(itertools.pairwise(starts))
 
@@ -133,13 +133,13 @@ def stages_of(
     stages: int,
     *,
     rematerialise: bool = True,
-    wire: Wire = Wire.EXACT,
+    wire: WirePrecision = WirePrecision.EXACT,
     loss: Any = loss_of,
-    specs: Sequence[Spec] | None = None,
+    specs: Sequence[TensorTreeSpec] | None = None,
     bounds: Sequence[tuple[int, int]] | None = None,
 ) -> list[Stage]:
     """Every stage with parameters of its own, as on machines of their own."""
-    specs = specs or boundaries(layers, tokens(1)[0], wire=wire)
+    specs = specs or infer_boundary_specs(layers, tokens(1)[0], wire=wire)
     tied = layers[0].weight is layers[-1].weight and stages > 1
     made = []
     for s, (start, stop) in enumerate(bounds or bounds_of(stages)):
@@ -152,7 +152,7 @@ def stages_of(
                 output=specs[stop - 1] if s < stages - 1 else None,
                 loss=loss if s == stages - 1 else None,
                 first_layer=start,
-                tied=[Tied(0, (0, stages - 1), own[0 if s == 0 else -1].weight)] if holds else (),
+                tied=[TiedParameter(0, (0, stages - 1), own[0 if s == 0 else -1].weight)] if holds else (),
                 rematerialise=rematerialise,
             )
         )
@@ -163,16 +163,16 @@ def run(
     stages: Sequence[Stage],
     sizes: Sequence[int],
     *,
-    schedule: Planner = one_forward_one_backward,
+    schedule: ScheduleFactory = one_forward_one_backward,
     lines: Sequence[Any] | None = None,
     seed: int = SEED,
-) -> list[Outcome]:
+) -> list[StepResult]:
     count = len(stages)
-    lines = lines or memory_lines(count)
+    lines = lines or memory_stage_links(count)
     inputs, targets = tokens(sum(sizes))
 
-    def work(s: int) -> Outcome:
-        runner = Runner(stages[s], s, count, schedule=schedule)
+    def work(s: int) -> StepResult:
+        runner = StageExecutor(stages[s], s, count, schedule=schedule)
         return runner.run(
             lines[s],
             seed=seed,
@@ -181,10 +181,10 @@ def run(
             targets=targets if s == count - 1 else None,
         )
 
-    return in_threads([lambda s=s: work(s) for s in range(count)])  # type: ignore[misc]
+    return run_in_threads([lambda s=s: work(s) for s in range(count)])  # type: ignore[misc]
 
 
-def result_of(stages: Sequence[Stage], outcomes: Sequence[Outcome]) -> Result:
+def result_of(stages: Sequence[Stage], outcomes: Sequence[StepResult]) -> Result:
     layers = [layer for stage in stages for layer in stage.layers]
     gradients = {name: p.grad for name, p in named(layers).items() if p.grad is not None}
     buffers = {f"{i}.{name}": b for i, layer in enumerate(layers) for name, b in layer.named_buffers()}

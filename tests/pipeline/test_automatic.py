@@ -10,29 +10,29 @@ import torch
 from torch import nn
 
 import gridtrain
-from gridtrain.pipeline.automatic import MOST_MICRO_BATCHES, MicroBatches, free_bytes
-from gridtrain.pipeline.runner import Outcome
-from gridtrain.protocol.dividing import TRIALS, Figures
-from gridtrain.protocol.seats import Seats
-from gridtrain.protocol.stage_costs import Order
+from gridtrain.pipeline.automatic import MOST_MICRO_BATCHES, MicroBatchCount, free_bytes
+from gridtrain.pipeline.runner import StepResult
+from gridtrain.protocol.dividing import TRIALS, StepTimings
+from gridtrain.protocol.seats import RankLayout
+from gridtrain.protocol.stage_costs import ScheduleKind
 from gridtrain.runtime.local import local
 
-SEATS = Seats(2, 1)
+SEATS = RankLayout(2, 1)
 
 
-def told(seconds: float) -> list[Figures]:
-    return [Figures(seconds, 2 * seconds, 0.0, 64.0) for _ in range(2)]
+def told(seconds: float) -> list[StepTimings]:
+    return [StepTimings(seconds, 2 * seconds, 0.0, 64.0) for _ in range(2)]
 
 
-def division() -> MicroBatches:
-    return MicroBatches(None, 2, Order.ONE_F_ONE_B, 1.0)
+def division() -> MicroBatchCount:
+    return MicroBatchCount(None, 2, ScheduleKind.ONE_F_ONE_B, 1.0)
 
 
 def test_a_number_that_was_asked_for_stays() -> None:
-    fixed = MicroBatches(5, 2, Order.ONE_F_ONE_B, 1.0)
+    fixed = MicroBatchCount(5, 2, ScheduleKind.ONE_F_ONE_B, 1.0)
     for _ in TRIALS:
-        assert fixed.committed(told(0.1), SEATS) is None and fixed.number == 5
-    assert fixed.figures(Outcome(None, 1.0, 1.0, 0, 1.0, 1.0), 8) == Figures()
+        assert fixed.record_step(told(0.1), SEATS) is None and fixed.number == 5
+    assert fixed.step_timings(StepResult(None, 1.0, 1.0, 0, 1.0, 1.0), 8) == StepTimings()
 
 
 def test_the_choice_and_half_of_the_trials_travel_with_the_state() -> None:
@@ -42,24 +42,24 @@ def test_the_choice_and_half_of_the_trials_travel_with_the_state() -> None:
         numbers.append(one.number)
         other = division()
         other.load_state_dict(one.state_dict())
-        chosen = [each.committed(told(seconds), SEATS) for each in (one, other)]
+        chosen = [each.record_step(told(seconds), SEATS) for each in (one, other)]
         assert chosen[0] == chosen[1] and (chosen[0] is not None) is (step == 3)
         assert other.state_dict() == one.state_dict()
     assert numbers == [8, 8, 16, 16]
     assert chosen[0] is not None and one.number == chosen[0].micro_batches
     assert (
-        one.committed(told(0.5), SEATS) is None and one.figures(Outcome(None, 1, 1, 0, 1, 1), 8) == Figures()
+        one.record_step(told(0.5), SEATS) is None and one.step_timings(StepResult(None, 1, 1, 0, 1, 1), 8) == StepTimings()
     )
-    one.begin_anew()
+    one.reset()
     assert one.number == 8
 
 
 def test_a_replica_without_samples_and_another_group_do_not_count() -> None:
     one = division()
-    one.committed([Figures(0.1, 0.1, 0.0, 8.0), Figures()], SEATS)
+    one.record_step([StepTimings(0.1, 0.1, 0.0, 8.0), StepTimings()], SEATS)
     assert one.state_dict()["told"] == []
-    one.committed(told(0.1), SEATS)
-    one.committed(told(0.1) * 2, Seats(2, 2))
+    one.record_step(told(0.1), SEATS)
+    one.record_step(told(0.1) * 2, RankLayout(2, 2))
     assert [len(step) for step in one.state_dict()["told"]] == [4]
 
 
@@ -88,9 +88,9 @@ def test_a_donor_cannot_choose_more_micro_batches_than_a_script_may(chosen: int)
 def test_the_largest_micro_batch_follows_what_is_free() -> None:
     free = free_bytes(torch.device("cpu"))
     one = division()
-    assert one.weighs
-    one.weighed(free or 0, 4, torch.device("cpu"))
-    most = one.figures(Outcome(None, 1.0, 1.0, 0, 1.0, 1.0), 8).most
+    assert one.needs_memory_measurement
+    one.record_memory(free or 0, 4, torch.device("cpu"))
+    most = one.step_timings(StepResult(None, 1.0, 1.0, 0, 1.0, 1.0), 8).max_micro_batch_samples
     assert most == math.inf if free is None else 4 <= most <= 8
 
 

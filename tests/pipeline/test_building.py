@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import Blueprint, Sequence
-from gridtrain.pipeline.metering import Meter
+from gridtrain.pipeline.metering import TensorMemoryMeter
 
 WIDTH = 32
 
@@ -92,7 +92,7 @@ def test_building_leaves_the_generator_alone() -> None:
 
 def test_values_are_those_of_the_ordinary_constructor() -> None:
     """Distribution and order of draws: the same seed gives what `nn` gives."""
-    from gridtrain.pipeline.building import _drawing
+    from gridtrain.pipeline.building import _seeded_generator
 
     for make in (
         Residual,
@@ -103,7 +103,7 @@ def test_values_are_those_of_the_ordinary_constructor() -> None:
         lambda: nn.MultiheadAttention(16, 4),
     ):
         built = Blueprint(lambda make=make: [make()], seed=5).build(0, 1)  # type: ignore[misc]
-        with _drawing(5, 0):
+        with _seeded_generator(5, 0):
             ordinary = make()
         assert_equal(values(built), values([ordinary]))
 
@@ -132,23 +132,23 @@ def test_a_stage_alone_has_memory() -> None:
     sizes = blueprint.parameter_bytes
     cuts = (0, 4, 8, 12, 16)
     for stage, (start, stop) in enumerate(pairwise(cuts)):
-        with Meter() as meter:
+        with TensorMemoryMeter() as meter:
             built = blueprint.build(start, stop)
         held = sum(t.nbytes for t in values(built).values())
-        assert held <= meter.most <= held + 1.25 * max(sizes) + 1000, f"stage {stage}"  # 1/4: is it NaN?
-        assert meter.most < 0.45 * sum(sizes)
-        assert meter.now() <= held + 100
+        assert held <= meter.peak_bytes <= held + 1.25 * max(sizes) + 1000, f"stage {stage}"  # 1/4: is it NaN?
+        assert meter.peak_bytes < 0.45 * sum(sizes)
+        assert meter.live_bytes() <= held + 100
         del built
-    with Meter() as meter:
+    with TensorMemoryMeter() as meter:
         whole = blueprint.build(0, 16)
-    assert meter.most >= sum(sizes) - 200 * WIDTH * 4 - 1000, "the meter sees what is held"
+    assert meter.peak_bytes >= sum(sizes) - 200 * WIDTH * 4 - 1000, "the meter sees what is held"
     del whole
 
 
 def test_a_blueprint_has_no_memory() -> None:
-    with Meter() as meter:
+    with TensorMemoryMeter() as meter:
         Blueprint(lambda: [nn.Linear(10_000, 10_000) for _ in range(100)])
-    assert meter.most < 10_000
+    assert meter.peak_bytes < 10_000
 
 
 # -- tied parameters -------------------------------------------------------------------------------

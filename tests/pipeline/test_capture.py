@@ -13,23 +13,23 @@ from torch import nn
 from gridtrain.config import Dense
 from gridtrain.pipeline.building import Blueprint
 from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.held import Options
-from gridtrain.pipeline.leaving import StageLeaving
-from gridtrain.pipeline.staging import Staging
-from gridtrain.protocol.member_io import Stage
+from gridtrain.pipeline.held import PipelineOptions
+from gridtrain.pipeline.leaving import StageDeparture
+from gridtrain.pipeline.staging import ModelStages
+from gridtrain.protocol.member_io import MemberPhase
 from gridtrain.protocol.messages import Span
-from gridtrain.runtime.picture import Picture
+from gridtrain.runtime.picture import WorkerSnapshot
 
 ASKED, ANOTHER, SPARE = (
-    Picture(rank=rank, world_size=size, applied=5) for rank, size in ((0, 2), (1, 2), (0, 0))
+    WorkerSnapshot(rank=rank, world_size=size, applied=5) for rank, size in ((0, 2), (1, 2), (0, 0))
 )
 
 
 def asked() -> tuple[Any, Pipeline]:
     session: Any = SimpleNamespace(picture=ASKED, resize_residual=lambda n: None, note=lambda figures: None)
     blocks = Blueprint(lambda: [nn.Linear(2, 2, bias=False) for _ in range(2)])
-    staging = Staging(blocks, 2, cuts=None, device=torch.device("cpu"))
-    options = Options(stages=2, micro_batches=1, exchange=Dense(), loss=nn.MSELoss())
+    staging = ModelStages(blocks, 2, cuts=None, device=torch.device("cpu"))
+    options = PipelineOptions(stages=2, micro_batches=1, exchange=Dense(), loss=nn.MSELoss())
     pipe = Pipeline(staging, lambda p: torch.optim.SGD(p, lr=0.1), options, session)
     return session, pipe
 
@@ -37,27 +37,27 @@ def asked() -> tuple[Any, Pipeline]:
 def test_the_stage_of_the_seat_in_which_it_was_asked_for_or_none() -> None:
     """A VIEW that comes between the question and the copy drops nothing of what is in memory."""
     session, pipe = asked()
-    before = pipe.capture(ASKED)
+    before = pipe.capture_state(ASKED)
     module = pipe.module
     for session.picture in (ANOTHER, SPARE):
-        assert pipe.capture(ASKED) == before and before is not None
-        assert pipe.capture(ANOTHER) is None, "that one is not in memory"
-        assert pipe._held is not None and pipe._held.module is module and pipe.held_stage == 0
+        assert pipe.capture_state(ASKED) == before and before is not None
+        assert pipe.capture_state(ANOTHER) is None, "that one is not in memory"
+        assert pipe._state is not None and pipe._state.module is module and pipe.held_stage == 0
 
 
 def test_before_the_first_step_a_stage_is_built_for_who_asks() -> None:
     """What was built for another seat is of no use any more, and a newcomer waits for this one."""
     begun = replace(ANOTHER, applied=-1)
     session, pipe = asked()
-    pipe.capture(ASKED)
+    pipe.capture_state(ASKED)
     session.picture = begun
-    assert pipe.capture(begun) is not None and pipe.held_stage == 1
+    assert pipe.capture_state(begun) is not None and pipe.held_stage == 1
 
 
-@pytest.mark.parametrize("stage", [Stage.RUNNING, Stage.FROZEN])
-def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [MemberPhase.RUNNING, MemberPhase.FROZEN])
+def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: MemberPhase) -> None:
     """Two stages of two: the other stage's workers died, and the owners of both replicas pause them."""
-    picture = Picture(stage=stage, rank=0, world_size=4, applied=6, synced=True)
+    picture = WorkerSnapshot(phase=stage, rank=0, world_size=4, applied=6, is_synced=True)
     written: list[Span] = []
     pipe: Any = SimpleNamespace(
         held_blocks=Span(0, 2),
@@ -70,5 +70,5 @@ def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: Stage) -> Non
     )
     store: Any = SimpleNamespace(write_now=lambda blocks, snapshot: written.append(blocks) or True)
     session: Any = SimpleNamespace(picture=picture)
-    StageLeaving(session, pipe, store, (), True).rest(0)
-    assert written == ([] if stage is Stage.RUNNING else [Span(0, 2)])
+    StageDeparture(session, pipe, store, (), True).rest(0)
+    assert written == ([] if stage is MemberPhase.RUNNING else [Span(0, 2)])

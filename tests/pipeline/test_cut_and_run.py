@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.pipeline import Blueprint, partition
-from gridtrain.pipeline.memory_line import in_threads, memory_lines
-from gridtrain.pipeline.metering import Meter
+from gridtrain.pipeline.memory_line import memory_stage_links, run_in_threads
+from gridtrain.pipeline.metering import TensorMemoryMeter
 from gridtrain.pipeline.partitioning import Partition
-from gridtrain.pipeline.runner import Runner
+from gridtrain.pipeline.runner import StageExecutor
 from gridtrain.pipeline.stage import Stage
-from gridtrain.pipeline.trees import rebuilt
-from gridtrain.protocol.schedule import Action, Kind, divide, timetable
+from gridtrain.pipeline.trees import map_tree
+from gridtrain.protocol.schedule import Action, ActionKind, divide_samples, timetable
 
 WIDTH = 48
 
@@ -71,32 +71,32 @@ def stages_of(blueprint: Blueprint, plan: Partition, rematerialise: bool, loss: 
 
 def run(stages: list[Stage], plan: Partition, batch: int, inputs: Tensor, targets: Tensor) -> None:
     """One step, in a thread for each stage."""
-    count, sizes, running = len(stages), divide(batch, plan.micro_batches), plan.outlook.running
-    lines = memory_lines(count)
+    count, sizes, running = len(stages), divide_samples(batch, plan.micro_batches), plan.outlook.settings
+    lines = memory_stage_links(count)
 
     def work(s: int) -> None:
-        runner = Runner(stages[s], s, count, schedule=lambda stages, number: running.schedule(stages))
+        runner = StageExecutor(stages[s], s, count, schedule=lambda stages, number: running.schedule(stages))
         runner.run(lines[s], seed=1, sizes=sizes, inputs=inputs, targets=targets)
 
-    in_threads([lambda s=s: work(s) for s in range(count)])  # type: ignore[misc]
+    run_in_threads([lambda s=s: work(s) for s in range(count)])  # type: ignore[misc]
 
 
-def run_metered(stages: list[Stage], plan: Partition, inputs: Tensor, targets: Tensor) -> list[Meter]:
+def run_metered(stages: list[Stage], plan: Partition, inputs: Tensor, targets: Tensor) -> list[TensorMemoryMeter]:
     """One step, one action at a time in the order of the timetable; a meter for each stage."""
-    sizes, schedule = divide(len(inputs), plan.micro_batches), plan.outlook.running.schedule(len(stages))
+    sizes, schedule = divide_samples(len(inputs), plan.micro_batches), plan.outlook.settings.schedule(len(stages))
     slots = [
         (slot.stop_s, s, slot.action) for s, of in enumerate(timetable(schedule, 1, 2).slots) for slot in of
     ]
-    meters, payloads = [Meter() for _ in stages], dict[tuple[int, Action], Any]()
+    meters, payloads = [TensorMemoryMeter() for _ in stages], dict[tuple[int, Action], Any]()
     for meter, stage in zip(meters, stages, strict=True):
         with meter:
             stage.begin(1, sizes, inputs=inputs, targets=targets)
     for _, s, action in sorted(slots, key=lambda slot: slot[:2]):
         with meters[s]:
-            arrived = rebuilt(payloads.pop((s, action), None), lambda x: None if x is None else x.clone())
+            arrived = map_tree(payloads.pop((s, action), None), lambda x: None if x is None else x.clone())
             at, m = schedule.actions[s].index(action), action.micro_batch
-            if action.kind is Kind.FORWARD:
-                follows = schedule.actions[s][at + 1] == Action(Kind.BACKWARD, m)
+            if action.kind is ActionKind.FORWARD:
+                follows = schedule.actions[s][at + 1] == Action(ActionKind.BACKWARD, m)
                 payloads[s + 1, action] = stages[s].forward(
                     action.micro_batch, arrived, backward_follows=follows
                 )
@@ -157,7 +157,7 @@ def test_no_stage_holds_more_than_the_plan_says(schedule: str, rematerialise: bo
     meters = run_metered(stages, plan, inputs, targets)
     for s, (meter, stage) in enumerate(zip(meters, plan.cut.stages, strict=True)):
         parameters = sum(p.nbytes for block in stages[s].layers for p in block.parameters())
-        held, planned = parameters + meter.most, stage.bytes.total
+        held, planned = parameters + meter.peak_bytes, stage.memory.total
         print(f"{schedule} rematerialise={rematerialise} stage {s}: held {held}, planned {planned}")
-        assert stage.bytes.parameters == parameters
+        assert stage.memory.parameters == parameters
         assert held <= planned <= 1.3 * held

@@ -34,12 +34,12 @@ from pipeline_models import (
 from torch import Tensor, nn
 
 from gridtrain.pipeline.blocks import Sequence
-from gridtrain.pipeline.boundaries import boundaries
-from gridtrain.pipeline.memory_line import in_threads, memory_lines
-from gridtrain.pipeline.runner import Planner, Runner
+from gridtrain.pipeline.boundaries import infer_boundary_specs
+from gridtrain.pipeline.memory_line import memory_stage_links, run_in_threads
+from gridtrain.pipeline.runner import ScheduleFactory, StageExecutor
 from gridtrain.pipeline.stage import Stage
-from gridtrain.pipeline.trees import Spec
-from gridtrain.protocol.schedule import Schedule, divide, fill_drain, one_forward_one_backward
+from gridtrain.pipeline.trees import TensorTreeSpec
+from gridtrain.protocol.schedule import Schedule, divide_samples, fill_drain, one_forward_one_backward
 
 STAGES = (1, 2, 3, 4, 8)
 MICRO_BATCHES = (1, 2, 3, 8)
@@ -51,7 +51,7 @@ def further_ahead(stages: int, micro_batches: int) -> Schedule:
     return one_forward_one_backward(stages, micro_batches, ahead=0.7)
 
 
-WAYS: dict[str, tuple[Planner, bool]] = {  # the schedule, and whether to re-materialise
+WAYS: dict[str, tuple[ScheduleFactory, bool]] = {  # the schedule, and whether to re-materialise
     "fill-drain": (fill_drain, True),
     "1F1B": (one_forward_one_backward, True),
     "1F1B, all kept": (one_forward_one_backward, False),
@@ -71,9 +71,9 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_as_unpartitioned_micro_batch_by_micro_batch(model: str, way: str) -> None:
     layers, largest = layers_of(**MODELS[model]), 0.0
-    specs, (schedule, rematerialise) = boundaries(layers, tokens(1)[0]), WAYS[way]
+    specs, (schedule, rematerialise) = infer_boundary_specs(layers, tokens(1)[0]), WAYS[way]
     for micro_batches in MICRO_BATCHES:
-        sizes = divide(SAMPLES, micro_batches)
+        sizes = divide_samples(SAMPLES, micro_batches)
         expected = unpartitioned(layers, sizes)
         scale = max(g.abs().max().item() for g in expected.gradients.values())
         for count in STAGES:
@@ -99,7 +99,7 @@ def test_as_unpartitioned_micro_batch_by_micro_batch(model: str, way: str) -> No
     rematerialise=st.booleans(),
 )
 def test_any_cut(cuts: set[int], samples: int, micro_batches: int, ahead: float, rematerialise: bool) -> None:
-    layers, sizes = layers_of(dropout=True, batch_norm=True), divide(samples, micro_batches)
+    layers, sizes = layers_of(dropout=True, batch_norm=True), divide_samples(samples, micro_batches)
     bounds = list(itertools.pairwise([0, *sorted(cuts), 9]))
     stages = stages_of(layers, len(bounds), rematerialise=rematerialise, specs=specs_of_all(), bounds=bounds)
     schedule = functools.partial(one_forward_one_backward, ahead=ahead)
@@ -108,8 +108,8 @@ def test_any_cut(cuts: set[int], samples: int, micro_batches: int, ahead: float,
 
 
 @functools.cache
-def specs_of_all() -> tuple[Spec, ...]:
-    return boundaries(layers_of(dropout=True, batch_norm=True), tokens(1)[0])
+def specs_of_all() -> tuple[TensorTreeSpec, ...]:
+    return infer_boundary_specs(layers_of(dropout=True, batch_norm=True), tokens(1)[0])
 
 
 @pytest.mark.parametrize("rematerialise", [True, False])
@@ -123,7 +123,7 @@ def test_under_autocast_activations_travel_as_bfloat16(rematerialise: bool) -> N
 
     plain = copy.deepcopy(layers)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cut = Spec.of(layers[1](layers[0](x)), 6)
+        cut = TensorTreeSpec.of(layers[1](layers[0](x)), 6)
         for i in range(0, 6, 2):
             out = x[i : i + 2]
             for layer in plain:
@@ -134,14 +134,14 @@ def test_under_autocast_activations_travel_as_bfloat16(rematerialise: bool) -> N
         Stage(layers[:2], output=cut, rematerialise=rematerialise),
         Stage(layers[2:], input=cut, loss=loss, first_layer=2, rematerialise=rematerialise),
     ]
-    lines = memory_lines(2)
+    lines = memory_stage_links(2)
 
     def work(s: int) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            runner = Runner(stages[s], s, 2, schedule=fill_drain)
+            runner = StageExecutor(stages[s], s, 2, schedule=fill_drain)
             runner.run(lines[s], seed=0, sizes=(2, 2, 2), inputs=x, targets=y)
 
-    in_threads([lambda s=s: work(s) for s in range(2)])  # type: ignore[misc]
+    run_in_threads([lambda s=s: work(s) for s in range(2)])  # type: ignore[misc]
     for got, expected in zip(named(layers).values(), named(plain).values(), strict=True):
         assert torch.equal(got.grad, expected.grad)
 
@@ -157,12 +157,12 @@ def whole_mini_batch(layers: list[nn.Module]) -> dict[str, Tensor]:
 
 def test_as_the_whole_mini_batch_to_float32_rounding() -> None:
     layers = layers_of()
-    specs, expected = boundaries(layers, tokens(1)[0]), whole_mini_batch(layers)
+    specs, expected = infer_boundary_specs(layers, tokens(1)[0]), whole_mini_batch(layers)
     scale, largest = max(g.abs().max().item() for g in expected.values()), 0.0
     for micro_batches in MICRO_BATCHES:
         for count in STAGES:
             stages = stages_of(layers, count, specs=specs)
-            got = result_of(stages, run(stages, divide(SAMPLES, micro_batches)))
+            got = result_of(stages, run(stages, divide_samples(SAMPLES, micro_batches)))
             for name, gradient in expected.items():
                 largest = max(largest, (got.gradients[name] - gradient).abs().max().item())
     print(f"\nwhole mini-batch: largest difference {largest:g} where the largest gradient is {scale:g}")
@@ -177,7 +177,7 @@ def test_an_uneven_mini_batch_gives_its_mean(
     samples: int, micro_batches: int, sizes: tuple[int, ...]
 ) -> None:
     layers = layers_of(dropout=True)
-    assert divide(samples, micro_batches) == sizes
+    assert divide_samples(samples, micro_batches) == sizes
     stages = stages_of(layers, 3)
     got = result_of(stages, run(stages, sizes))
     assert largest_difference(got, unpartitioned(layers, sizes)) == 0.0
@@ -185,7 +185,7 @@ def test_an_uneven_mini_batch_gives_its_mean(
 
 def test_a_mini_batch_without_samples_has_no_gradient_and_no_loss() -> None:
     stages = stages_of(layers_of(tied=True), 3)
-    outcomes = run(stages, divide(0, 4))
+    outcomes = run(stages, divide_samples(0, 4))
     assert [outcome.loss for outcome in outcomes] == [None, None, None]
     assert all(p.grad is None for stage in stages for p in stage.parameters)
 
@@ -202,7 +202,7 @@ def test_a_mini_batch_of_other_size_needs_no_new_agreement() -> None:
 
 
 def test_gradients_that_were_there_are_added_to() -> None:
-    layers, sizes = layers_of(), divide(6, 3)
+    layers, sizes = layers_of(), divide_samples(6, 3)
     stages = stages_of(layers, 2)
     once = result_of(stages, run(stages, sizes))
     once.gradients = {name: gradient.clone() for name, gradient in once.gradients.items()}
@@ -224,7 +224,7 @@ def test_a_frozen_first_stage_is_sent_no_gradients() -> None:
     for layer in layers[:5]:
         layer.requires_grad_(False)
     stages = stages_of(layers, 2)
-    assert bool(stages[0].output.with_gradient) is False
+    assert bool(stages[0].output.gradient_leaves) is False
     got = result_of(stages, run(stages, (2, 2)))
     assert largest_difference(got, unpartitioned(layers, (2, 2))) == 0.0
     assert not any(p.grad is not None for p in stages[0].parameters)
@@ -241,7 +241,7 @@ def batch_norms(layers: list[nn.Module]) -> list[tuple[str, nn.BatchNorm1d]]:
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_running_statistics_are_those_of_the_mini_batch(momentum: float | None) -> None:
-    layers, sizes = layers_of(batch_norm=True), divide(SAMPLES, 5)
+    layers, sizes = layers_of(batch_norm=True), divide_samples(SAMPLES, 5)
     for _, norm in batch_norms(layers):
         norm.momentum = momentum
     plain = copy.deepcopy(layers)
@@ -284,7 +284,7 @@ def test_an_aborted_step_leaves_running_statistics_alone() -> None:
 @pytest.mark.parametrize("rematerialise", [True, False])
 def test_on_cuda(rematerialise: bool) -> None:
     layers = [layer.cuda() for layer in layers_of(dropout=True)]
-    sizes = divide(7, 3)
+    sizes = divide_samples(7, 3)
     whole, cut = stages_of(layers, 1, rematerialise=False), stages_of(layers, 3, rematerialise=rematerialise)
     expected, got = result_of(whole, run(whole, sizes)), result_of(cut, run(cut, sizes))
     assert largest_difference(got, expected) == 0.0
@@ -326,16 +326,16 @@ MOVED_SIZES = (2, 2, 2, 2)
 
 
 def moved(stages: list[Stage], lines: Any = None) -> None:
-    lines = lines or memory_lines(2)
-    runners = [Runner(stage, s, 2, schedule=fill_drain) for s, stage in enumerate(stages)]
+    lines = lines or memory_stage_links(2)
+    runners = [StageExecutor(stage, s, 2, schedule=fill_drain) for s, stage in enumerate(stages)]
     given = {"seed": 1, "sizes": MOVED_SIZES, "inputs": MOVED_X, "targets": MOVED_Y}
-    in_threads([lambda s=s: runners[s].run(lines[s], **given) for s in range(2)])  # type: ignore[misc]
+    run_in_threads([lambda s=s: runners[s].run(lines[s], **given) for s in range(2)])  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("rematerialise", [True, False])
 def test_buffers_that_a_forward_writes_move_once_and_gradients_are_the_model_s(rematerialise: bool) -> None:
     layers, whole = moving_layers(), moving_layers()
-    cut = boundaries(layers, MOVED_X)[2]
+    cut = infer_boundary_specs(layers, MOVED_X)[2]
     stages = [
         Stage(layers[:3], output=cut, rematerialise=rematerialise),
         Stage(layers[3:], input=cut, loss=F.mse_loss, first_layer=3, rematerialise=rematerialise),
@@ -381,12 +381,12 @@ def test_weights_that_know_the_batch_make_masked_losses_the_batch_s() -> None:
     wanted = [p.grad for layer in layers for p in layer.parameters()]
     for layer in layers:
         layer.zero_grad()
-    cut = boundaries(layers, x_BT)[0]
+    cut = infer_boundary_specs(layers, x_BT)[0]
     stages = [Stage(layers[:1], output=cut), Stage(layers[1:], input=cut, loss=masked, first_layer=1)]
-    lines, targets = memory_lines(2), (y_BT, mask_BT * (len(mask_BT) / mask_BT.sum()))
-    given = {"seed": 1, "sizes": divide(7, 3), "inputs": x_BT, "targets": targets}
-    works = [lambda s=s: Runner(stages[s], s, 2).run(lines[s], **given) for s in range(2)]
-    assert in_threads(works)[1].loss == pytest.approx(float(plain.detach()), rel=1e-6)
+    lines, targets = memory_stage_links(2), (y_BT, mask_BT * (len(mask_BT) / mask_BT.sum()))
+    given = {"seed": 1, "sizes": divide_samples(7, 3), "inputs": x_BT, "targets": targets}
+    works = [lambda s=s: StageExecutor(stages[s], s, 2).run(lines[s], **given) for s in range(2)]
+    assert run_in_threads(works)[1].loss == pytest.approx(float(plain.detach()), rel=1e-6)
     for one, other in zip(wanted, [p.grad for layer in layers for p in layer.parameters()], strict=True):
         assert one is not None and other is not None
         assert (one - other).abs().max() <= ROUNDING * one.abs().max()
@@ -404,6 +404,6 @@ def test_a_batch_norm_may_be_called_by_the_name_of_its_input() -> None:
 
     stage = Stage([Named(), nn.Linear(4, 1)], loss=F.mse_loss)
     given = {"seed": 1, "sizes": (4, 4), "inputs": MOVED_X, "targets": MOVED_Y}
-    Runner(stage, 0, 1, schedule=fill_drain).run(memory_lines(1)[0], **given)  # type: ignore[arg-type]
+    StageExecutor(stage, 0, 1, schedule=fill_drain).run(memory_stage_links(1)[0], **given)  # type: ignore[arg-type]
     stage.commit()
     assert torch.allclose(stage.layers[0].norm.running_mean, 0.1 * MOVED_X.mean(0))

@@ -25,12 +25,12 @@ import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.building import Blueprint
 from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.held import Options, made, planner
-from gridtrain.pipeline.staging import Staging
+from gridtrain.pipeline.held import PipelineOptions, make_optimizer, schedule_for
+from gridtrain.pipeline.staging import ModelStages
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.contribution import Contribution, Tally
+from gridtrain.runtime.contribution import Contribution, ContributionReporter
 from gridtrain.runtime.local import local
-from gridtrain.runtime.picture import Picture
+from gridtrain.runtime.picture import WorkerSnapshot
 
 SEED = 5
 STEPS = 5
@@ -226,15 +226,15 @@ def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path) -> None:
 
 def test_what_is_written_is_the_turn_s_stage_though_the_group_has_moved_on() -> None:
     """Else a checkpoint of another stage would have the values with which that stage begins."""
-    options = Options(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
-    session = SimpleNamespace(picture=Picture(rank=0, world_size=2), resize_residual=lambda n: None)
-    staging = Staging(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
+    options = PipelineOptions(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
+    session = SimpleNamespace(picture=WorkerSnapshot(rank=0, world_size=2), resize_residual=lambda n: None)
+    staging = ModelStages(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
     pipe = Pipeline(staging, sgd, options, session)  # type: ignore[arg-type]
     turn, trained = session.picture, pipe.module
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.fill_(7.0)
-    for moved in (Picture(rank=1, world_size=2), Picture()):
+    for moved in (WorkerSnapshot(rank=1, world_size=2), WorkerSnapshot()):
         session.picture = moved
         _, tensors = pipe.pack(turn)
         weights = [value for value in tensors.values() if value.is_floating_point()]
@@ -297,7 +297,7 @@ def test_a_volunteer_is_told_what_its_stage_has_trained(tmp_path: Path) -> None:
         path = tmp_path / f"{threading.get_ident()}.json"
         session = grid._session
         assert isinstance(session, GroupSession)
-        session._tally = Tally(path)
+        session._contribution = ContributionReporter(path)
         run(grid, layers, stages=2, exchange=gridtrain.Dense())
         grid.close()
         return Contribution.read(path)
@@ -328,7 +328,7 @@ class Learned(nn.Module):
 
 def test_a_loss_with_parameters_is_refused_as_nobody_would_train_them() -> None:
     with pytest.raises(ConfigError, match="Learned with parameters, which no stage's optimizer has"):
-        Options(2, 1, gridtrain.Dense(), Learned())
+        PipelineOptions(2, 1, gridtrain.Dense(), Learned())
 
 
 def test_an_optimizer_may_go_through_the_parameters_more_than_once() -> None:
@@ -336,11 +336,11 @@ def test_an_optimizer_may_go_through_the_parameters_more_than_once() -> None:
         decayed = [p for p in parameters if p.dim() > 1]
         return torch.optim.AdamW([{"params": decayed}, {"params": [p for p in parameters if p.dim() < 2]}])
 
-    groups = made(make, nn.Linear(2, 2).parameters()).param_groups
+    groups = make_optimizer(make, nn.Linear(2, 2).parameters()).param_groups
     assert [len(group["params"]) for group in groups] == [1, 1]
 
 
 @pytest.mark.parametrize("ahead", [-1.0, math.inf, math.nan])
 def test_what_is_too_far_ahead_is_refused_here_and_not_when_it_is_told(ahead: float) -> None:
     with pytest.raises(ConfigError, match="fill-drain"):
-        planner("1f1b", ahead)
+        schedule_for("1f1b", ahead)

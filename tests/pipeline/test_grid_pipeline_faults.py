@@ -16,7 +16,7 @@ from torch import nn
 import gridtrain
 from gridtrain.errors import LineBroken
 from gridtrain.pipeline.building import Blueprint
-from gridtrain.pipeline.runner import Runner, _Step
+from gridtrain.pipeline.runner import StageExecutor, _StepExecution
 from gridtrain.runtime.local import LocalGroup, local
 from gridtrain.transport.memory import EndpointKilled
 
@@ -54,9 +54,9 @@ def test_an_attempt_that_fails_is_computed_anew_and_changes_nothing(
 ) -> None:
     failed = threading.Event()
     seeds: dict[int, list[int]] = {0: [], 1: []}
-    real = Runner.run
+    real = StageExecutor.run
 
-    def run(self: Runner, line: Any, **kwargs: Any) -> Any:
+    def run(self: StageExecutor, line: Any, **kwargs: Any) -> Any:
         seeds[self.number].append(kwargs["seed"])
         first = self.number == where and len(seeds[where]) == 3 and not failed.is_set()
         if not first:
@@ -67,7 +67,7 @@ def test_an_attempt_that_fails_is_computed_anew_and_changes_nothing(
         line.abort("a fault on purpose")
         raise LineBroken("a fault on purpose")
 
-    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(StageExecutor, "run", run)
 
     def train(grid: gridtrain.Grid) -> Any:
         pipe, batches, losses = pipeline(grid), [], []
@@ -130,16 +130,16 @@ def test_a_stage_that_sends_what_was_not_agreed_is_put_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each attempt would end in the same way, as it would be a member of each generation."""
-    real, wicked = _Step._send, threading.Event()
+    real, wicked = _StepExecution._send, threading.Event()
     culprit: list[int] = []
     name_of: dict[int, str] = {}
 
-    def send(self: _Step, to: int, channel: Any, buffers: Any) -> None:
+    def send(self: _StepExecution, to: int, channel: Any, buffers: Any) -> None:
         if wicked.is_set() and culprit == [threading.get_ident()]:
             buffers = [buffers[0][:-4]]
         real(self, to, channel, buffers)
 
-    monkeypatch.setattr(_Step, "_send", send)
+    monkeypatch.setattr(_StepExecution, "_send", send)
     ended: dict[str, Any] = {}
     with LocalGroup(min_workers=4, deadlines=LOSING) as group:
 
@@ -173,10 +173,10 @@ def test_a_stage_that_sends_what_was_not_agreed_is_put_out(
 
 
 def test_a_dead_stage_wakes_who_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, real = threading.Event(), Runner.run
+    told, real = threading.Event(), StageExecutor.run
     dying, computing = threading.Event(), threading.Semaphore(0)
 
-    def run(self: Runner, line: Any, **kwargs: Any) -> Any:
+    def run(self: StageExecutor, line: Any, **kwargs: Any) -> Any:
         try:
             if self.number == 0:
                 computing.release()
@@ -186,7 +186,7 @@ def test_a_dead_stage_wakes_who_waits_for_it(tmp_path: Path, monkeypatch: pytest
                 told.set()
             raise
 
-    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(StageExecutor, "run", run)
     with LocalGroup(min_workers=2, deadlines=LOSING) as group:
 
         def train(name: str) -> None:
@@ -232,9 +232,9 @@ def test_a_buffer_counts_what_is_applied_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: str
 ) -> None:
     ran: list[int] = []
-    real = Runner.run
+    real = StageExecutor.run
 
-    def run(self: Runner, line: Any, **kwargs: Any) -> Any:
+    def run(self: StageExecutor, line: Any, **kwargs: Any) -> Any:
         outcome = real(self, line, **kwargs)
         ran.append(self.number)
         if self.number == 1 and ran.count(1) == 3:
@@ -263,7 +263,7 @@ def test_a_buffer_counts_what_is_applied_and_nothing_else(
             pipe.step(inputs, targets)
         return [int(buffer) for buffer in pipe.module.buffers()]
 
-    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(StageExecutor, "run", run)
     applied = STEPS - 1 if spoilt == "skipped" else STEPS
     assert local(train, workers=2, export_dir=str(tmp_path)) == [[4 * applied]] * 2
     assert ran.count(1) == (STEPS if spoilt == "skipped" else STEPS + 1)

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 import gridtrain
 from gridtrain.errors import ConfigError, LineBroken
-from gridtrain.pipeline.boundaries import least_samples
-from gridtrain.pipeline.checks import Verdict, blamed, check_on_way, judged
+from gridtrain.pipeline.boundaries import min_samples
+from gridtrain.pipeline.checks import FaultOrigin, check_in_flight, find_fault_origin, sender_fault
 from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.runner import Runner, _Step, share_tied_parameters
-from gridtrain.pipeline.stage import Stage, Tied
-from gridtrain.pipeline.trees import Leaf, Spec
+from gridtrain.pipeline.runner import StageExecutor, _StepExecution, share_tied_parameters
+from gridtrain.pipeline.stage import Stage, TiedParameter
+from gridtrain.pipeline.trees import Leaf, TensorTreeSpec
 from gridtrain.protocol.schedule import fill_drain, one_forward_one_backward
 from gridtrain.runtime.local import LocalGroup, local
 
@@ -121,10 +121,10 @@ def test_more_micro_batches_than_samples_are_as_many_as_samples(tmp_path: Path) 
 def test_no_more_micro_batches_are_on_their_way_than_a_neighbour_holds(
     schedule: Any, buffers: int, most: int
 ) -> None:
-    check_on_way(schedule(3, most), buffers)
+    check_in_flight(schedule(3, most), buffers)
     with pytest.raises(ConfigError, match=rf"{most + 1} of them .* holds {most} .* micro_batches={most}"):
-        check_on_way(schedule(3, most + 1), buffers)
-    check_on_way(one_forward_one_backward(3, 1 << 14), buffers)  # keeps three
+        check_in_flight(schedule(3, most + 1), buffers)
+    check_in_flight(one_forward_one_backward(3, 1 << 14), buffers)  # keeps three
 
 
 @pytest.mark.parametrize(
@@ -157,13 +157,13 @@ def test_a_scaler_and_a_pipeline_are_refused_in_either_order() -> None:
 
 def test_batches_of_a_pipeline_are_not_accumulated() -> None:
     pipe = Pipeline.__new__(Pipeline)
-    pipe.expect_backwards(1)
+    pipe.set_backwards_per_step(1)
     with pytest.raises(ConfigError, match=r"accumulate=2 with a pipeline.* micro_batches="):
-        pipe.expect_backwards(2)
+        pipe.set_backwards_per_step(2)
 
 
-IDS = Spec(Leaf(torch.int64, (), rows_per_sample=1))
-FLOATS = Spec(Leaf(torch.float32, (), rows_per_sample=1))
+IDS = TensorTreeSpec(Leaf(torch.int64, (), rows_per_sample=1))
+FLOATS = TensorTreeSpec(Leaf(torch.float32, (), rows_per_sample=1))
 
 
 def table_of(received: Tensor) -> None:
@@ -178,7 +178,7 @@ def lengths_of(received: Tensor) -> None:
         raise RuntimeError("bad")
 
 
-def verdict_of(layer: Any, agreed: Spec | None, received: Any, own: Any) -> tuple[Verdict, str]:
+def verdict_of(layer: Any, agreed: TensorTreeSpec | None, received: Any, own: Any) -> tuple[FaultOrigin, str]:
     def fails(other: Any) -> bool:
         try:
             layer(other)
@@ -187,7 +187,7 @@ def verdict_of(layer: Any, agreed: Spec | None, received: Any, own: Any) -> tupl
         return False
 
     assert fails(received)
-    return judged(IndexError("bad"), agreed, received, 2, own, fails)
+    return find_fault_origin(IndexError("bad"), agreed, received, 2, own, fails)
 
 
 def a_bug(received: Tensor) -> None:
@@ -202,28 +202,28 @@ def a_bug(received: Tensor) -> None:
             IDS,
             torch.tensor([3, 10**9]),
             torch.tensor([3, 4]),
-            Verdict.SENDER,
+            FaultOrigin.SENDER,
             "from 3 to 1000000000",
         ),
-        (lengths_of, IDS, torch.tensor([3, 10**9]), None, Verdict.SENDER, "3 to 1000000000"),
-        (table_of, FLOATS, torch.tensor([1.0, float("nan")]), None, Verdict.NOT_FINITE, "not finite"),
-        (table_of, FLOATS, torch.tensor([1.0, float("-inf")]), None, Verdict.NOT_FINITE, "not finite"),
-        (a_bug, IDS, torch.arange(2), torch.tensor([3, 4]), Verdict.OWN, ""),  # positions, from the embedding
-        (a_bug, FLOATS, torch.tensor([0.0, float("-inf")]), None, Verdict.OWN, ""),  # a mask
-        (table_of, IDS, torch.tensor([3, 10**9]), {"ids": torch.tensor([3, 10**9])}, Verdict.OWN, ""),  # data
-        (table_of, FLOATS, torch.tensor([1.0, 20.0]), None, Verdict.OWN, ""),
-        (table_of, None, torch.tensor([1, 20]), torch.tensor([3, 10**9]), Verdict.OWN, ""),
+        (lengths_of, IDS, torch.tensor([3, 10**9]), None, FaultOrigin.SENDER, "3 to 1000000000"),
+        (table_of, FLOATS, torch.tensor([1.0, float("nan")]), None, FaultOrigin.NOT_FINITE, "not finite"),
+        (table_of, FLOATS, torch.tensor([1.0, float("-inf")]), None, FaultOrigin.NOT_FINITE, "not finite"),
+        (a_bug, IDS, torch.arange(2), torch.tensor([3, 4]), FaultOrigin.OWN, ""),  # positions, from the embedding
+        (a_bug, FLOATS, torch.tensor([0.0, float("-inf")]), None, FaultOrigin.OWN, ""),  # a mask
+        (table_of, IDS, torch.tensor([3, 10**9]), {"ids": torch.tensor([3, 10**9])}, FaultOrigin.OWN, ""),  # data
+        (table_of, FLOATS, torch.tensor([1.0, 20.0]), None, FaultOrigin.OWN, ""),
+        (table_of, None, torch.tensor([1, 20]), torch.tensor([3, 10**9]), FaultOrigin.OWN, ""),
     ],
 )
 def test_who_sent_what_a_layer_stumbled_over_answers_for_it(
-    layer: Any, agreed: Spec | None, received: Tensor, own: Any, verdict: Verdict, says: str
+    layer: Any, agreed: TensorTreeSpec | None, received: Tensor, own: Any, verdict: FaultOrigin, says: str
 ) -> None:
     found, text = verdict_of(layer, agreed, received, own)
     assert found is verdict and says in text
 
 
 def test_who_is_blamed_is_named() -> None:
-    broken = blamed(2, "integers from 3 to 1000000000 in int64 (n)", IndexError("bad"))
+    broken = sender_fault(2, "integers from 3 to 1000000000 in int64 (n)", IndexError("bad"))
     assert broken.peer == 2 and "stage 2 sent" in broken.reason and "IndexError: bad" in broken.reason
 
 
@@ -232,7 +232,7 @@ def test_who_is_blamed_is_named() -> None:
 )
 def test_what_no_value_causes_is_nobody_elses(error: Exception) -> None:
     strange = torch.tensor([3, 10**9])
-    assert judged(error, IDS, strange, 2, None, lambda other: False) == (Verdict.OWN, "")
+    assert find_fault_origin(error, IDS, strange, 2, None, lambda other: False) == (FaultOrigin.OWN, "")
 
 
 class Tokens(nn.Module):
@@ -264,19 +264,19 @@ TOKENS = [(torch.tensor(i % 11), torch.tensor([float(i % 3)])) for i in range(64
 def test_a_stage_that_sends_a_token_nobody_has_is_put_out_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, lock = _Step._send, threading.Lock()
+    real, lock = _StepExecution._send, threading.Lock()
     culprit: list[int] = []
     name_of: dict[int, str] = {}
     ended: dict[str, str] = {}
 
-    def send(self: _Step, to: int, channel: Any, buffers: Any) -> None:
+    def send(self: _StepExecution, to: int, channel: Any, buffers: Any) -> None:
         if culprit == [threading.get_ident()] and self._number == 0:
             numbers = np.frombuffer(buffers[1], np.int64).copy()
             numbers[0] = 10**9
             buffers = [buffers[0], numbers.view(np.uint8).data]
         real(self, to, channel, buffers)
 
-    monkeypatch.setattr(_Step, "_send", send)
+    monkeypatch.setattr(_StepExecution, "_send", send)
     with LocalGroup(min_workers=4, deadlines=LOSING) as group:
 
         def train(name: str) -> None:
@@ -317,17 +317,17 @@ def test_a_stage_that_sends_a_token_nobody_has_is_put_out_and_the_others_go_on(
 def test_activations_that_are_not_finite_skip_the_step_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, skipped = _Step._send, list[bool]()
+    real, skipped = _StepExecution._send, list[bool]()
     sent: list[int] = []
 
-    def send(self: _Step, to: int, channel: Any, buffers: Any) -> None:
+    def send(self: _StepExecution, to: int, channel: Any, buffers: Any) -> None:
         if self._number == 0:
             sent.append(1)
             if len(sent) == 3:  # the second step's first micro-batch
                 buffers = [np.full(buffers[0].nbytes // 4, np.nan, np.float32).view(np.uint8).data]
         real(self, to, channel, buffers)
 
-    monkeypatch.setattr(_Step, "_send", send)
+    monkeypatch.setattr(_StepExecution, "_send", send)
 
     def noting(pipe: Pipeline, x: Any, y: Any) -> float | None:
         loss = pipe.step(x, y)
@@ -343,9 +343,9 @@ def test_activations_that_are_not_finite_skip_the_step_on_all(
 def test_a_tied_parameter_that_is_not_finite_is_not_taken_over() -> None:
     linear = nn.Linear(2, 2)
     before = linear.weight.detach().clone()
-    tied = Tied(0, (0, 1), linear.weight)
-    stage = Stage([linear], input=Spec(Leaf(torch.float32, (2,), 1)), loss=loss_fn, tied=[tied])
-    assert Runner(stage, 1, 2).stage is stage
+    tied = TiedParameter(0, (0, 1), linear.weight)
+    stage = Stage([linear], input=TensorTreeSpec(Leaf(torch.float32, (2,), 1)), loss=loss_fn, tied=[tied])
+    assert StageExecutor(stage, 1, 2).stage is stage
 
     class Line:
         def receive(self, source: int, channel: Any) -> Any:
@@ -474,4 +474,4 @@ def test_the_tail_of_a_pass_has_no_micro_batch_that_batch_norm_refuses(tmp_path:
     ("layer", "least"), [(nn.BatchNorm1d(2), 2), (nn.LayerNorm(2), 1), (nn.BatchNorm1d(2).eval(), 1)]
 )
 def test_how_few_samples_a_model_trains_on(layer: nn.Module, least: int) -> None:
-    assert least_samples([nn.Linear(2, 2), layer], torch.ones(4, 2)) == least
+    assert min_samples([nn.Linear(2, 2), layer], torch.ones(4, 2)) == least

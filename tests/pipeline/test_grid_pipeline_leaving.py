@@ -21,18 +21,18 @@ from pipeline_group import Seen, Workers, undisturbed
 
 import gridtrain
 from gridtrain.optim import state_sync
-from gridtrain.optim.checkpoint import folders, step_of
-from gridtrain.optim.stage_checkpoints import StageCheckpoints
+from gridtrain.optim.checkpoint import checkpoint_step, list_checkpoints
+from gridtrain.optim.stage_checkpoints import StageCheckpointStore
 from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.unsent import Unsent
-from gridtrain.protocol.messages import Held
-from gridtrain.runtime.owner import Wish
+from gridtrain.pipeline.unsent import StageResiduals
+from gridtrain.protocol.messages import CheckpointInfo
+from gridtrain.runtime.owner import AgentDirective
 
 SPARSE = gridtrain.GTopK(density=0.2)
 CUTS = (0, 2, 4)
 """Given where runs are compared: a sparse exchange selects in each stage, so its update depends on the cut,
 and left to itself the coordinator cuts by the workers' measured speeds."""
-REST = Wish(run=False, reason="its owner said so")
+REST = AgentDirective(run=False, reason="its owner said so")
 
 
 def stage_1(disk: Path) -> Path:
@@ -52,10 +52,10 @@ def test_a_stages_only_worker_is_paused_and_the_run_goes_on_where_it_was(
 ) -> None:
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if seen.step == 6 and pipe.stage == stage:
-            seen.owner.wish = REST
+            seen.owner.directive = REST
 
     def resting() -> Seen | None:
-        told = {s.name: s.owner.told[-1]["state"] if s.owner.told else "" for s in workers.seen.values()}
+        told = {s.name: s.owner.reported[-1]["state"] if s.owner.reported else "" for s in workers.seen.values()}
         return next((workers.seen[name] for name, state in told.items() if state == "paused"), None)
 
     run: dict[str, Any] = {"steps": 20, "exchange": exchange, "cuts": CUTS}
@@ -68,7 +68,7 @@ def test_a_stages_only_worker_is_paused_and_the_run_goes_on_where_it_was(
         assert seen is not None
         assert f"stage {stage} of 2 has nobody: 1 worker is here, 2 are needed" in snapshot["reason"]
         assert [line["name"] for line in snapshot["resting"]] == [seen.name]
-        seen.owner.wish = Wish()
+        seen.owner.directive = AgentDirective()
         workers.finish("anna", "bert")
         assert [s.end for s in workers.seen.values()] == ["finished"] * 2
         assert not [e for e in workers.snapshot()["events"] if "rollback" in str(e)]
@@ -103,14 +103,14 @@ def test_who_waits_in_the_middle_of_a_step_hears_its_owner_too(tmp_path: Path) -
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if seen.step == 6 and pipe.stage == 1:
-            seen.owner.wish = REST
+            seen.owner.directive = REST
 
     def at(stage: int) -> Seen:
         return next(seen for seen in workers.seen.values() if seen.stages.get(6) == stage)
 
     def rests(stage: int) -> bool:
         return any(
-            s.stages.get(6) == stage and s.owner.told[-1]["state"] == "paused" for s in workers.seen.values()
+            s.stages.get(6) == stage and s.owner.reported[-1]["state"] == "paused" for s in workers.seen.values()
         )
 
     run: dict[str, Any] = {"steps": 20, "exchange": SPARSE, "cuts": CUTS}
@@ -120,13 +120,13 @@ def test_who_waits_in_the_middle_of_a_step_hears_its_owner_too(tmp_path: Path) -
         workers.add("anna")
         workers.add("bert")
         workers.wait(lambda: rests(1) and workers.snapshot()["phase"] == "paused")
-        at(0).owner.wish = REST
+        at(0).owner.directive = REST
         workers.wait(lambda: rests(0))
         (stage_0,) = (tmp_path / "paused" / at(0).name).glob("blocks-000-*")
-        assert [step_of(path) for path in folders(stage_0)] == [7]
+        assert [checkpoint_step(path) for path in list_checkpoints(stage_0)] == [7]
         assert {line["name"] for line in workers.snapshot()["resting"]} == {"anna", "bert"}
         for seen in workers.seen.values():
-            seen.owner.wish = Wish()
+            seen.owner.directive = AgentDirective()
         workers.finish("anna", "bert")
         assert [s.end for s in workers.seen.values()] == ["finished"] * 2
         assert not [e for e in workers.snapshot()["events"] if "rollback" in str(e)]
@@ -150,16 +150,16 @@ def test_a_spare_takes_the_stage_of_a_worker_that_is_paused(tmp_path: Path) -> N
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if seen.step == 12 and pipe.stage == 1 and not resting:
             resting.append(seen)
-            seen.owner.wish = REST
+            seen.owner.directive = REST
 
     with Workers(tmp_path, 2, steps=30, checkpoint_every=5) as workers:
         workers.after = after
         for name in ("anna", "bert", "clara"):
             workers.add(name)
-        workers.wait(lambda: bool(resting) and bool(resting[0].owner.told))
+        workers.wait(lambda: bool(resting) and bool(resting[0].owner.reported))
         others = [seen for seen in workers.seen.values() if seen is not resting[0]]
         workers.wait(lambda: all(seen.step >= 20 for seen in others))
-        resting[0].owner.wish = Wish()
+        resting[0].owner.directive = AgentDirective()
         workers.finish("anna", "bert", "clara")
     assert [seen.end for seen in workers.seen.values()] == ["finished"] * 3
     one, other = others
@@ -176,9 +176,9 @@ def test_what_a_leaver_has_not_sent_is_sent_by_its_replica(
     absorbed: dict[int | None, np.ndarray] = {}
     given: list[np.ndarray] = []
     leaver: list[Seen] = []
-    real = Unsent.absorb
+    real = StageResiduals.add_residual
 
-    def absorb(self: Unsent, entries: Any, world_size: int) -> bool:
+    def absorb(self: StageResiduals, entries: Any, world_size: int) -> bool:
         dense_N = np.zeros(self.residual_size, np.float32)
         dense_N[entries.indices] = entries.values
         absorbed[self.held_stage] = dense_N
@@ -195,9 +195,9 @@ def test_what_a_leaver_has_not_sent_is_sent_by_its_replica(
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if way == "rests" and [seen] == leaver and seen.step == 6:
             given[:] = [pipe.residual_state()["residual"].numpy().copy()]
-            seen.owner.wish = REST
+            seen.owner.directive = REST
 
-    monkeypatch.setattr(Unsent, "absorb", absorb)
+    monkeypatch.setattr(StageResiduals, "absorb", absorb)
     with Workers(tmp_path, 5, steps=15, exchange=SPARSE) as workers:
         workers.before, workers.after = before, after
         for name in ("anna", "bert", "clara", "dora", "emil"):
@@ -205,7 +205,7 @@ def test_what_a_leaver_has_not_sent_is_sent_by_its_replica(
         workers.wait(lambda: bool(leaver))
         others = [seen for seen in workers.seen.values() if seen not in leaver]
         workers.wait(lambda: all(seen.step >= 10 or not seen.losses for seen in others))
-        leaver[0].owner.wish = Wish()
+        leaver[0].owner.directive = AgentDirective()
         workers.finish(*(seen.name for seen in others))
     assert [seen.end for seen in others] == ["finished"] * 4
     assert given[0].any() and set(absorbed) == {1}
@@ -222,7 +222,7 @@ def test_what_is_lost_with_a_seat_is_told(tmp_path: Path, caplog: pytest.LogCapt
     killed: list[str] = []
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
-        figures[seen.name] = dict(grid._session._driver.signs.figures)
+        figures[seen.name] = dict(grid._session._io_loop.heartbeat.figures)
         if seen.step == 12 and not killed and all(s.step >= 11 for s in workers.seen.values()):
             killed.extend(name for name, other in workers.seen.items() if other.stages[11] == 0)
             for name in killed:
@@ -249,7 +249,7 @@ def test_a_checkpoint_at_a_pause_takes_no_other_ones_place(tmp_path: Path) -> No
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if pipe.stage == 1 and seen.step in (12, 13, 14) and seen.step not in pauses:
             pauses.append(seen.step)
-            seen.owner.wish = REST
+            seen.owner.directive = REST
 
     with Workers(tmp_path, 2, steps=22, checkpoint_every=5) as workers:
         workers.after = after
@@ -260,16 +260,16 @@ def test_a_checkpoint_at_a_pause_takes_no_other_ones_place(tmp_path: Path) -> No
                 lambda count=count: (
                     len(pauses) == count
                     and any(
-                        s.owner.told and s.owner.told[-1]["state"] == "paused" for s in workers.seen.values()
+                        s.owner.reported and s.owner.reported[-1]["state"] == "paused" for s in workers.seen.values()
                     )
                 )
             )
             (seen,) = [s for s in workers.seen.values() if s.stages[5] == 1]
-            there.append([step_of(path) for path in folders(stage_1(tmp_path / seen.name))])
-            seen.owner.wish = Wish()
+            there.append([checkpoint_step(path) for path in list_checkpoints(stage_1(tmp_path / seen.name))])
+            seen.owner.directive = AgentDirective()
             workers.wait(lambda seen=seen, count=count: seen.step > 11 + count or seen.end is not None)
         workers.finish("anna", "bert")
-        there.append([step_of(path) for path in folders(stage_1(tmp_path / seen.name))])
+        there.append([checkpoint_step(path) for path in list_checkpoints(stage_1(tmp_path / seen.name))])
     assert [s.end for s in workers.seen.values()] == ["finished"] * 2
     assert there[:2] == [[5, 10, 13], [5, 10, 14]], "step 10 stays, until 15 is there on all"
     assert there[2:] == [[5, 10, 15], [15, 20]], "step 15 is one that all have"
@@ -281,8 +281,8 @@ def test_what_stays_with_a_worker_that_ends_is_read_back_at_the_same_step(tmp_pa
     goes on with both, as if it had not ended."""
 
     def before(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
-        if seen.step == 6 and seen.name == "bert" and not seen.owner.wish.stop:
-            seen.owner.wish = Wish(stop=True)
+        if seen.step == 6 and seen.name == "bert" and not seen.owner.directive.stop:
+            seen.owner.directive = AgentDirective(stop=True)
 
     run: dict[str, Any] = {"steps": 16, "exchange": SPARSE, "cuts": CUTS}
     with Workers(tmp_path / "ended", 2, checkpoint_every=100, **run) as workers:
@@ -309,12 +309,12 @@ def test_a_donor_that_gives_another_state_is_put_out_and_nobody_trains_on_it(
     """bert, who trained stage 1, dies; anna has a copy and gives clara something else under its name."""
     victims: list[str] = []
 
-    def give(self: StageCheckpoints, held: Held) -> Any:
+    def give(self: StageCheckpointStore, held: CheckpointInfo) -> Any:
         found = self.load(held)
         tensors = {
             name: value + 1 if value.is_floating_point() else value for name, value in found.tensors.items()
         }
-        return state_sync.framed(found.document, tensors)
+        return state_sync.frame_state(found.document, tensors)
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         copied = list(tmp_path.glob("*/blocks-*-004/step-*"))
@@ -322,7 +322,7 @@ def test_a_donor_that_gives_another_state_is_put_out_and_nobody_trains_on_it(
             victims.extend(s.name for s in workers.seen.values() if s.stages[5] == 1)
             workers.kill(victims[0])
 
-    monkeypatch.setattr(StageCheckpoints, "give", give)
+    monkeypatch.setattr(StageCheckpointStore, "give", give)
     with Workers(tmp_path, 2, steps=10_000, checkpoint_every=5) as workers:
         workers.after = after
         workers.add("anna")

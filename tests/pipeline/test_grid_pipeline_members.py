@@ -21,7 +21,7 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import GridtrainError
-from gridtrain.optim.export import export
+from gridtrain.optim.export import export_model
 from gridtrain.runtime.local import LocalGroup
 
 
@@ -174,7 +174,7 @@ def test_a_stage_without_anybody_waits_for_a_newcomer_and_goes_back_to_checkpoin
     both = group.workers[survivor].losses
     assert {step: both[step] for step in group.workers["carl"].losses} == group.workers["carl"].losses
     assert set(counted(group.workers)) == set(range(SAMPLES))
-    exported = export(tmp_path, tmp_path / "whole.safetensors")
+    exported = export_model(tmp_path, tmp_path / "whole.safetensors")
     names = set(safetensors.torch.load_file(tmp_path / "whole.safetensors"))
     assert names == set(nn.Sequential(*layers()).state_dict()), "the stages of a checkpoint, put together"
     assert exported.step % 5 == 0 and exported.step >= 15

@@ -16,8 +16,8 @@ import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.group import Pipeline
 from gridtrain.pipeline.handle import StageOptimizer
-from gridtrain.pipeline.held import Options
-from gridtrain.runtime.picture import Picture
+from gridtrain.pipeline.held import PipelineOptions
+from gridtrain.runtime.picture import WorkerSnapshot
 
 RATE, DECAY = 0.05, 0.9
 
@@ -33,7 +33,7 @@ def test_a_scheduler_goes_on_with_the_next_stage() -> None:
     for step in range(9):
         if step == 4:
             before = handle.inner
-            handle.hold(sgd(5))
+            handle.set_inner(sgd(5))
             assert handle.inner is not before and handle.param_groups[0]["params"][0].shape == (5,)
         handle.apply()
         plain.step()
@@ -48,7 +48,7 @@ def test_a_scheduler_goes_on_with_the_next_stage() -> None:
 def test_a_rate_that_is_a_tensor_is_each_stages_own() -> None:
     first, second = sgd(3, lr=torch.tensor(0.1)), sgd(5, lr=torch.tensor(0.7))
     handle = StageOptimizer(first)
-    handle.hold(second)
+    handle.set_inner(second)
     second.param_groups[0]["lr"].fill_(0.5)
     assert float(first.param_groups[0]["lr"]) == pytest.approx(0.1)
 
@@ -59,10 +59,10 @@ def test_misuse_of_the_handle_is_refused() -> None:
         handle.step()
     with pytest.raises(ConfigError, match="parameter group was added"):
         handle.add_param_group({"params": []})
-    handle.hold(sgd(3))  # nobody has made a scheduler: other groups are fine
+    handle.set_inner(sgd(3))  # nobody has made a scheduler: other groups are fine
     LambdaLR(handle, lambda step: 1.0)
     with pytest.raises(ConfigError, match=r"scheduler was made for 1 groups.* has 2"):
-        handle.hold(sgd(3, 2))
+        handle.set_inner(sgd(3, 2))
 
 
 def grouped(*shapes: tuple[int, ...]) -> torch.optim.SGD:
@@ -79,11 +79,11 @@ def decays(optimizer: torch.optim.Optimizer) -> list[float]:
 
 def test_a_stage_with_other_groups_has_the_settings_that_it_was_made_with() -> None:
     handle = StageOptimizer(grouped((2, 2), (2,)))
-    handle.hold(grouped((2,)))  # of norms alone
+    handle.set_inner(grouped((2,)))  # of norms alone
     assert decays(handle) == [0.0]
     handle.param_groups[0]["lr"] = 0.5
     with pytest.raises(ConfigError, match=r"the script has set 1 groups.* has 2"):
-        handle.hold(grouped((2, 2), (2,)))
+        handle.set_inner(grouped((2, 2), (2,)))
 
 
 def test_what_was_set_once_goes_on_to_every_further_stage() -> None:
@@ -91,20 +91,20 @@ def test_what_was_set_once_goes_on_to_every_further_stage() -> None:
     handle = StageOptimizer(whole)
     handle.param_groups[0]["lr"] = 0.5
     for size in (4, 5, 6):
-        handle.hold(sgd(size))
+        handle.set_inner(sgd(size))
         assert handle.param_groups[0]["lr"] == 0.5
-        handle.hold(whole)  # nothing of a stage is held
+        handle.set_inner(whole)  # nothing of a stage is held
 
 
 def test_a_run_that_begins_anew_has_the_rate_and_the_scheduler_of_its_beginning() -> None:
     from types import SimpleNamespace
 
     from gridtrain.pipeline.building import Blueprint
-    from gridtrain.pipeline.staging import Staging
+    from gridtrain.pipeline.staging import ModelStages
 
-    options = Options(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
-    session = SimpleNamespace(picture=Picture(rank=0, world_size=2), resize_residual=lambda n: None)
-    staging = Staging(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
+    options = PipelineOptions(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
+    session = SimpleNamespace(picture=WorkerSnapshot(rank=0, world_size=2), resize_residual=lambda n: None)
+    staging = ModelStages(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
     pipe = Pipeline(staging, lambda p: torch.optim.SGD(p, lr=RATE), options, session)  # type: ignore[arg-type]
     scheduler = LambdaLR(pipe.optimizer, lambda step: DECAY**step)
     pipe.track(scheduler=scheduler)
@@ -113,7 +113,7 @@ def test_a_run_that_begins_anew_has_the_rate_and_the_scheduler_of_its_beginning(
         pipe.optimizer.apply()  # type: ignore[attr-defined]
         scheduler.step()
     assert pipe.optimizer.param_groups[0]["lr"] == pytest.approx(RATE * DECAY**3)
-    pipe._begin_anew()
+    pipe._restart()
     assert pipe.optimizer.param_groups[0]["lr"] == RATE and scheduler.last_epoch == 0
 
 

@@ -22,8 +22,8 @@ from pipeline_models import (
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, LineBroken, LocalProtocolError
-from gridtrain.pipeline.memory_line import MemoryLine, memory_lines
-from gridtrain.pipeline.runner import Buffers, Planner, Runner, share_tied_parameters
+from gridtrain.pipeline.memory_line import MemoryStageLink, memory_stage_links
+from gridtrain.pipeline.runner import PayloadBuffers, ScheduleFactory, StageExecutor, share_tied_parameters
 from gridtrain.pipeline.stage import Stage
 from gridtrain.protocol import schedule as plan
 from gridtrain.protocol.messages import Channel
@@ -32,14 +32,14 @@ from gridtrain.protocol.schedule import fill_drain
 SIZES = (2, 2, 2, 2)
 
 
-def every_stage(stages: Sequence[Stage], lines: Sequence[MemoryLine]) -> list[BaseException | None]:
+def every_stage(stages: Sequence[Stage], lines: Sequence[MemoryStageLink]) -> list[BaseException | None]:
     """What each stage raised, all running at once; waits for all of them."""
     raised: list[BaseException | None] = [None] * len(stages)
     inputs, targets = tokens(sum(SIZES))
 
     def work(s: int) -> None:
         try:
-            Runner(stages[s], s, len(stages)).run(
+            StageExecutor(stages[s], s, len(stages)).run(
                 lines[s], seed=1, sizes=SIZES, inputs=inputs, targets=targets
             )
         except Exception as error:
@@ -56,14 +56,14 @@ def every_stage(stages: Sequence[Stage], lines: Sequence[MemoryLine]) -> list[Ba
 class Tampering:
     """A line that does something with the `at`-th payload that it is given to send."""
 
-    def __init__(self, line: MemoryLine, at: int, act: Callable[[Buffers], Buffers]) -> None:
+    def __init__(self, line: MemoryStageLink, at: int, act: Callable[[PayloadBuffers], PayloadBuffers]) -> None:
         self._line, self._left, self._act = line, at, act
 
-    def send(self, stage: int, channel: Channel, buffers: Buffers) -> None:
+    def send(self, stage: int, channel: Channel, buffers: PayloadBuffers) -> None:
         self._left -= 1
         self._line.send(stage, channel, self._act(buffers) if self._left == -1 else buffers)
 
-    def receive(self, stage: int, channel: Channel) -> Buffers:
+    def receive(self, stage: int, channel: Channel) -> PayloadBuffers:
         return self._line.receive(stage, channel)
 
     def abort(self, reason: str) -> None:
@@ -74,7 +74,7 @@ class Dead(Exception):
     pass
 
 
-def die(buffers: Buffers) -> Buffers:
+def die(buffers: PayloadBuffers) -> PayloadBuffers:
     raise Dead
 
 
@@ -86,7 +86,7 @@ def test_a_stage_that_dies_is_known_to_all_and_no_gradient_is_left(stage: int, a
     marks = [torch.full_like(p, 7.0) for p in stages[stage].parameters]
     for parameter, mark in zip(stages[stage].parameters, marks, strict=True):
         parameter.grad = mark
-    lines: list = list(memory_lines(4))
+    lines: list = list(memory_stage_links(4))
     lines[stage] = Tampering(lines[stage], at, die)
     raised = every_stage(stages, lines)
     for s, error in enumerate(raised):
@@ -96,7 +96,7 @@ def test_a_stage_that_dies_is_known_to_all_and_no_gradient_is_left(stage: int, a
             assert isinstance(error, LineBroken)
             assert (error.peer, error.reason) == (stage, f"stage {stage}: Dead: ")
     for s, one in enumerate(stages):
-        assert one.kept == 0
+        assert one.in_flight == 0
         expected = marks if s == stage else [None] * len(one.parameters)
         assert all(p.grad is mark for p, mark in zip(one.parameters, expected, strict=True))
 
@@ -104,7 +104,7 @@ def test_a_stage_that_dies_is_known_to_all_and_no_gradient_is_left(stage: int, a
 def test_after_a_broken_line_the_step_is_repeated_as_if_nothing_had_been() -> None:
     layers = layers_of(dropout=True, batch_norm=True)
     stages, untouched = stages_of(layers, 4), stages_of(layers, 4)
-    lines: list = list(memory_lines(4))
+    lines: list = list(memory_stage_links(4))
     lines[2] = Tampering(lines[2], 5, die)
     assert all(every_stage(stages, lines))
     got, expected = result_of(stages, run(stages, SIZES)), result_of(untouched, run(untouched, SIZES))
@@ -122,7 +122,7 @@ class Failing(nn.Module):
 def test_what_the_model_raises_comes_out_where_it_was_and_breaks_the_others() -> None:
     stages = stages_of(layers_of(), 3)
     stages[1].layers[-1] = Failing()
-    raised = every_stage(stages, memory_lines(3))
+    raised = every_stage(stages, memory_stage_links(3))
     assert isinstance(raised[1], MemoryError)
     for other in (raised[0], raised[2]):
         assert isinstance(other, LineBroken) and other.reason == "stage 1: MemoryError: no memory left"
@@ -138,10 +138,10 @@ def test_what_the_model_raises_comes_out_where_it_was_and_breaks_the_others() ->
     ],
 )
 def test_bytes_that_were_not_agreed_are_refused_and_everybody_knows_whose(
-    act: Callable[[Buffers], Buffers], text: str
+    act: Callable[[PayloadBuffers], PayloadBuffers], text: str
 ) -> None:
     stages = stages_of(layers_of(), 3)
-    lines: list = list(memory_lines(3))
+    lines: list = list(memory_stage_links(3))
     lines[0] = Tampering(lines[0], 1, act)
     raised = every_stage(stages, lines)
     assert isinstance(raised[1], LineBroken) and raised[1].peer == 0 and text in raised[1].reason
@@ -149,14 +149,14 @@ def test_bytes_that_were_not_agreed_are_refused_and_everybody_knows_whose(
 
 
 def test_a_stage_that_waits_for_what_never_comes_hears_of_an_abort() -> None:
-    lines = memory_lines(3)
+    lines = memory_stage_links(3)
     waiting = threading.Event()
     raised: list[LineBroken] = []
 
     def wait(stage: int) -> None:
         waiting.set()
         with pytest.raises(LineBroken) as caught:
-            lines[stage].receive(1, plan.activations(0))
+            lines[stage].receive(1, plan.activations_channel(0))
         raised.append(caught.value)
 
     threads = [threading.Thread(target=wait, args=(stage,)) for stage in (0, 2)]
@@ -169,25 +169,25 @@ def test_a_stage_that_waits_for_what_never_comes_hears_of_an_abort() -> None:
         thread.join()
     assert [(error.reason, error.peer) for error in raised] == [("stage 1 leaves", 1)] * 2
     with pytest.raises(LineBroken, match="stage 1 leaves"):
-        lines[0].send(1, plan.activations(0), [])
+        lines[0].send(1, plan.activations_channel(0), [])
 
 
 def test_a_memory_line_says_one_thing_once_and_in_any_order() -> None:
-    lines = memory_lines(2, latency_s=1e-4, bandwidth_Bps=1e9)
+    lines = memory_stage_links(2, latency_s=1e-4, bandwidth_Bps=1e9)
     for m in range(3):
-        lines[0].send(1, plan.activations(m), [memoryview(bytes([m])), memoryview(b"")])
+        lines[0].send(1, plan.activations_channel(m), [memoryview(bytes([m])), memoryview(b"")])
     with pytest.raises(LocalProtocolError, match="again"):
-        lines[0].send(1, plan.activations(2), [])
+        lines[0].send(1, plan.activations_channel(2), [])
     for m in (2, 0, 1):
-        assert [bytes(b) for b in lines[1].receive(0, plan.activations(m))] == [bytes([m]), b""]
+        assert [bytes(b) for b in lines[1].receive(0, plan.activations_channel(m))] == [bytes([m]), b""]
 
 
 def test_stages_made_for_another_place_are_refused() -> None:
     stages = stages_of(layers_of(), 3)
     with pytest.raises(ConfigError, match="the first stage alone has no `input`"):
-        Runner(stages[1], 0, 3)
+        StageExecutor(stages[1], 0, 3)
     with pytest.raises(ConfigError, match="the last one alone no `output`"):
-        Runner(stages[2], 1, 3)
+        StageExecutor(stages[2], 1, 3)
     with pytest.raises(ConfigError, match=r"exactly one of loss= and output="):
         Stage([nn.Linear(2, 2)])
 
@@ -203,7 +203,7 @@ class Overwriting(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", [plan.fill_drain, plan.one_forward_one_backward])
-def test_a_stage_s_first_layer_may_overwrite_activations(schedule: Planner) -> None:
+def test_a_stage_s_first_layer_may_overwrite_activations(schedule: ScheduleFactory) -> None:
     layers = layers_of()
     layers[5] = Overwriting(layers[5], lambda nest: nest["x"].mul_(2.0))  # the second stage's first
     stages = stages_of(layers, 2)
@@ -228,7 +228,7 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
 
 
 def test_tied_parameters_follow_the_lowest_stage_bit_for_bit() -> None:
-    stages, lines = stages_of(layers_of(tied=True), 3), memory_lines(3)
+    stages, lines = stages_of(layers_of(tied=True), 3), memory_stage_links(3)
     run(stages, (2, 2))
     first, last = stages[0].tied[0].parameter, stages[2].tied[0].parameter
     with torch.no_grad():
@@ -243,8 +243,8 @@ def test_a_grad_scaler_s_factor_is_in_the_gradients_and_not_in_the_loss() -> Non
     layers, inputs_targets = layers_of(), tokens(4)
     plain, scaled = stages_of(layers, 1)[0], stages_of(layers, 1)[0]
     arguments = {"seed": 1, "sizes": (2, 2), "inputs": inputs_targets[0], "targets": inputs_targets[1]}
-    one = Runner(plain, 0, 1).run(memory_lines(1)[0], **arguments)
-    two = Runner(scaled, 0, 1).run(memory_lines(1)[0], **arguments, loss_scale=1024.0)
+    one = StageExecutor(plain, 0, 1).run(memory_stage_links(1)[0], **arguments)
+    two = StageExecutor(scaled, 0, 1).run(memory_stage_links(1)[0], **arguments, loss_scale=1024.0)
     assert one.loss == two.loss
     for p, q in zip(plain.parameters, scaled.parameters, strict=True):
         assert torch.equal(p.grad * 1024.0, q.grad)
@@ -256,7 +256,7 @@ def of_one(loss: Any, **options: Any) -> Stage:
 
 def run_alone(stage: Stage, inputs: torch.Tensor, targets: torch.Tensor) -> None:
     given = {"seed": 1, "sizes": (1,) * len(inputs), "inputs": inputs, "targets": targets}
-    Runner(stage, 0, 1, schedule=fill_drain).run(memory_lines(1)[0], **given)  # type: ignore[arg-type]
+    StageExecutor(stage, 0, 1, schedule=fill_drain).run(memory_stage_links(1)[0], **given)  # type: ignore[arg-type]
 
 
 def test_a_loss_without_a_gradient_is_refused() -> None:

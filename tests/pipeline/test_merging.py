@@ -17,8 +17,8 @@ from gridtrain.optim import state_sync
 from gridtrain.optim.checkpoint import Checkpoint
 from gridtrain.optim.flat import FlatGradient, canonical_parameters
 from gridtrain.pipeline import Blueprint, merging
-from gridtrain.pipeline.staging import StageModule, Staging
-from gridtrain.protocol.messages import Held, LedgerState
+from gridtrain.pipeline.staging import ModelStages, StageModule
+from gridtrain.protocol.messages import CheckpointInfo, LedgerState
 
 BLOCKS = 4
 
@@ -38,14 +38,14 @@ def layers() -> list[nn.Module]:
     return [embed, nn.BatchNorm1d(3), nn.Linear(3, 3), Head(embed.weight)]
 
 
-def staging(*cuts: int) -> Staging:
-    return Staging(Blueprint(layers), len(cuts) - 1, cuts=cuts, device=torch.device("cpu"))
+def staging(*cuts: int) -> ModelStages:
+    return ModelStages(Blueprint(layers), len(cuts) - 1, cuts=cuts, device=torch.device("cpu"))
 
 
 class Trained:
     """A stage with its optimizer, in two groups."""
 
-    def __init__(self, cut: Staging, stage: int, lr: float = 0.1) -> None:
+    def __init__(self, cut: ModelStages, stage: int, lr: float = 0.1) -> None:
         self.module: StageModule = cut.build(stage)[0]
         matrices = [p for p in self.module.parameters() if p.dim() > 1]
         vectors = [p for p in self.module.parameters() if p.dim() == 1]
@@ -60,10 +60,10 @@ class Trained:
             buffer.add_(torch.ones_like(buffer))
 
     def saved(self, residual: dict[str, Tensor] | None = None) -> Checkpoint:
-        document, tensors = state_sync.pack(self.module, self.inner, {})
-        document[merging.ORDER] = merging.order_of(self.module, self.inner)
-        document[merging.FROZEN] = []
-        held = Held(9, b"h", LedgerState(step=10))
+        document, tensors = state_sync.pack_state(self.module, self.inner, {})
+        document[merging.PARAMETER_ORDER_KEY] = merging.parameter_order(self.module, self.inner)
+        document[merging.FROZEN_KEY] = []
+        held = CheckpointInfo(9, b"h", LedgerState(step=10))
         return Checkpoint(Path("nowhere"), held, (), document, tensors, residual or {})
 
     def facts(self) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ def cut_anew(founds: list[Checkpoint], *cuts: int) -> list[Trained]:
     cut = staging(*cuts)
     made = [Trained(cut, stage) for stage in range(cut.stages)]
     for one in made:
-        merging.load(founds, one.module, one.inner, {}, cut.tied_names)
+        merging.load_merged(founds, one.module, one.inner, {}, cut.tied_names)
     return made
 
 
@@ -108,7 +108,7 @@ def test_what_was_not_sent_goes_with_its_parameters() -> None:
     mine, copy = parts[0].saved({"residual": marks[0]}), parts[1].saved()
     (whole,) = cut_anew([mine, copy], 0, BLOCKS)
     flat = FlatGradient(whole.module, whole.inner)
-    residual = merging.residual([mine, copy], whole.module, flat)["residual"]
+    residual = merging.merged_residual([mine, copy], whole.module, flat)["residual"]
     assert torch.equal(residual[: flats[0].n], marks[0]) and not residual[flats[0].n :].any()
 
 

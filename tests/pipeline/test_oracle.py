@@ -18,11 +18,11 @@ import torch
 from pipeline_models import bounds_of
 from torch import Tensor, nn
 
-from gridtrain.pipeline.boundaries import boundaries
-from gridtrain.pipeline.memory_line import in_threads, memory_lines
-from gridtrain.pipeline.runner import Runner
+from gridtrain.pipeline.boundaries import infer_boundary_specs
+from gridtrain.pipeline.memory_line import memory_stage_links, run_in_threads
+from gridtrain.pipeline.runner import StageExecutor
 from gridtrain.pipeline.stage import Stage
-from gridtrain.protocol.schedule import divide, fill_drain, one_forward_one_backward
+from gridtrain.protocol.schedule import divide_samples, fill_drain, one_forward_one_backward
 
 pytestmark = pytest.mark.integration
 
@@ -48,7 +48,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Tens
 def ours(stages: int, micro_batches: int, schedule: str, rematerialise: bool) -> dict[str, Tensor]:
     layers = oracle.layers_of()
     inputs, targets = oracle.batch()
-    specs = boundaries(layers, inputs)
+    specs = infer_boundary_specs(layers, inputs)
     held = [
         Stage(
             copy.deepcopy(layers[start:stop]),
@@ -60,13 +60,13 @@ def ours(stages: int, micro_batches: int, schedule: str, rematerialise: bool) ->
         )
         for start, stop in bounds_of(stages)
     ]
-    lines, sizes = memory_lines(stages), divide(oracle.SAMPLES, micro_batches)
+    lines, sizes = memory_stage_links(stages), divide_samples(oracle.SAMPLES, micro_batches)
 
     def work(s: int) -> None:
-        runner = Runner(held[s], s, stages, schedule=OURS[schedule])
+        runner = StageExecutor(held[s], s, stages, schedule=OURS[schedule])
         runner.run(lines[s], seed=oracle.SEED, sizes=sizes, inputs=inputs, targets=targets)
 
-    in_threads([lambda s=s: work(s) for s in range(stages)])  # type: ignore[misc]
+    run_in_threads([lambda s=s: work(s) for s in range(stages)])  # type: ignore[misc]
     own = [layer for stage in held for layer in stage.layers]
     return {f"{i}.{n}": p.grad for i, layer in enumerate(own) for n, p in layer.named_parameters()}
 

@@ -15,7 +15,7 @@ from torch import nn
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import Blueprint, Card, Layer, Sequence, partition
 from gridtrain.pipeline.partitioning import Partition
-from gridtrain.pipeline.staging import Staging
+from gridtrain.pipeline.staging import ModelStages
 
 EVEN = [Layer(f"block{i}", 0.001, 0.002, 10**6, 1000, 10**5) for i in range(8)]
 
@@ -35,9 +35,9 @@ def test_a_measured_model_is_cut_and_described() -> None:
     assert len(found.cuts) == 3 and found.cuts[0] == 0 and found.cuts[-1] == 4
     assert found.micro_batches == 4
     assert [str(spec) for spec in found.boundaries] == ["float32 (n, 512)"]
-    held = [stage.bytes.parameters for stage in found.cut.stages]
+    held = [stage.memory.parameters for stage in found.cut.stages]
     assert sum(held) == 4 * 4 * (512 * 512 + 512)
-    assert [stage.bytes.copies for stage in found.cut.stages] == [3 * each for each in held]
+    assert [stage.memory.copies for stage in found.cut.stages] == [3 * each for each in held]
 
 
 def test_what_is_printed_can_be_checked_by_eye() -> None:
@@ -91,9 +91,9 @@ def test_optimizers_are_known_by_what_they_keep() -> None:
         (0.5, 1.5),
     ):
         stage = plan(2, optimizer=optimizer).cut.stages[0]
-        assert stage.bytes.copies == copies * stage.bytes.parameters, optimizer
+        assert stage.memory.copies == copies * stage.memory.parameters, optimizer
     stage = plan(2, optimizer="sgd", extra_copies=2.0).cut.stages[0]
-    assert stage.bytes.copies == 3 * stage.bytes.parameters
+    assert stage.memory.copies == 3 * stage.memory.parameters
 
 
 def test_tied_parameters_that_are_cut_apart_are_named() -> None:
@@ -154,6 +154,6 @@ def test_every_stage_of_a_partly_frozen_model_has_something_to_train() -> None:
 
     model = Blueprint(make)
     plan = partition(model, 3, example=torch.randn(4, 16))
-    Staging(model, 3, cuts=plan.cuts, device=torch.device("cpu"))  # as grid.pipeline takes it
+    ModelStages(model, 3, cuts=plan.cuts, device=torch.device("cpu"))  # as grid.pipeline takes it
     with pytest.raises(ConfigError, match=r"8 layers, of which 3 are trained, cannot be cut into 4 stages"):
         partition(model, 4, example=torch.randn(4, 16))

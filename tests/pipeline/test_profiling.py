@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import Blueprint, Layer, Profile, profile
-from gridtrain.pipeline.profiling import _line
+from gridtrain.pipeline.profiling import _fit_line
 
 
 class Clock:
@@ -64,9 +64,9 @@ def test_seconds_are_parted_into_those_of_samples_and_those_of_calls() -> None:
 
 
 def test_noise_makes_nothing_negative() -> None:
-    assert _line(4, 1.0, 1.9) == pytest.approx((0.225, 0.1))
-    assert _line(4, 1.0, 2.5) == pytest.approx((0.25, 0.0))
-    assert _line(4, 1.0, 0.5) == pytest.approx((0.0, 1.0))
+    assert _fit_line(4, 1.0, 1.9) == pytest.approx((0.225, 0.1))
+    assert _fit_line(4, 1.0, 2.5) == pytest.approx((0.25, 0.0))
+    assert _fit_line(4, 1.0, 0.5) == pytest.approx((0.0, 1.0))
 
 
 def test_bytes_can_be_counted_by_hand() -> None:

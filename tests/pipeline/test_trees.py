@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.pipeline.blocks import Function
-from gridtrain.pipeline.boundaries import boundaries
-from gridtrain.pipeline.narrow import Wire, narrowed_bytes, narrowed_of, tensor_of
-from gridtrain.pipeline.trees import Spec, split
+from gridtrain.pipeline.boundaries import infer_boundary_specs
+from gridtrain.pipeline.narrow import WirePrecision, decode_tensor, encode_tensor, encoded_bytes
+from gridtrain.pipeline.trees import TensorTreeSpec, split_batch
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 def equal(one: Any, two: Any) -> bool:
     if isinstance(one, Tensor):
         same = one.dtype == two.dtype and one.shape == two.shape
-        return same and narrowed_of(one, Wire.EXACT).tolist() == narrowed_of(two, Wire.EXACT).tolist()
+        return same and encode_tensor(one, WirePrecision.EXACT).tolist() == encode_tensor(two, WirePrecision.EXACT).tolist()
     if isinstance(one, dict):
         return list(one) == list(two) and all(equal(one[key], two[key]) for key in one)
     if isinstance(one, tuple | list):
@@ -77,31 +77,31 @@ def nests(samples: int) -> st.SearchStrategy[Any]:
 
 @given(tree=nests(samples=5))
 def test_any_nest_goes_there_and_back(tree: Any) -> None:
-    spec = Spec.of(tree, 5)
+    spec = TensorTreeSpec.of(tree, 5)
     buffers = spec.encode(tree, 5)
     assert [buffer.nbytes for buffer in buffers] == [leaf.payload_bytes(5) for leaf in spec.leaves]
     assert sum(buffer.nbytes for buffer in buffers) == spec.payload_bytes(5)
     assert equal(spec.decode([memoryview(bytes(b)) for b in buffers], 5), tree)
-    assert spec == Spec.of(tree, 5) and spec.digest == Spec.of(tree, 5).digest
+    assert spec == TensorTreeSpec.of(tree, 5) and spec.digest == TensorTreeSpec.of(tree, 5).digest
 
 
 def test_what_is_agreed_can_be_read() -> None:
     tree = {"x": torch.zeros(4, 8), "pair": (torch.zeros(16, dtype=torch.int64), None), "alpha": 0.5}
-    assert str(Spec.of(tree, 4)) == "{'x': float32 (n, 8), 'pair': (int64 (4n), None), 'alpha': float}"
-    assert str(Spec.of(tree, 4).gradients) == "(float32 (n, 8))"
-    assert str(Spec.of([torch.zeros(4, 8)], 3, wire=Wire.INT8)) == "[float32 (4, 8) as int8]"
+    assert str(TensorTreeSpec.of(tree, 4)) == "{'x': float32 (n, 8), 'pair': (int64 (4n), None), 'alpha': float}"
+    assert str(TensorTreeSpec.of(tree, 4).gradients) == "(float32 (n, 8))"
+    assert str(TensorTreeSpec.of([torch.zeros(4, 8)], 3, wire=WirePrecision.INT8)) == "[float32 (4, 8) as int8]"
 
 
 def test_an_exact_tensor_is_handed_over_without_a_copy() -> None:
     tensor = torch.zeros(4, 3)
-    (buffer,) = Spec.of(tensor, 4).encode(tensor, 4)
+    (buffer,) = TensorTreeSpec.of(tensor, 4).encode(tensor, 4)
     tensor[0, 0] = 1.0
     assert bytes(buffer[:4]) == b"\x00\x00\x80?"
 
 
 def test_what_is_received_has_memory_of_its_own() -> None:
     tensor = torch.ones(2, 2)
-    spec = Spec.of(tensor, 2)
+    spec = TensorTreeSpec.of(tensor, 2)
     spec.decode(spec.encode(tensor, 2), 2).zero_()
     assert torch.equal(tensor, torch.ones(2, 2))
 
@@ -122,7 +122,7 @@ class Calls(TorchDispatchMode):
 def test_a_lone_tensor_takes_few_calls(dtype: torch.dtype) -> None:
     """Each costs 20 to 50 us on a core that did something else before."""
     tensor = torch.arange(8).view(4, 2).to(dtype)
-    spec, calls = Spec.of(tensor, 4), Calls()
+    spec, calls = TensorTreeSpec.of(tensor, 4), Calls()
     with calls:
         sent = spec.encode(tensor, 4)
         back = spec.decode(sent, 4)
@@ -133,8 +133,8 @@ def test_a_lone_tensor_takes_few_calls(dtype: torch.dtype) -> None:
 
 def test_a_row_of_gradients_is_a_tuple_and_checked() -> None:
     row = (torch.ones(4, 2), torch.zeros(4, dtype=torch.float64), torch.ones(4, 0))
-    spec = Spec.of({"a": row[0], "b": row[1], "c": row[2]}, 4).gradients
-    assert spec.is_row
+    spec = TensorTreeSpec.of({"a": row[0], "b": row[1], "c": row[2]}, 4).gradients
+    assert spec.is_flat_tuple
     back = spec.decode(spec.encode(row, 4), 4)
     assert type(back) is tuple and all(map(torch.equal, back, row))
     for wrong in ((row[1], row[0], row[2]), row[:2], list(row), (row[0], 1.0, row[2])):
@@ -163,7 +163,7 @@ EXAMPLE = {"x": torch.zeros(4, 8), "list": [torch.zeros(3, dtype=torch.int64), 7
 )
 def test_an_output_that_is_not_as_agreed_is_refused_where_it_is_made(tree: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        Spec.of(EXAMPLE, 4).encode(tree, 4)
+        TensorTreeSpec.of(EXAMPLE, 4).encode(tree, 4)
 
 
 @pytest.mark.parametrize(
@@ -177,22 +177,22 @@ def test_an_output_that_is_not_as_agreed_is_refused_where_it_is_made(tree: Any, 
 )
 def test_bytes_that_are_not_as_agreed_are_refused(buffers: list[bytes], text: str) -> None:
     with pytest.raises(RemoteProtocolError, match=text):
-        Spec.of(EXAMPLE, 4).decode([memoryview(buffer) for buffer in buffers], 4)
+        TensorTreeSpec.of(EXAMPLE, 4).decode([memoryview(buffer) for buffer in buffers], 4)
 
 
 def test_what_cannot_pass_a_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the value at \['a'\]\[0\] is a set"):
-        Spec.of({"a": [{1, 2}]}, 1)
+        TensorTreeSpec.of({"a": [{1, 2}]}, 1)
 
 
 def test_a_mini_batch_is_split_along_its_samples() -> None:
     tree = {"x": torch.arange(7), "rest": (torch.arange(14).view(7, 2), None, 3)}
-    parts = split(tree, (3, 2, 2))
+    parts = split_batch(tree, (3, 2, 2))
     assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6]]
     assert all(part["rest"][1:] == (None, 3) for part in parts)
     assert torch.equal(torch.cat([part["rest"][0] for part in parts]), tree["rest"][0])
     with pytest.raises(ConfigError, match=r"shape \(6,\) in a mini-batch of 7 samples"):
-        split(torch.arange(6), (3, 2, 2))
+        split_batch(torch.arange(6), (3, 2, 2))
 
 
 class Flatten(nn.Module):
@@ -202,13 +202,13 @@ class Flatten(nn.Module):
 
 def test_boundaries_tell_rows_from_samples() -> None:
     layers = [nn.Linear(3, 4), Flatten()]
-    made = boundaries(layers, torch.zeros(1, 5, 3))
+    made = infer_boundary_specs(layers, torch.zeros(1, 5, 3))
     assert [str(spec) for spec in made] == ["float32 (n, 5, 4)", "(float32 (5n, 4), float32 (6))"]
-    assert [leaf.gradient for leaf in made[1].leaves] == [True, False]
+    assert [leaf.has_gradient for leaf in made[1].leaves] == [True, False]
     assert next(layers[0].parameters()).device.type == "cpu", "the layers themselves stay"
     with torch.device("meta"):
         there = [nn.Linear(3, 4), Flatten()]
-    assert boundaries(there, torch.zeros(1, 5, 3)) == made, "nor are weights needed"
+    assert infer_boundary_specs(there, torch.zeros(1, 5, 3)) == made, "nor are weights needed"
 
 
 class Odd(nn.Module):
@@ -238,37 +238,37 @@ class Odd(nn.Module):
 )
 def test_outputs_of_unknown_size_are_refused_before_the_first_step(what: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        boundaries([Odd(what)], torch.zeros(2, 3))
+        infer_boundary_specs([Odd(what)], torch.zeros(2, 3))
 
 
-NARROW = [Wire.FP16, Wire.BF16, Wire.INT8]
-STEP = {Wire.FP16: 2.0**-11, Wire.BF16: 2.0**-8, Wire.INT8: 0.5 / 127}
+NARROW = [WirePrecision.FP16, WirePrecision.BF16, WirePrecision.INT8]
+STEP = {WirePrecision.FP16: 2.0**-11, WirePrecision.BF16: 2.0**-8, WirePrecision.INT8: 0.5 / 127}
 
 
 @pytest.mark.parametrize("wire", NARROW)
 @pytest.mark.parametrize("elements", [0, 1, 255, 256, 257, 1000])
-def test_narrow_values_are_near_and_of_the_size_that_was_said(wire: Wire, elements: int) -> None:
+def test_narrow_values_are_near_and_of_the_size_that_was_said(wire: WirePrecision, elements: int) -> None:
     generator = torch.Generator().manual_seed(elements)
     for scale in (1e-30, 1e-9, 1.0, 1e30):
         x = torch.randn(elements, generator=generator) * scale
-        bytes_ = narrowed_of(x, wire)
-        assert bytes_.numel() == narrowed_bytes(elements, x.dtype, wire)
-        back = tensor_of(bytes_, x.shape, x.dtype, wire)
-        bound = STEP[wire] * (x.abs().max() if wire is Wire.INT8 and elements else x.abs())
+        bytes_ = encode_tensor(x, wire)
+        assert bytes_.numel() == encoded_bytes(elements, x.dtype, wire)
+        back = decode_tensor(bytes_, x.shape, x.dtype, wire)
+        bound = STEP[wire] * (x.abs().max() if wire is WirePrecision.INT8 and elements else x.abs())
         assert bool(((back - x).abs() <= bound * 1.01 + scale * 2.0**-20).all())
 
 
 @pytest.mark.parametrize("wire", NARROW)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_numbers_that_are_not_finite_stay_so(wire: Wire, bad: float) -> None:
+def test_numbers_that_are_not_finite_stay_so(wire: WirePrecision, bad: float) -> None:
     x = torch.randn(600, generator=torch.Generator().manual_seed(0))
     x[300] = bad
-    back = tensor_of(narrowed_of(x, wire), x.shape, x.dtype, wire)
+    back = decode_tensor(encode_tensor(x, wire), x.shape, x.dtype, wire)
     assert not back[300].isfinite()
     assert bool(back[:256].isfinite().all()) and bool(back[512:].isfinite().all())
 
 
-@pytest.mark.parametrize("wire", Wire)
+@pytest.mark.parametrize("wire", WirePrecision)
 @pytest.mark.parametrize(
     "view",
     [
@@ -280,34 +280,34 @@ def test_numbers_that_are_not_finite_stay_so(wire: Wire, bad: float) -> None:
     ],
     ids=["a column", "a narrow matrix", "every second", "one value", "turned"],
 )
-def test_of_a_larger_tensor_a_part_is_sent(wire: Wire, view: Tensor) -> None:
+def test_of_a_larger_tensor_a_part_is_sent(wire: WirePrecision, view: Tensor) -> None:
     for x in (view, view.bfloat16()):
         assert torch.equal(
-            narrowed_of(x, wire), narrowed_of(x.clone(memory_format=torch.contiguous_format), wire)
+            encode_tensor(x, wire), encode_tensor(x.clone(memory_format=torch.contiguous_format), wire)
         )
 
 
 @pytest.mark.parametrize("wire", NARROW)
-def test_zeros_stay_zeros(wire: Wire) -> None:
+def test_zeros_stay_zeros(wire: WirePrecision) -> None:
     x = torch.zeros(3, 100)
-    assert torch.equal(tensor_of(narrowed_of(x, wire), x.shape, x.dtype, wire), x)
+    assert torch.equal(decode_tensor(encode_tensor(x, wire), x.shape, x.dtype, wire), x)
 
 
 def test_a_shift_that_nobody_writes_is_refused() -> None:
-    bytes_ = narrowed_of(torch.ones(2), Wire.FP16)
+    bytes_ = encode_tensor(torch.ones(2), WirePrecision.FP16)
     bytes_[:4] = torch.tensor([0, 0, 0, 0x7F], dtype=torch.uint8)
     with pytest.raises(RemoteProtocolError, match="at most 120"):
-        tensor_of(bytes_, (2,), torch.float32, Wire.FP16)
+        decode_tensor(bytes_, (2,), torch.float32, WirePrecision.FP16)
 
 
 def test_only_floating_tensors_are_narrowed_and_only_where_it_helps() -> None:
     tree = [torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64)]
-    assert [leaf.wire for leaf in Spec.of(tree, 2, wire=Wire.FP16).leaves] == [Wire.FP16, *[Wire.EXACT] * 2]
-    assert [leaf.wire for leaf in Spec.of(tree, 2, wire=Wire.INT8).leaves] == [*[Wire.INT8] * 2, Wire.EXACT]
+    assert [leaf.wire for leaf in TensorTreeSpec.of(tree, 2, wire=WirePrecision.FP16).leaves] == [WirePrecision.FP16, *[WirePrecision.EXACT] * 2]
+    assert [leaf.wire for leaf in TensorTreeSpec.of(tree, 2, wire=WirePrecision.INT8).leaves] == [*[WirePrecision.INT8] * 2, WirePrecision.EXACT]
 
 
-@pytest.mark.parametrize(("wire", "bound"), [(Wire.FP16, 2e-3), (Wire.BF16, 2e-2), (Wire.INT8, 4e-2)])
-def test_narrow_activations_give_nearby_gradients_in_fewer_bytes(wire: Wire, bound: float) -> None:
+@pytest.mark.parametrize(("wire", "bound"), [(WirePrecision.FP16, 2e-3), (WirePrecision.BF16, 2e-2), (WirePrecision.INT8, 4e-2)])
+def test_narrow_activations_give_nearby_gradients_in_fewer_bytes(wire: WirePrecision, bound: float) -> None:
     layers, sizes = layers_of(), (3, 3)
     exact, narrow = stages_of(layers, 4), stages_of(layers, 4, wire=wire)
     expected, sent = result_of(exact, one := run(exact, sizes)), result_of(narrow, two := run(narrow, sizes))
@@ -328,9 +328,9 @@ def test_a_block_that_needs_values_is_named() -> None:
             return torch.from_numpy(x.numpy())
 
     with pytest.raises(ConfigError, match=r"layer 1, Reads, cannot run without data.*TypeError"):
-        boundaries([nn.Identity(), Reads()], torch.ones(2, 2))
+        infer_boundary_specs([nn.Identity(), Reads()], torch.ones(2, 2))
 
 
 def test_a_dict_of_another_kind_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"is a OrderedDict, which cannot pass.*, lists and dicts"):
-        boundaries([Function(lambda x: OrderedDict(x=x))], torch.ones(2, 2))
+        infer_boundary_specs([Function(lambda x: OrderedDict(x=x))], torch.ones(2, 2))

@@ -10,9 +10,9 @@ import pytest
 
 from calibrate import TINY, ends_of, solved, tiny
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.costs import cost
-from gridtrain.protocol.lines import even
-from gridtrain.protocol.loads import FREE, Cpu, Kind
+from gridtrain.protocol.costs import exchange_cost
+from gridtrain.protocol.lines import uniform_network
+from gridtrain.protocol.loads import NO_CPU_COSTS, CpuCosts, ExchangeKind
 from paper_table import DATA, MODELS, baidu, efficiencies, markdown
 from predictions import FRAME_SHARE, Measured, crowded, load_of, parse, predict, read, table
 
@@ -21,33 +21,33 @@ RING = Measured("dense", 4, 25_600_000, rate_Bps=12.5e6)
 
 def test_a_ring_on_a_shaped_line_takes_its_bytes() -> None:
     bound_s = 2 * 3 / 4 * 102.4e6 / (12.5e6 * FRAME_SHARE)
-    assert predict(RING, FREE) == pytest.approx(bound_s, rel=0.01)
-    assert predict(RING, Cpu(), cores=2) > bound_s
+    assert predict(RING, NO_CPU_COSTS) == pytest.approx(bound_s, rel=0.01)
+    assert predict(RING, CpuCosts(), cores=2) > bound_s
 
 
 def test_selection_is_not_part_of_an_exchange() -> None:
     cell = Measured("gtopk", 4, 25_600_000, rate_Bps=12.5e6)
-    slow = Cpu(select_parameter_s=100e-9)
+    slow = CpuCosts(select_parameter_s=100e-9)
     for cores in (None, 1, 2):
-        assert predict(cell, slow, cores) == pytest.approx(predict(cell, Cpu(), cores), rel=0.02)
+        assert predict(cell, slow, cores) == pytest.approx(predict(cell, CpuCosts(), cores), rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("exchange", "kind", "density", "values"),
     [
-        ("gtopk", Kind.GTOPK, 0.001, "fp16"),
-        ("gtopk:values=int8,topology=tree", Kind.TREE, 0.001, "int8"),
-        ("gtopk:density=0.02,topology=star", Kind.STAR_GTOPK, 0.02, "fp16"),
-        ("topk", Kind.TOPK, 0.001, "fp16"),
-        ("dense:topology=star", Kind.STAR, 0.001, "fp16"),
+        ("gtopk", ExchangeKind.GTOPK, 0.001, "fp16"),
+        ("gtopk:values=int8,topology=tree", ExchangeKind.TREE, 0.001, "int8"),
+        ("gtopk:density=0.02,topology=star", ExchangeKind.STAR_GTOPK, 0.02, "fp16"),
+        ("topk", ExchangeKind.TOPK, 0.001, "fp16"),
+        ("dense:topology=star", ExchangeKind.STAR, 0.001, "fp16"),
     ],
 )
 def test_exchanges_are_read_as_the_bench_writes_them(
-    exchange: str, kind: Kind, density: float, values: str
+    exchange: str, kind: ExchangeKind, density: float, values: str
 ) -> None:
     load = load_of(Measured(exchange, 4, 1000))
     assert load.kind is kind
-    if kind.sparse:
+    if kind.is_sparse:
         assert (load.density, load.values) == (density, values)
 
 
@@ -73,13 +73,13 @@ def test_the_benchs_file_is_read() -> None:
 
 
 def test_busy_cells_do_not_count() -> None:
-    exact_s = predict(RING, FREE, 2)
+    exact_s = predict(RING, NO_CPU_COSTS, 2)
     cells = [
         Measured("dense", 4, 25_600_000, 12.5e6, seconds=exact_s, cpu_s=0.01),
         Measured("dense", 4, 25_600_000, 12.5e6, seconds=1.3 * exact_s, cpu_s=0.01),
         Measured("dense", 4, 25_600_000, 12.5e6, seconds=2 * exact_s, cpu_s=exact_s),
     ]
-    text, counted, good = table(cells, FREE, 2)
+    text, counted, good = table(cells, NO_CPU_COSTS, 2)
     assert (counted, good) == (2, 1)
     assert "| +0% | 0% |" in text
     assert "| -23% |" in text
@@ -87,7 +87,7 @@ def test_busy_cells_do_not_count() -> None:
 
 def test_the_papers_figures_stand_beside_ours() -> None:
     paper = json.loads(DATA.read_text(encoding="utf-8"))
-    found = efficiencies(paper, FREE)
+    found = efficiencies(paper, NO_CPU_COSTS)
     assert len(found) == len(MODELS) * 3 * 4
     at = {(each["model"], each["exchange"], each["workers"]): each for each in found}
     assert at["vgg16", "gtopk", 32]["paper"] == pytest.approx(123.2 / 1317.333)
@@ -99,7 +99,7 @@ def test_the_papers_figures_stand_beside_ours() -> None:
 
 
 def test_a_single_reducer_on_baidus_machines() -> None:
-    found = baidu(FREE, {"alpha_s": 0.0, "beta_s_per_byte": 9e-9})
+    found = baidu(NO_CPU_COSTS, {"alpha_s": 0.0, "beta_s_per_byte": 9e-9})
     assert found["ring"] == pytest.approx(31.0)
     # it moves 39 vectors in and out where the ring moves 2 * 39/40: 20 times as many on one line
     assert found["star_s"] / found["ring_s"] == pytest.approx(20, rel=0.05)
@@ -109,9 +109,9 @@ def test_a_single_reducer_on_baidus_machines() -> None:
 @pytest.mark.parametrize("members", [2, 4])
 def test_the_cost_of_messages_is_found_again(members: int) -> None:
     """From exchanges that take what the model says they do."""
-    cpu = replace(FREE, message_s=200e-6, wake_s=150e-6, begin_s=1.5e-3)
-    network = even(members, 0.0, 1e12)
-    seconds = {what: cost(tiny(what), network, cpu, host_cores=2).exchange_s for what in TINY}
+    cpu = replace(NO_CPU_COSTS, message_s=200e-6, wake_s=150e-6, begin_s=1.5e-3)
+    network = uniform_network(members, 0.0, 1e12)
+    seconds = {what: exchange_cost(tiny(what), network, cpu, host_cores=2).exchange_s for what in TINY}
     cpu_s = {what: cpu.begin_s + ends_of(what, members) * cpu.message_s for what in TINY}
     found = solved(members, 2, seconds, cpu_s)
     assert found == pytest.approx({"message_s": 200e-6, "wake_s": 150e-6, "begin_s": 1.5e-3}, rel=0.02)
@@ -125,7 +125,7 @@ def test_ends_of_messages_are_counted() -> None:
 
 def test_the_lab_has_numbers_for_each_crowd() -> None:
     crowds = {2: {"message_s": 1e-3}, 4: {"message_s": 2e-3}}
-    assert [crowded(FREE, crowds, members).message_s for members in (1, 2, 3, 4, 8)] == [
+    assert [crowded(NO_CPU_COSTS, crowds, members).message_s for members in (1, 2, 3, 4, 8)] == [
         0.0,
         1e-3,
         1e-3,
@@ -135,9 +135,9 @@ def test_the_lab_has_numbers_for_each_crowd() -> None:
 
 
 def test_packets_take_cores_from_members_that_share_them() -> None:
-    load, network = load_of(Measured("dense", 4, 1_000_000)), even(4, 0.0, 12.5e6)
-    quiet, busy = replace(Cpu(), packet_s=0.0), replace(Cpu(), packet_s=20e-6)
-    assert cost(load, network, busy).exchange_s == cost(load, network, quiet).exchange_s
-    shared = [cost(load, network, cpu, host_cores=2) for cpu in (quiet, busy)]
+    load, network = load_of(Measured("dense", 4, 1_000_000)), uniform_network(4, 0.0, 12.5e6)
+    quiet, busy = replace(CpuCosts(), packet_s=0.0), replace(CpuCosts(), packet_s=20e-6)
+    assert exchange_cost(load, network, busy).exchange_s == exchange_cost(load, network, quiet).exchange_s
+    shared = [exchange_cost(load, network, cpu, host_cores=2) for cpu in (quiet, busy)]
     assert shared[1].exchange_s > shared[0].exchange_s
     assert shared[1].cpu_s - shared[0].cpu_s == pytest.approx(2 * 6e6 / 1448 * 20e-6, rel=0.01)

@@ -5,12 +5,18 @@ import pytest
 
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol.allgather import AllGather, neighbours
-from gridtrain.protocol.collective import Arrived, Complete, SendTo, Source, StoreOf
-from gridtrain.protocol.messages import Phase, Place
-from gridtrain.runtime.buffers import GatherWorkspace
+from gridtrain.protocol.collective import (
+    CollectiveComplete,
+    PayloadReceived,
+    Provenance,
+    SendTo,
+    StoreFromRank,
+)
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
+from gridtrain.runtime.buffers import AllGatherBuffer
 from gridtrain.testing.collectives import (
     CollectiveGroup,
-    assert_a_death_is_blamed,
+    assert_crash_is_blamed,
     random_inputs,
     select_locally,
 )
@@ -26,8 +32,8 @@ def way_of(origin, world_size):
     steps = []
     while pending:
         sender, send = pending.pop(0)
-        steps.append((send.place.hop, f"{sender} -> {send.to_rank}"))
-        arrived = Arrived(sender, send.place, False, "p")
+        steps.append((send.slot.hop, f"{sender} -> {send.to_rank}"))
+        arrived = PayloadReceived(sender, send.slot, False, "p")
         effects = cores[send.to_rank].handle(arrived, 0.0)
         pending += [(send.to_rank, onward) for onward in effects if isinstance(onward, SendTo)]
     last = max(hop for hop, _ in steps)
@@ -55,24 +61,24 @@ def test_the_way_of_one_payload_among_eight():
 
 def test_a_transcript_of_rank_1_of_four():
     def from_rank(rank):
-        return Source(rank, members=1, world_size=4, roundings=1)
+        return Provenance(rank, contributors=1, world_size=4, roundings=1)
 
     core = AllGather(1, 4, skip=False)
     assert core.start(0.0) == [
-        SendTo(0, Place(Phase.SPREAD, 0, 1), False),
-        SendTo(3, Place(Phase.SPREAD, 1, 1), False),
+        SendTo(0, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1), False),
+        SendTo(3, PayloadSlot(CollectivePhase.ALL_GATHER, 1, 1), False),
     ]
-    assert core.handle(Arrived(3, Place(Phase.SPREAD, 1, 0), False, "of 0"), 0.0) == [
-        StoreOf(0, "of 0", from_rank(3))
+    assert core.handle(PayloadReceived(3, PayloadSlot(CollectivePhase.ALL_GATHER, 1, 0), False, "of 0"), 0.0) == [
+        StoreFromRank(0, "of 0", from_rank(3))
     ]
-    assert core.handle(Arrived(2, Place(Phase.SPREAD, 0, 2), True, "of 2"), 0.0) == [
-        StoreOf(2, "of 2", from_rank(2)),
-        SendTo(3, Place(Phase.SPREAD, 1, 2), True),  # rank 2's own mark, not mine
+    assert core.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2), True, "of 2"), 0.0) == [
+        StoreFromRank(2, "of 2", from_rank(2)),
+        SendTo(3, PayloadSlot(CollectivePhase.ALL_GATHER, 1, 2), True),  # rank 2's own mark, not mine
     ]
     assert core.waiting_for() == {3} and not core.complete
-    assert core.handle(Arrived(3, Place(Phase.SPREAD, 1, 3), False, "of 3"), 0.0) == [
-        StoreOf(3, "of 3", from_rank(3)),
-        Complete(True),
+    assert core.handle(PayloadReceived(3, PayloadSlot(CollectivePhase.ALL_GATHER, 1, 3), False, "of 3"), 0.0) == [
+        StoreFromRank(3, "of 3", from_rank(3)),
+        CollectiveComplete(True),
     ]
     assert core.waiting_for() == frozenset() and core.complete
 
@@ -80,25 +86,25 @@ def test_a_transcript_of_rank_1_of_four():
 @pytest.mark.parametrize(
     ("from_rank", "place"),
     [
-        (3, Place(Phase.SPREAD, 0, 2)),  # origin 2 comes from rank 2
-        (2, Place(Phase.SPREAD, 1, 2)),  # ... at hop 0
-        (2, Place(Phase.SPREAD, 0, 1)),  # mine
-        (2, Place(Phase.SPREAD, 0, 4)),  # no such rank
-        (2, Place(Phase.SPREAD, 0, -2)),
-        (2, Place(Phase.SPREAD, 0, 2, 1)),  # no slices here
-        (2, Place(Phase.SWAP, 0, 2)),  # another exchange
+        (3, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2)),  # origin 2 comes from rank 2
+        (2, PayloadSlot(CollectivePhase.ALL_GATHER, 1, 2)),  # ... at hop 0
+        (2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1)),  # mine
+        (2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 4)),  # no such rank
+        (2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, -2)),
+        (2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2, 1)),  # no slices here
+        (2, PayloadSlot(CollectivePhase.SWAP, 0, 2)),  # another exchange
     ],
 )
 def test_what_cannot_be_is_refused(from_rank, place):
     core = AllGather(1, 4, skip=False)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
-        core.handle(Arrived(from_rank, place, False, "x"), 0.0)
+        core.handle(PayloadReceived(from_rank, place, False, "x"), 0.0)
 
 
 def test_the_same_origin_twice_is_refused():
     core = AllGather(1, 4, skip=False)
-    event = Arrived(2, Place(Phase.SPREAD, 0, 2), False, "x")
+    event = PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2), False, "x")
     core.start(0.0)
     core.handle(event, 0.0)
     with pytest.raises(RemoteProtocolError, match="nothing more of this origin"):
@@ -108,13 +114,13 @@ def test_the_same_origin_twice_is_refused():
 def prepared(rng, world_size):
     """One step's inputs and what each rank makes of them."""
     inputs = random_inputs(rng, world_size)
-    return inputs, *inputs.selected()
+    return inputs, *inputs.select()
 
 
 def group_of(inputs, payloads, seed, skipping=()):
     world_size = len(payloads)
     workspaces = [
-        GatherWorkspace(rank, world_size, payload, n=inputs.n, k=inputs.k, kind=inputs.kind)
+        AllGatherBuffer(rank, world_size, payload, n=inputs.n, k=inputs.k, kind=inputs.kind)
         for rank, payload in enumerate(payloads)
     ]
     return CollectiveGroup(workspaces, seed=seed, skipping=skipping)
@@ -129,8 +135,8 @@ def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(seeds):
         group.run()
 
         assert group.verdicts == [False] * world_size, f"seed {seed}"
-        assert len({w.seal() for w in group.workspaces}) == 1, f"seed {seed}: the ranks differ"
-        inputs.assert_nothing_lost(residuals, group.workspaces[0].update, f"seed {seed}")
+        assert len({w.compute_digest() for w in group.buffers}) == 1, f"seed {seed}: the ranks differ"
+        inputs.assert_conserved(residuals, group.buffers[0].update, f"seed {seed}")
         for rank in range(world_size):
             partners = {to for src, to, _ in group.sent if src == rank}
             assert partners <= neighbours(rank, world_size), f"seed {seed}"
@@ -146,7 +152,7 @@ def test_one_who_skips_is_known_to_all_and_adds_nothing(seeds):
         group = group_of(inputs, payloads, seed, skipping={skipping})
         group.run()
         assert group.verdicts == [True] * world_size, f"seed {seed}"
-        assert len({w.seal() for w in group.workspaces}) == 1, f"seed {seed}: the ranks differ"
+        assert len({w.compute_digest() for w in group.buffers}) == 1, f"seed {seed}: the ranks differ"
 
 
 def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
@@ -154,12 +160,12 @@ def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 17))
         inputs, payloads, _ = prepared(rng, world_size)
-        assert_a_death_is_blamed(group_of(inputs, payloads, seed), group_of(inputs, payloads, seed), seed)
+        assert_crash_is_blamed(group_of(inputs, payloads, seed), group_of(inputs, payloads, seed), seed)
 
 
 def test_forwarding_hands_on_the_very_same_bytes():
     payload = select_locally(np.zeros(4, np.float32), np.ones(4, np.float32), 2, ValueKind.FP16)[0]
-    workspace = GatherWorkspace(0, 3, payload, n=4, k=2, kind=ValueKind.FP16)
+    workspace = AllGatherBuffer(0, 3, payload, n=4, k=2, kind=ValueKind.FP16)
     theirs = bytes(payload)
-    workspace.apply(StoreOf(2, theirs, Source(1, members=1, world_size=3, roundings=1)))
-    assert workspace.payload(Place(Phase.SPREAD, 1, 2)) is theirs
+    workspace.apply(StoreFromRank(2, theirs, Provenance(1, contributors=1, world_size=3, roundings=1)))
+    assert workspace.payload(PayloadSlot(CollectivePhase.ALL_GATHER, 1, 2)) is theirs

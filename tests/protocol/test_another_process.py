@@ -17,18 +17,18 @@ from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.protocol.membership import Membership
 from gridtrain.protocol.membership_io import (
-    CalledBack,
+    DialBackResult,
     Effect,
     Event,
-    Heard,
-    Journal,
-    Lost,
-    Note,
+    JournalEntry,
+    LogEvent,
+    MessageReceived,
+    PeerConnected,
+    PeerDisconnected,
     RunPhase,
     Send,
-    Up,
 )
-from gridtrain.protocol.recovery import recover
+from gridtrain.protocol.recovery import recover_run
 
 ME, A, B, C = (letter * 32 for letter in (b"0", b"a", b"b", b"c"))
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, steps=20), 4, None)
@@ -42,7 +42,7 @@ class Run:
         self.journal = journal if journal is not None else []
         self.core = Membership(
             me=ME, run="r", term=2 if journal else 1, deadlines=LIMITS, software="", min_workers=least,
-            recovered=recover(journal) if journal else None,
+            recovered=recover_run(journal) if journal else None,
         )  # fmt: skip
         self.now_s = 0.0
         self.done: list[Effect] = []
@@ -50,25 +50,25 @@ class Run:
 
     def _keep(self, effects: list[Effect]) -> list[Effect]:
         self.done += effects
-        self.journal += [(e.kind, json.loads(json.dumps(e.body))) for e in effects if isinstance(e, Journal)]
+        self.journal += [(e.kind, json.loads(json.dumps(e.body))) for e in effects if isinstance(e, JournalEntry)]
         return effects
 
     def hear(self, event: Event) -> list[Effect]:
         return self._keep(self.core.handle(event, self.now_s))
 
     def say(self, peer: m.PeerId, *messages: m.Message) -> list[Effect]:
-        return [effect for message in messages for effect in self.hear(Heard(peer, message))]
+        return [effect for message in messages for effect in self.hear(MessageReceived(peer, message))]
 
     def join(self, peer: m.PeerId, *, again: bool = False, generation: int = 0) -> list[str]:
         """What it is told for it."""
         name, address = peer[:1].decode(), "memory://" + peer[:1].decode()
-        self.hear(Up(peer, "host"))
+        self.hear(PeerConnected(peer, "host"))
         told = self.say(peer, m.Join("r", name, address, True, again, generation))
-        self.hear(CalledBack(peer, address))
+        self.hear(DialBackResult(peer, address))
         return [type(e.message).__name__ for e in told if isinstance(e, Send) and e.peer == peer]
 
     def enter(self, peer: m.PeerId, setup: m.Setup = SETUP) -> None:
-        self.say(peer, setup, m.Links(()))
+        self.say(peer, setup, m.LinkLatencies(()))
 
     def form(self) -> None:
         """A generation is made."""
@@ -96,26 +96,26 @@ class Run:
         assert self.core.phase is RunPhase.TRAINING
 
     def steps(self, step: int, *peers: m.PeerId) -> None:
-        self.say_all(peers, m.Beat(1, step, step, ()))
+        self.say_all(peers, m.Heartbeat(1, step, step, ()))
 
     def say_all(self, peers: tuple[m.PeerId, ...], message: m.Message) -> None:
         for peer in peers:
             self.say(peer, message)
 
     def frozen(self) -> list[tuple[m.PeerId, tuple[m.PeerId, ...]]]:
-        return [(e.peer, e.message.without) for e in self.done
+        return [(e.peer, e.message.removed) for e in self.done
                 if isinstance(e, Send) and isinstance(e.message, m.Freeze)]  # fmt: skip
 
     def notes(self, event: str) -> list[dict[str, Any]]:
-        return [e.fields for e in self.done if isinstance(e, Note) and e.event == event]
+        return [e.fields for e in self.done if isinstance(e, LogEvent) and e.event == event]
 
     def joining(self) -> dict[m.PeerId, bool]:
-        return {x.peer: x.joining for x in self.core.run.roster}
+        return {x.peer: x.joining for x in self.core.run.member_list}
 
 
 def report(run: Run, peer: m.PeerId, step: int) -> None:
     state = m.LedgerState(step=step, cursor=8 * step, consumed=8 * step)
-    told = m.Report(run.core.term, run.core.generation, True, step - 1, b"h" * 32, state, None, b"", False)
+    told = m.FreezeReport(run.core.term, run.core.generation, True, step - 1, b"h" * 32, state, None, b"", False)
     run.say(peer, told)
 
 
@@ -126,7 +126,7 @@ def test_it_has_no_seat_and_the_others_go_on_from_what_they_hold(noticed: bool) 
     run.train(A, B)
     run.steps(7, A, B)
     if noticed:
-        run.hear(Lost(A, "reset"))
+        run.hear(PeerDisconnected(A, "reset"))
     run.now_s += LIMITS.regreet_s / 2
     assert run.join(A) == ["Welcome", "RunState"]
     assert run.notes("lost") == [
@@ -146,7 +146,7 @@ def test_alone_it_begins_from_its_checkpoint_and_the_loss_is_told() -> None:
     run.steps(9, A)
     run.join(A)
     assert run.core.phase is RunPhase.WAITING
-    held = m.Held(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
+    held = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
     run.enter(A, m.Setup(SETUP.facts, SETUP.ledger, 4, None, held))
     run.form()
     assert run.notes("rollback") == [{"from": 9, "to": 5}]
@@ -162,7 +162,7 @@ def test_what_the_dead_one_said_of_being_ready_does_not_count() -> None:
     run.join(A)
     run.ready(B)
     assert run.core.phase is not RunPhase.TRAINING
-    assert not [e for e in run.done if isinstance(e, Send) and isinstance(e.message, m.Start)]
+    assert not [e for e in run.done if isinstance(e, Send) and isinstance(e.message, m.StartGeneration)]
 
 
 def test_a_worker_that_is_no_member_yet_is_named_only_when_its_new_process_is_set_up() -> None:
@@ -210,7 +210,7 @@ def test_a_process_that_was_welcomed_before_the_restart_but_never_had_a_seat_is_
 def test_who_only_lost_its_line_keeps_its_seat() -> None:
     run = Run(least=2)
     run.train(A, B)
-    run.hear(Lost(A, "reset"))
+    run.hear(PeerDisconnected(A, "reset"))
     assert run.join(A, again=True, generation=1)[-2:] == ["View", "Start"]
     assert run.notes("lost") == [] and run.frozen() == []
 
@@ -228,35 +228,35 @@ def test_its_report_is_no_word_of_the_dead_one() -> None:
     assert run.joining() == {A: True, B: False, C: False}
 
 
-def member(peer: m.PeerId = A, held: m.Held | None = None) -> MemberCore:
+def member(peer: m.PeerId = A, held: m.CheckpointInfo | None = None) -> MemberCore:
     core = MemberCore(peer, ME, m.Join("r", "a", ""), LIMITS)
-    core.handle(member_io.EdgeUp(ME), 0.0)
+    core.handle(member_io.PeerConnected(ME), 0.0)
     core.handle(heard(m.Welcome(1, "r", "")), 0.0)
     setup = m.Setup(SETUP.facts, SETUP.ledger, 4, None, held)
-    core.handle(member_io.Enter(setup, lambda rank, size: frozenset()), 0.0)
+    core.handle(member_io.TrainerJoined(setup, lambda rank, size: frozenset()), 0.0)
     return core
 
 
-def heard(message: m.Message) -> member_io.Heard:
-    return member_io.Heard(ME, message)
+def heard(message: m.Message) -> member_io.MessageReceived:
+    return member_io.MessageReceived(ME, message)
 
 
 def joins(core: MemberCore) -> list[m.Message]:
-    core.handle(member_io.EdgeDown(ME, "reset"), 0.0)
-    return [x.message for x in core.handle(member_io.EdgeUp(ME), 0.0) if isinstance(x, member_io.Post)]
+    core.handle(member_io.PeerDisconnected(ME, "reset"), 0.0)
+    return [x.message for x in core.handle(member_io.PeerConnected(ME), 0.0) if isinstance(x, member_io.Send)]
 
 
 def begins(core: MemberCore, *, joining: bool) -> None:
     roster = (m.Member(A, "a", "", 4, joining), m.Member(B, "b", "", 4, False))
-    core.handle(heard(m.Roster(1, 3, 0, 1, roster)), 0.0)
+    core.handle(heard(m.MemberListPage(1, 3, 0, 1, roster)), 0.0)
     state = m.LedgerState(step=10, cursor=40, consumed=40)
-    core.handle(heard(m.View(1, 3, 2, m.Verdict.ABORT, None, 9, b"h" * 32, state, "why")), 0.0)
+    core.handle(heard(m.MembershipView(1, 3, 2, m.Verdict.ABORT, None, 9, b"h" * 32, state, "why")), 0.0)
 
 
 def test_a_join_says_whether_the_process_is_known_and_where_it_is() -> None:
     fresh = MemberCore(A, ME, m.Join("r", "a", ""), LIMITS)
-    (first,) = fresh.handle(member_io.EdgeUp(ME), 0.0)
-    assert first == member_io.Post(ME, m.Join("r", "a", "", True, False, 0))
+    (first,) = fresh.handle(member_io.PeerConnected(ME), 0.0)
+    assert first == member_io.Send(ME, m.Join("r", "a", "", True, False, 0))
     core = member()
     assert joins(core) == [m.Join("r", "a", "", True, True, 0)]
     begins(core, joining=True)
@@ -264,12 +264,12 @@ def test_a_join_says_whether_the_process_is_known_and_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "held", [None, m.Held(14, b"x" * 32, m.LedgerState(step=15, cursor=60, consumed=60))]
+    "held", [None, m.CheckpointInfo(14, b"x" * 32, m.LedgerState(step=15, cursor=60, consumed=60))]
 )
-def test_a_start_for_which_this_process_was_not_ready_begins_nothing(held: m.Held | None) -> None:
+def test_a_start_for_which_this_process_was_not_ready_begins_nothing(held: m.CheckpointInfo | None) -> None:
     """It was another process that had said READY with this key."""
     core = member(held=held)
     begins(core, joining=False)
-    effects = core.handle(heard(m.Start(1, 3)), 0.0)
-    assert core.stage is member_io.Stage.FORMING and core.next_round is None
-    assert [e.event for e in effects if isinstance(e, member_io.Note)] == ["not_ready"]
+    effects = core.handle(heard(m.StartGeneration(1, 3)), 0.0)
+    assert core.phase is member_io.MemberPhase.FORMING and core.next_round is None
+    assert [e.event for e in effects if isinstance(e, member_io.LogEvent)] == ["not_ready"]

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Attempts, Committed, Offended, Seat
-from gridtrain.protocol.member_io import Fill, Post, Resolve, Seal, Ship
+from gridtrain.protocol.attempts import Attempts, EarlyViolation, RankAssignment, StepCommitted
+from gridtrain.protocol.member_io import ApplyToBuffer, ComputeDigest, ResolveRound, Send, SendPayload
 from gridtrain.protocol.round import Failed, Prepared
-from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, Workspace
+from gridtrain.runtime.buffers import ButterflyBuffer, CollectiveBuffer, DenseRingBuffer
 from gridtrain.wire.sparse import ValueKind, encode
 
 N, K = 24, 6
@@ -31,10 +31,10 @@ class Worker:
 
     def __init__(self, rank: int, roster: tuple[m.Member, ...], network: Network, rng: random.Random) -> None:
         self.rank, self.rng, self.network = rank, rng, network
-        self.core = Attempts(Seat(roster[rank].peer, 1, 1, roster), 0)
+        self.core = Attempts(RankAssignment(roster[rank].peer, 1, 1, roster), 0)
         self.ranks = {member.peer: i for i, member in enumerate(roster)}
         self.peers = [member.peer for member in roster]
-        self.channels: dict[m.Channel, Workspace] = {}
+        self.channels: dict[m.Channel, CollectiveBuffer] = {}
         self.dense = False
         self.gradients: list[np.ndarray] = []
         self.left: list[int] = []
@@ -50,13 +50,13 @@ class Worker:
         if workspace is None or not self.dense:  # a ring's goes on from what has arrived
             values_N = self.gradients[bucket]
             if self.dense:
-                workspace = DenseWorkspace(values_N.copy(), len(self.peers), slice_bytes=8)
+                workspace = DenseRingBuffer(values_N.copy(), len(self.peers), slice_bytes=8)
             else:
                 indices = np.flatnonzero(values_N)[:K]
                 payload = encode(indices, values_N[indices], n=N, kind=ValueKind.FP32)
-                workspace = ButterflyWorkspace(payload, n=N, k=K, kind=ValueKind.FP32)
+                workspace = ButterflyBuffer(payload, n=N, k=K, kind=ValueKind.FP32)
             self.channels[channel] = workspace
-        return channel, workspace.collective(self.rank, len(self.peers), False)
+        return channel, workspace.make_collective(self.rank, len(self.peers), False)
 
     def move(self) -> None:
         """Begin another bucket, or submit what is left."""
@@ -79,22 +79,22 @@ class Worker:
         queue = deque(effects)
         while queue:
             match queue.popleft():
-                case Ship(peer, round_id, channel, place, skip):
+                case SendPayload(peer, round_id, channel, place, skip):
                     payload = bytes(self.channels[channel].payload(place))
                     self.send(peer, m.Data(round_id, channel, place, skip, payload))
-                case Fill(channel, fill):
+                case ApplyToBuffer(channel, fill):
                     self.channels[channel].apply(fill)
-                case Seal():
-                    seals = b"".join(w.seal() for _, w in sorted(self.channels.items()))
+                case ComputeDigest():
+                    seals = b"".join(w.compute_digest() for _, w in sorted(self.channels.items()))
                     queue.extend(self.core.advance(Prepared(blake2b(seals, digest_size=32).digest()), 0.0))
-                case Post(peer, message):
+                case Send(peer, message):
                     self.send(peer, message)
-                case Committed():
+                case StepCommitted():
                     self.committed = True
-                case Resolve():
+                case ResolveRound():
                     self.submitted, self.left = False, []
                     self.aborts += 1
-                case Offended(_, reason):
+                case EarlyViolation(_, reason):
                     self.offences.append(reason)
 
     def send(self, peer: m.PeerId, message: Any) -> None:
@@ -139,7 +139,7 @@ def check(seed: int, breaks: bool) -> int:
     assert not any(worker.offences for worker in workers), seed
     for bucket in range(len(workers[0].gradients)):
         updates = [w.channels[m.Channel(group=bucket)] for w in workers]
-        assert len({workspace.seal() for workspace in updates}) == 1, seed
+        assert len({workspace.compute_digest() for workspace in updates}) == 1, seed
         if workers[0].dense:
             total_N = sum(worker.gradients[bucket] for worker in workers)
             assert (updates[0].update_N == total_N).all(), seed  # type: ignore[attr-defined]

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from gridtrain.protocol import door as module
 from gridtrain.protocol import door_rules as rules
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.door import Answer, Door, Judgement, Standing, recover
+from gridtrain.protocol.door import (
+    AccessReply,
+    AccessRole,
+    Authorization,
+    ViolationOutcome,
+    recover_authorization,
+)
 from gridtrain.protocol.door_rules import address_range
-from gridtrain.protocol.membership_io import Journal
-from gridtrain.testing.defences import without
+from gridtrain.protocol.membership_io import JournalEntry
+from gridtrain.testing.defences import disable_defences
 
 ANNA, BERT, CARL, DORA, EMIL, OPERATOR, US = (
     letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e", b"o", b"u")
@@ -32,19 +38,19 @@ class House:
     """A door, its journal, and the time."""
 
     def __init__(self, *members: m.PeerId, **more: Any) -> None:
-        self.door = Door(run="r", operator=OPERATOR, coordinator=US, **more)
+        self.door = Authorization(run="r", operator=OPERATOR, coordinator=US, **more)
         self.more = more
-        self.journal: list[Journal] = []
+        self.journal: list[JournalEntry] = []
         self.now_s = 1_000_000.0
         for number, member in enumerate(members):
             key = bytes([number]) * 31 + b"-"
             assert self.invite(key) == "Done"
             assert self.enrol(key, member, host=f"10.0.{number}.1") == "Enrolled"
 
-    def write(self, answer: Answer | Judgement) -> None:
+    def write(self, answer: AccessReply | ViolationOutcome) -> None:
         self.journal += answer.entries
 
-    def said(self, answer: Answer) -> str:
+    def said(self, answer: AccessReply) -> str:
         self.write(answer)
         reply = answer.reply
         return (
@@ -64,29 +70,29 @@ class House:
         return self.said(self.door.pardon(peer))
 
     def standing(self, key: m.PeerId) -> str:
-        return str(self.door.standing(key, self.now_s))
+        return str(self.door.access_role(key, self.now_s))
 
     def accuse(self, line: str) -> str:
         """ "bert: anna" is what bert says; ": anna" we have seen ourselves."""
         by, _, of = line.partition(": ")
         keys = {name: key for key, name in NAMES.items()}
-        return self.outcome(self.door.strike(keys[of], "sent rubbish", keys.get(by), self.now_s))
+        return self.outcome(self.door.record_violation(keys[of], "sent rubbish", keys.get(by), self.now_s))
 
     def later(self, seconds: float) -> str:
         self.now_s += seconds
         return self.outcome(self.door.tick(self.now_s))
 
-    def outcome(self, judgement: Judgement) -> str:
+    def outcome(self, judgement: ViolationOutcome) -> str:
         self.write(judgement)
-        words = [f"{NAMES[peer]} out" for peer, _ in judgement.kicked]
+        words = [f"{NAMES[peer]} out" for peer, _ in judgement.removed]
         words += [f"{NAMES[peer]} back" for peer in judgement.restored]
-        if judgement.strikes:
-            words.insert(0, str(judgement.strikes))
+        if judgement.violation_count:
+            words.insert(0, str(judgement.violation_count))
         return ", ".join(words)
 
-    def restarted(self) -> Door:
+    def restarted(self) -> Authorization:
         entries = [(entry.kind, json.loads(json.dumps(entry.body))) for entry in self.journal]
-        return recover(entries, run="r", operator=OPERATOR, coordinator=US, **self.more)
+        return recover_authorization(entries, run="r", operator=OPERATOR, coordinator=US, **self.more)
 
 
 # -- invitations -----------------------------------------------------------------------------------
@@ -122,7 +128,7 @@ def test_whatever_is_wrong_with_an_invitation_the_answer_is_the_same() -> None:
         house.door.enrol(KEY, BERT, "", house.now_s),  # used up
         house.door.enrol(OTHER_KEY, BERT, "", house.now_s),  # expired
     ]
-    assert answers == [Answer(m.Refused("invitation", NOT_VALID, "ask the run's owner for a new one"))] * 3
+    assert answers == [AccessReply(m.Refused("invitation", NOT_VALID, "ask the run's owner for a new one"))] * 3
 
 
 def test_nobody_enrols_a_key_that_is_something_else() -> None:
@@ -196,9 +202,9 @@ def test_the_name_of_a_banned_one_outlives_a_restart_until_the_ban_is_lifted() -
     house.said(house.door.expel(ANNA, True, "spam", "anna\x1b"))
     house.said(house.door.expel(BERT, False, "", "bert"))
     for door in (house.door, house.restarted()):
-        assert door.picture(0.0)["banned"] == [{"peer": ANNA.hex(), "name": "anna", "reason": "spam"}]
+        assert door.status(0.0)["banned"] == [{"peer": ANNA.hex(), "name": "anna", "reason": "spam"}]
     house.pardon(ANNA), house.expel(ANNA, ban=True)
-    assert "name" not in house.restarted().picture(0.0)["banned"][0], "nobody knew it by a name any more"
+    assert "name" not in house.restarted().status(0.0)["banned"][0], "nobody knew it by a name any more"
 
 
 def test_orders_about_nobody() -> None:
@@ -215,7 +221,7 @@ def test_orders_about_nobody() -> None:
 
 def test_the_daemon_hears_whom_to_send_away() -> None:
     house = House(ANNA)
-    assert house.door.expel(ANNA, False, "too slow\x1b[2J").kicked == ((ANNA, "too slow [2J"),)
+    assert house.door.expel(ANNA, False, "too slow\x1b[2J").removed == ((ANNA, "too slow [2J"),)
 
 
 def test_where_everybody_may_come_in_a_kick_still_shuts_out() -> None:
@@ -270,7 +276,7 @@ def test_whom_to_believe(story: str) -> None:
     for cause, _ in STORIES[story]:
         told.append((cause, house.accuse(cause) if isinstance(cause, str) else house.later(cause)))
     assert told == STORIES[story]
-    assert house.restarted().picture(house.now_s) == house.door.picture(house.now_s)
+    assert house.restarted().status(house.now_s) == house.door.status(house.now_s)
 
 
 def test_strikes_are_gone_with_a_new_invitation() -> None:
@@ -278,12 +284,12 @@ def test_strikes_are_gone_with_a_new_invitation() -> None:
     assert [house.accuse(": anna") for _ in range(3)][-1] == "3, anna out"
     house.invite()
     house.enrol(peer=ANNA)
-    assert house.door.strikes(ANNA) == 0 and house.accuse(": anna") == "1"
+    assert house.door.violation_count(ANNA) == 0 and house.accuse(": anna") == "1"
 
 
 def test_who_is_no_member_gets_no_strike() -> None:
     house = House(ANNA)
-    assert house.door.strike(BERT, "x", ANNA, 0.0) == Judgement()
+    assert house.door.record_violation(BERT, "x", ANNA, 0.0) == ViolationOutcome()
 
 
 def test_a_kicked_suspect_takes_what_it_said_with_it() -> None:
@@ -291,7 +297,7 @@ def test_a_kicked_suspect_takes_what_it_said_with_it() -> None:
     for line in (*("bert: anna",) * 3, "bert: carl"):
         house.accuse(line)
     house.expel(BERT)
-    assert house.standing(ANNA) == "peer" and house.door.strikes(CARL) == 0
+    assert house.standing(ANNA) == "peer" and house.door.violation_count(CARL) == 0
 
 
 def test_an_accuser_cannot_make_the_journal_grow() -> None:
@@ -306,8 +312,8 @@ def test_an_accuser_cannot_make_the_journal_grow() -> None:
 def test_long_reasons_fit_a_message() -> None:
     house = House(ANNA)
     for _ in range(3):
-        judgement = house.door.strike(ANNA, "\U0001f600" * 512, None, 0.0)
-    ((_, reason),) = judgement.kicked
+        judgement = house.door.record_violation(ANNA, "\U0001f600" * 512, None, 0.0)
+    ((_, reason),) = judgement.removed
     assert len(reason.encode()) <= 300
 
 
@@ -364,7 +370,7 @@ def test_a_key_may_join_twenty_times_a_minute() -> None:
 
 def test_what_is_kept_of_joins_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "MAX_JOINERS", 100)
-    door = Door(open_to_all=True)
+    door = Authorization(open_to_all=True)
     for number in range(1000):
         door.allow_join(number.to_bytes(32, "big"), float(number))
     assert len(door._joins) == 100
@@ -409,7 +415,7 @@ def attack_of_a_kicked_key() -> bool:
 
 def attack_of_a_member_that_gives_orders() -> bool:
     house = House(ANNA, BERT)
-    answer = house.door.order(ANNA, m.Expel(BERT, True, ""), house.now_s)
+    answer = house.door.handle_order(ANNA, m.RemoveWorker(BERT, True, ""), house.now_s)
     return house.standing(BERT) == "stranger" or not isinstance(answer.reply, m.Refused)
 
 
@@ -459,7 +465,7 @@ DEFENCES: dict[str, Callable[[], bool]] = {
 def test_an_attack_fails_and_succeeds_without_its_defence(name: str) -> None:
     attack = DEFENCES[name]
     assert not attack()
-    with without(name):
+    with disable_defences(name):
         assert attack()
 
 
@@ -483,7 +489,7 @@ def live(house: House, seed: int) -> Iterator[None]:
                 house.pardon(rng.choice(peers))
             case 6:
                 accuser = rng.choice([None, *peers])
-                house.write(house.door.strike(rng.choice(peers), "x", accuser, house.now_s))
+                house.write(house.door.record_violation(rng.choice(peers), "x", accuser, house.now_s))
             case 7:
                 house.later(rng.choice([0.1, 3.0, 40.0]))
         yield
@@ -498,11 +504,11 @@ def test_a_restarted_coordinator_knows_the_same(seeds: Callable[[int], Iterator[
         again = house.restarted()
         house.later(0.0)
         again.tick(house.now_s)
-        assert again.picture(house.now_s) == house.door.picture(house.now_s), f"seed {seed}"
+        assert again.status(house.now_s) == house.door.status(house.now_s), f"seed {seed}"
         for wait_s in (0.0, 45.0, 2 * DAY_S):
             for key in everybody:
                 wall_s = house.now_s + wait_s
-                assert again.standing(key, wall_s) == house.door.standing(key, wall_s), f"seed {seed}"
+                assert again.access_role(key, wall_s) == house.door.access_role(key, wall_s), f"seed {seed}"
 
 
 def test_restarts_in_between_change_nothing(seeds: Callable[[int], Iterator[int]]) -> None:
@@ -510,11 +516,11 @@ def test_restarts_in_between_change_nothing(seeds: Callable[[int], Iterator[int]
     for seed in seeds(30):
         steady, restarting = House(), House()
         for _ in zip(live(steady, seed), live(restarting, seed), strict=True):
-            suspects = restarting.door._book._suspects  # their grace is in no journal: it begins anew
+            suspects = restarting.door._violations._suspects  # their grace is in no journal: it begins anew
             restarting.door = restarting.restarted()
-            restarting.door._book._suspects = suspects
+            restarting.door._violations._suspects = suspects
             wall_s = steady.now_s
-            assert restarting.door.picture(wall_s) == steady.door.picture(wall_s), f"seed {seed}"
+            assert restarting.door.status(wall_s) == steady.door.status(wall_s), f"seed {seed}"
         assert restarting.journal == steady.journal
 
 
@@ -533,12 +539,12 @@ KINDS = st.sampled_from(["invitation", "enrolled", "expelled", "pardoned", "stri
 @given(st.lists(st.tuples(KINDS, BODIES), max_size=6))
 def test_nonsense_in_the_journal_is_refused_or_read(entries: list[tuple[str, dict[str, Any]]]) -> None:
     try:
-        door = recover(entries)
+        door = recover_authorization(entries)
     except (KeyError, TypeError, ValueError):
         return
-    json.dumps(door.picture(0.0))
+    json.dumps(door.status(0.0))
     door.tick(0.0)
-    assert door.standing(ANNA, 0.0) in Standing
+    assert door.access_role(ANNA, 0.0) in AccessRole
 
 
 @pytest.mark.parametrize(
@@ -558,7 +564,7 @@ def test_nonsense_in_the_journal_is_refused_or_read(entries: list[tuple[str, dic
 )
 def test_entries_that_no_door_wrote(entry: tuple[str, dict[str, Any]]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
-        recover([entry])
+        recover_authorization([entry])
 
 
 def test_the_picture_shows_nothing_to_come_in_with() -> None:
@@ -568,15 +574,15 @@ def test_the_picture_shows_nothing_to_come_in_with() -> None:
     house.accuse("bert: anna")
     house.accuse(": anna")
     house.expel(BERT, ban=True)
-    shown = json.loads(json.dumps(house.door.picture(house.now_s)))
-    name = rules.stored_form(KEY)
+    shown = json.loads(json.dumps(house.door.status(house.now_s)))
+    name = rules.invitation_digest(KEY)
     assert name not in json.dumps(shown) and KEY.hex() not in json.dumps(shown)
     assert shown == {
         "open_to_all": False,
         "invitations": [{"id": name[:8], "uses": 3, "used": 1, "left_s": DAY_S}],
         "enrolled_total": 2,
         "enrolled": [
-            {"peer": ANNA.hex(), "invitation": rules.stored_form(bytes(31) + b"-")[:8], "strikes": 2},
+            {"peer": ANNA.hex(), "invitation": rules.invitation_digest(bytes(31) + b"-")[:8], "strikes": 2},
             {"peer": CARL.hex(), "invitation": name[:8], "strikes": 0},
         ],
         "banned": [{"peer": BERT.hex(), "reason": "the run's owner decided so"}],
@@ -596,4 +602,4 @@ def test_the_picture_shows_nothing_to_come_in_with() -> None:
 def test_the_words_are_those_of_the_transport() -> None:
     from gridtrain.transport import base
 
-    assert [base.Standing(word) for word in module.Standing] == list(base.Standing)
+    assert [base.ConnectionRole(word) for word in module.AccessRole] == list(base.ConnectionRole)

@@ -10,12 +10,19 @@ from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.membership_io import CalledBack, Effect, Event, Heard, Send, Up
+from gridtrain.protocol.membership_io import (
+    DialBackResult,
+    Effect,
+    Event,
+    MessageReceived,
+    PeerConnected,
+    Send,
+)
 
 ME = b"0" * 32
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
 SETUP = m.Setup((("model", "100 parameters"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
-HELD = m.Held(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
+HELD = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
 
 
 class Group:
@@ -39,18 +46,18 @@ class Group:
 
     def say(self, peer: m.PeerId, *messages: m.Message) -> None:
         for message in messages:
-            self.hear(Heard(peer, message))
+            self.hear(MessageReceived(peer, message))
 
     def join(self, peer: m.PeerId, setup: m.Setup, *, reachable: bool = True) -> None:
-        self.hear(Up(peer, peer.hex()[:8]))
+        self.hear(PeerConnected(peer, peer.hex()[:8]))
         self.say(peer, m.Join("r", peer[:1].decode(), "memory://x"))
-        self.hear(CalledBack(peer, "memory://x" if reachable else ""))
-        self.say(peer, setup, m.Links(()))
+        self.hear(DialBackResult(peer, "memory://x" if reachable else ""))
+        self.say(peer, setup, m.LinkLatencies(()))
 
     def way(self, viewer: m.PeerId, other: m.PeerId) -> str:
         """As the latest Roster tells the one of the other."""
         sent = [x.message for x in self.sent if isinstance(x, Send) and x.peer == viewer]
-        rosters = [message for message in sent if isinstance(message, m.Roster)]
+        rosters = [message for message in sent if isinstance(message, m.MemberListPage)]
         return next(member.address for member in rosters[-1].members if member.peer == other)
 
     def ready(self, *peers: m.PeerId) -> None:
@@ -64,15 +71,15 @@ class Group:
             for peer in self.left:
                 self.left[peer] = max(0.0, self.left[peer] - came_Bps.get(peer[:1].decode(), 0.0))
                 figures = ((forming.STATE_LEFT, self.left[peer]),) if self.left[peer] else ()
-                self.say(peer, m.Beat(1, 0, round(1000 * self.now_s), figures))
+                self.say(peer, m.Heartbeat(1, 0, round(1000 * self.now_s), figures))
             self.now_s = round(self.now_s + 1.0 - 0.4, 3)
 
     @property
     def roster(self) -> str:
         """ "a b C": c is to be sent the state."""
-        letters = {x.peer: x.peer[:1].decode() for x in self.core.run.roster}
+        letters = {x.peer: x.peer[:1].decode() for x in self.core.run.member_list}
         return " ".join(sorted(letters[x.peer].upper() if x.joining else letters[x.peer]
-                               for x in self.core.run.roster))  # fmt: skip
+                               for x in self.core.run.member_list))  # fmt: skip
 
     @property
     def frozen(self) -> int:
@@ -82,8 +89,8 @@ class Group:
 def test_who_has_built_the_same_is_sent_nothing() -> None:
     """16 newcomers with 100 MB each over the eldest's one line of 100 Mbit/s would be two minutes."""
     group = Group(4)
-    same = replace(SETUP, begins=b"3f" * 16)
-    for peer, setup in ((A, same), (B, same), (C, replace(SETUP, begins=b"77" * 16)), (D, SETUP)):
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
+    for peer, setup in ((A, same), (B, same), (C, replace(SETUP, initial_state_digest=b"77" * 16)), (D, SETUP)):
         group.join(peer, setup)
     assert group.roster == "C D a b"
 
@@ -91,19 +98,19 @@ def test_who_has_built_the_same_is_sent_nothing() -> None:
 def test_who_only_says_that_it_holds_the_state_gives_it_to_nobody() -> None:
     """Else a newcomer that tells the eldest's digest could give its own state to most of the others."""
     group = Group(4)
-    same = replace(SETUP, begins=b"3f" * 16)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
     for peer, setup in ((A, same), (B, same), (C, SETUP), (D, SETUP)):
         group.join(peer, setup)
-    order = [member.peer for member in group.core.run.roster]
-    donors = {member.peer: member.donor for member in group.core.run.roster}
+    order = [member.peer for member in group.core.run.member_list]
+    donors = {member.peer: member.donor for member in group.core.run.member_list}
     assert donors == {A: -1, B: -1, C: order.index(A), D: order.index(A)}
     group.say(B, m.Leave(""))
     view = group.core.run.view
     assert view is not None
     for peer in (A, C, D):
-        group.say(peer, m.Report(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", False))
-    order = [member.peer for member in group.core.run.roster]
-    assert {x.donor for x in group.core.run.roster if x.joining} == {order.index(A)}
+        group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", False))
+    order = [member.peer for member in group.core.run.member_list]
+    assert {x.donor for x in group.core.run.member_list if x.joining} == {order.index(A)}
 
 
 def test_an_eldest_that_says_nothing_is_like_nobody() -> None:
@@ -114,39 +121,39 @@ def test_an_eldest_that_says_nothing_is_like_nobody() -> None:
 
 def test_until_the_first_step_is_committed_a_newcomer_may_have_built_the_same() -> None:
     group = Group(1)
-    same = replace(SETUP, begins=b"3f" * 16)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
     group.join(A, same)
     group.ready(A)
     group.join(B, same)
     group.beats(2)
     view = group.core.run.view
     assert view is not None and group.frozen == 1
-    group.say(A, m.Report(1, 1, True, -1, view.history, m.LedgerState(), None, b"", False))
+    group.say(A, m.FreezeReport(1, 1, True, -1, view.history, m.LedgerState(), None, b"", False))
     assert group.roster == "a b"
     group.ready(A, B)
     group.join(C, same)
     group.beats(2)
     after = m.LedgerState(step=1, cursor=8, consumed=8)
     for peer in (A, B):
-        group.say(peer, m.Report(1, 2, True, 0, b"1" * 32, after, None, b"", False))
+        group.say(peer, m.FreezeReport(1, 2, True, 0, b"1" * 32, after, None, b"", False))
     assert group.roster == "C a b", "a step has been taken, and what c has built is nobody's state any more"
 
 
 def test_a_checkpoint_is_not_what_the_script_has_built() -> None:
     group = Group(2)
-    group.join(A, replace(SETUP, begins=b"3f" * 16))
-    group.join(B, replace(SETUP, begins=b"3f" * 16, held=HELD))
+    group.join(A, replace(SETUP, initial_state_digest=b"3f" * 16))
+    group.join(B, replace(SETUP, initial_state_digest=b"3f" * 16, checkpoint=HELD))
     assert group.roster == "A b", "the run goes on from b's checkpoint"
 
 
 def test_of_a_run_that_was_given_up_nobody_has_what_it_began_with() -> None:
     group = Group(2)
-    same = replace(SETUP, begins=b"3f" * 16)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
     group.join(A, same), group.join(B, same)
     group.ready(A, B)
     group.join(C, same)
     group.say(A, m.Leave("")), group.say(B, m.Leave(""))
-    assert [w.setup.begins for w in group.core.run.workers.values() if w.setup] == [b""]
+    assert [w.setup.initial_state_digest for w in group.core.run.workers.values() if w.setup] == [b""]
 
 
 def one_pair_without_a_way() -> Group:
@@ -157,7 +164,7 @@ def one_pair_without_a_way() -> Group:
     assert group.roster == "B C D a"
     group.left[D] = 60e6
     group.beats(1)
-    group.say(B, m.NoRoute(1, 1, (C,)))
+    group.say(B, m.PeersUnreachable(1, 1, (C,)))
     return group
 
 
@@ -197,7 +204,7 @@ def test_only_a_way_that_was_told_is_given_up() -> None:
     group.left[B] = 20e6
     group.beats(1)
     for peer, other in ((C, D), (D, C), (C, D)):
-        group.say(peer, m.NoRoute(1, 1, (other,)))
+        group.say(peer, m.PeersUnreachable(1, 1, (other,)))
     group.beats(9, b=2e6)
     assert not group.frozen
     group.beats(1, b=2e6)
@@ -205,16 +212,16 @@ def test_only_a_way_that_was_told_is_given_up() -> None:
     view = group.core.run.view
     assert view is not None
     for peer in (A, B, C, D):
-        group.say(peer, m.Report(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", False))
+        group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", False))
     assert group.core.generation == 2 and {group.way(C, D)} == relays - {first}
 
 
 def test_the_time_for_forming_grows_with_the_bytes_that_are_due() -> None:
-    assert forming.most_s(0, 25_600_000, None) == forming.MOST_FORMING_S
-    few, many = (forming.most_s(count, 25_600_000, 12.5e6) for count in (1, 15))
-    assert many - forming.MOST_FORMING_S > 15 * 102.4e6 / 12.5e6
-    assert round(many - forming.MOST_FORMING_S) == round(15 * (few - forming.MOST_FORMING_S))
-    assert forming.most_s(1, 1000, 1.0) == forming.most_s(1, 1000, forming.LEAST_Bps), "a liar's line"
+    assert forming.max_forming_s(0, 25_600_000, None) == forming.MAX_FORMING_S
+    few, many = (forming.max_forming_s(count, 25_600_000, 12.5e6) for count in (1, 15))
+    assert many - forming.MAX_FORMING_S > 15 * 102.4e6 / 12.5e6
+    assert round(many - forming.MAX_FORMING_S) == round(15 * (few - forming.MAX_FORMING_S))
+    assert forming.max_forming_s(1, 1000, 1.0) == forming.max_forming_s(1, 1000, forming.MIN_RATE_Bps), "a liar's line"
 
 
 # -- a member's side -------------------------------------------------------------------------------
@@ -222,37 +229,37 @@ def test_the_time_for_forming_grows_with_the_bytes_that_are_due() -> None:
 
 def member() -> MemberCore:
     core = MemberCore(A, ME, m.Join("r", "a", "tcp://a:1"), Deadlines())
-    core.handle(io.EdgeUp(ME), 0.0)
-    core.handle(io.Heard(ME, m.Welcome(1, "r", "")), 0.0)
-    core.handle(io.Enter(replace(SETUP, begins=b"3f" * 16), lambda r, n: frozenset(range(n)) - {r}), 0.0)
+    core.handle(io.PeerConnected(ME), 0.0)
+    core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 0.0)
+    core.handle(io.TrainerJoined(replace(SETUP, initial_state_digest=b"3f" * 16), lambda r, n: frozenset(range(n)) - {r}), 0.0)
     members = (m.Member(B, "b", "tcp://b:1", 4, False), m.Member(A, "a", "tcp://a:1", 4, True))
-    core.handle(io.Heard(ME, m.Roster(1, 1, 0, 1, members)), 0.0)
-    view = m.View(1, 1, 2, m.Verdict.ABORT, None, -1, core.history, m.LedgerState(), "")
-    core.handle(io.Heard(ME, view), 0.0)
+    core.handle(io.MessageReceived(ME, m.MemberListPage(1, 1, 0, 1, members)), 0.0)
+    view = m.MembershipView(1, 1, 2, m.Verdict.ABORT, None, -1, core.history, m.LedgerState(), "")
+    core.handle(io.MessageReceived(ME, view), 0.0)
     return core
 
 
-def told(effects: list[io.Effect], kind: type[m.Message]) -> list[m.Message]:
-    return [x.message for x in effects if isinstance(x, io.Post) and isinstance(x.message, kind)]
+def told(effects: list[io.MemberEffect], kind: type[m.Message]) -> list[m.Message]:
+    return [x.message for x in effects if isinstance(x, io.Send) and isinstance(x.message, kind)]
 
 
 def test_a_connection_that_breaks_late_has_its_time_to_come_back() -> None:
     """It was up, so there is a way.  Counted from the View, as an edge that never came up, it had none."""
     core = member()
-    core.handle(io.EdgeUp(B), 1.0)
-    core.handle(io.EdgeDown(B, "the line is full"), 40.0)
-    assert not told(core.tick(47.9), m.NoRoute)
-    assert told(core.tick(48.1), m.NoRoute)
-    core.handle(io.EdgeUp(B), 50.0)
-    core.handle(io.EdgeDown(B, "again"), 60.0)
-    assert told(core.tick(68.1), m.NoRoute), "said again, as it is news"
+    core.handle(io.PeerConnected(B), 1.0)
+    core.handle(io.PeerDisconnected(B, "the line is full"), 40.0)
+    assert not told(core.tick(47.9), m.PeersUnreachable)
+    assert told(core.tick(48.1), m.PeersUnreachable)
+    core.handle(io.PeerConnected(B), 50.0)
+    core.handle(io.PeerDisconnected(B, "again"), 60.0)
+    assert told(core.tick(68.1), m.PeersUnreachable), "said again, as it is news"
 
 
 def test_who_was_sent_a_state_does_not_say_any_more_what_it_has_built() -> None:
     core = member()
-    again = core.handle(io.Heard(ME, m.Welcome(1, "r", "")), 1.0)
-    assert [x.begins for x in told(again, m.Setup)] == [b"3f" * 16]  # type: ignore[attr-defined]
-    core.handle(io.EdgeUp(B), 1.0)
-    core.handle(io.Restored(1, 1), 2.0)
-    again = core.handle(io.Heard(ME, m.Welcome(1, "r", "")), 3.0)
-    assert [x.begins for x in told(again, m.Setup)] == [b""]  # type: ignore[attr-defined]
+    again = core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 1.0)
+    assert [x.initial_state_digest for x in told(again, m.Setup)] == [b"3f" * 16]  # type: ignore[attr-defined]
+    core.handle(io.PeerConnected(B), 1.0)
+    core.handle(io.StateLoaded(1, 1), 2.0)
+    again = core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 3.0)
+    assert [x.initial_state_digest for x in told(again, m.Setup)] == [b""]  # type: ignore[attr-defined]

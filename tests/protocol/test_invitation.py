@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import invitation as module
-from gridtrain.protocol.invitation import MAX_TEXT, PREFIX, Invitation, looks_like, parse
-from gridtrain.testing.defences import without
+from gridtrain.protocol.invitation import MAX_TEXT_LENGTH, PREFIX, Invitation, looks_like, parse
+from gridtrain.testing.defences import disable_defences
 
 KEY, TOKEN = bytes(range(32)), bytes(range(100, 132))
 ONE = Invitation("tcp://192.0.2.7:7700", KEY, TOKEN, "default")
@@ -47,7 +47,7 @@ def test_how_one_looks() -> None:
 @example(Invitation("tcp://" + "x" * 122, KEY, TOKEN, "r" * 64))
 def test_it_comes_back_as_it_was_made(invitation: Invitation) -> None:
     text = invitation.text()
-    assert parse(text) == invitation and len(text) <= MAX_TEXT
+    assert parse(text) == invitation and len(text) <= MAX_TEXT_LENGTH
     assert set(text) <= set(string.ascii_letters + string.digits + "-_:"), "no shell needs it quoted"
 
 
@@ -116,7 +116,7 @@ def test_without_the_checksum_an_altered_one_is_taken() -> None:
     """The attack: a letter of the address is mistyped, and the volunteer connects somewhere else."""
     altered = TEXT.replace("NzAw", "NzAx")  # port 7700 -> 7701
     assert complaint(altered) == "this invitation was cut short or changed on its way"
-    with without("invite-checksum"):
+    with disable_defences("invite-checksum"):
         assert parse(altered).address == "tcp://192.0.2.7:7701"
 
 

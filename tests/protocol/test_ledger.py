@@ -46,7 +46,7 @@ def test_a_run_reads_like_this() -> None:
     state = ledger.commit(spec, state, take((A, 2), (B, 2)), skipped=False)
     state = ledger.reassign(spec, state, take((A, 2), (B, 2)), survivors=[A])  # b is gone
     state = ledger.commit(spec, state, take((A, 2), (C, 3)), skipped=False)  # c is new: a alone holds samples
-    while not ledger.finished(spec, state):
+    while not ledger.is_finished(spec, state):
         state = ledger.commit(spec, state, take((A, 2), (C, 3)), skipped=state.step == 4)
 
     assert transcript == [
@@ -63,7 +63,7 @@ def test_a_run_reads_like_this() -> None:
 def test_steps_cycle_through_the_data_and_end_by_their_number() -> None:
     spec = LedgerSpec(size=4, seed=0, steps=5)
     state, rows = LedgerState(), []
-    while not ledger.finished(spec, state):
+    while not ledger.is_finished(spec, state):
         assignment = ledger.assign(spec, state, [(A, 2), (B, 1)])
         rows.append(row(assignment))
         state = ledger.commit(spec, state, assignment, skipped=False)
@@ -97,7 +97,7 @@ def test_a_short_step_is_split_in_proportion(
         LedgerState(),
         list(zip((A, B, C), shares, strict=True)),
     )
-    assert tuple(ledger.samples(spans) for spans in assignment.values()) == counts
+    assert tuple(ledger.count_samples(spans) for spans in assignment.values()) == counts
 
 
 def test_a_chain_of_failures_before_the_step_commits() -> None:
@@ -151,7 +151,7 @@ class World:
     def run(self) -> None:
         total = self.spec.size * (self.spec.epochs or 0)
         for _ in range(5000):
-            if ledger.finished(self.spec, self.state):
+            if ledger.is_finished(self.spec, self.state):
                 break
             self.joins()
             assignment = self.assignment()
@@ -175,7 +175,7 @@ class World:
         assert list(assignment) == [peer for peer, _ in self.shares], self.hint
         for peer, share in self.shares:
             mine = assignment[peer]
-            assert ledger.samples(mine) <= share, self.hint
+            assert ledger.count_samples(mine) <= share, self.hint
             assert all(s.start // spec.size == (s.stop - 1) // spec.size for s in mine), self.hint
         fresh = {p // spec.size for p in positions(assignment) if p >= state.cursor}
         assert len(fresh) <= 1, f"one step took from passes {fresh} at the cursor: {self.hint}"
@@ -222,7 +222,7 @@ def test_the_split_is_exact_fair_and_never_above_a_share(total: int, shares: lis
     size = min(total, whole) or 1
     members = [(bytes([rank]) * 32, share) for rank, share in enumerate(shares)]
     assignment = ledger.assign(LedgerSpec(size=size, seed=0, epochs=1), LedgerState(), members)
-    counts = [ledger.samples(spans) for spans in assignment.values()]
+    counts = [ledger.count_samples(spans) for spans in assignment.values()]
     assert sum(counts) == size
     assert all(abs(count - size * share / whole) < 1 for count, share in zip(counts, shares, strict=True))
     assert all(count <= share for count, share in zip(counts, shares, strict=True))

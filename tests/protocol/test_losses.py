@@ -11,8 +11,17 @@ from typing import Any
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.membership_io import CalledBack, Effect, Heard, Journal, Lost, Note, Send, Up
-from gridtrain.protocol.recovery import recover
+from gridtrain.protocol.membership_io import (
+    DialBackResult,
+    Effect,
+    JournalEntry,
+    LogEvent,
+    MessageReceived,
+    PeerConnected,
+    PeerDisconnected,
+    Send,
+)
+from gridtrain.protocol.recovery import recover_run
 
 ME = b"0" * 32
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
@@ -26,7 +35,7 @@ class Told:
     def __init__(self, journal: list[tuple[str, dict[str, Any]]] | None = None, term: int = 1) -> None:
         self.journal = journal if journal is not None else []
         self.done: list[Effect] = []
-        recovered = recover(self.journal) if self.journal else None
+        recovered = recover_run(self.journal) if self.journal else None
         self.core = Membership(
             me=ME, run="r", term=term, deadlines=LIMITS, software="", min_workers=3, recovered=recovered
         )
@@ -34,37 +43,37 @@ class Told:
 
     def _keep(self, effects: list[Effect]) -> list[Effect]:
         for effect in effects:
-            if isinstance(effect, Journal):
+            if isinstance(effect, JournalEntry):
                 self.journal.append((effect.kind, json.loads(json.dumps(effect.body))))
         self.done += effects
         return effects
 
     def join(self, peer: m.PeerId, now_s: float, *, setup: bool = True, anew: bool = False) -> None:
         """`anew`: another process, with the same key."""
-        self._keep(self.core.handle(Up(peer, "host"), now_s))
+        self._keep(self.core.handle(PeerConnected(peer, "host"), now_s))
         generation, address = 0 if anew else self.core.generation, "memory://" + peer[:1].decode()
         self.say(peer, m.Join("r", peer[:1].decode(), address, True, generation > 0, generation), now_s)
-        self._keep(self.core.handle(CalledBack(peer, address), now_s))
+        self._keep(self.core.handle(DialBackResult(peer, address), now_s))
         if setup:
             self.say(peer, SETUP, now_s)
 
     def say(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
-        return self._keep(self.core.handle(Heard(peer, message), now_s))
+        return self._keep(self.core.handle(MessageReceived(peer, message), now_s))
 
     def lose(self, peer: m.PeerId, now_s: float) -> None:
-        self._keep(self.core.handle(Lost(peer, "reset"), now_s))
+        self._keep(self.core.handle(PeerDisconnected(peer, "reset"), now_s))
 
     def pass_to(self, now_s: float, *alive: m.PeerId) -> None:
         """The time goes on; those who live beat."""
         for peer in alive:
-            self.say(peer, m.Beat(1, 0, round(now_s), ()), min(now_s, self.core.deadline_s))
+            self.say(peer, m.Heartbeat(1, 0, round(now_s), ()), min(now_s, self.core.deadline_s))
         for _ in range(1000):
             if (at_s := self.core.deadline_s) > now_s:
                 for peer in alive:
-                    self.say(peer, m.Beat(1, 0, round(now_s), ()), now_s)
+                    self.say(peer, m.Heartbeat(1, 0, round(now_s), ()), now_s)
                 return
             for peer in alive:
-                self.say(peer, m.Beat(1, 0, round(at_s), ()), at_s)
+                self.say(peer, m.Heartbeat(1, 0, round(at_s), ()), at_s)
             self._keep(self.core.tick(at_s))
         raise AssertionError(f"the core wants to be called again and again at {at_s}")
 
@@ -73,7 +82,7 @@ class Told:
         for peer in (A, B, C):
             self.join(peer, 0.0)
         for peer in (A, B, C):
-            self.say(peer, m.Links(()), 1.0)
+            self.say(peer, m.LinkLatencies(()), 1.0)
         self.ready(3.0, A, B, C)
         assert self.core.snapshot(1.0)["phase"] == "training"
 
@@ -88,7 +97,7 @@ class Told:
         view = self.core.run.view
         assert view is not None
         told = (self.core.term, view.generation, synced, view.applied, view.history, view.ledger)
-        self.say(peer, m.Report(*told, None, b"", False), now_s)
+        self.say(peer, m.FreezeReport(*told, None, b"", False), now_s)
 
     def frozen(self) -> list[m.PeerId]:
         return [e.peer for e in self.done if isinstance(e, Send) and isinstance(e.message, m.Freeze)]
@@ -97,7 +106,7 @@ class Told:
         return [
             (e.fields["name"], e.fields["reason"])
             for e in self.done
-            if isinstance(e, Note) and e.event == "lost"
+            if isinstance(e, LogEvent) and e.event == "lost"
         ]
 
 
@@ -107,7 +116,7 @@ def test_two_connections_that_break_together_are_the_end_of_a_process() -> None:
     told.train()
     told.pass_to(9.9, A, B, C)
     told.lose(C, 10.0)
-    told.say(A, m.Broken(1, 1, C), 10.02)
+    told.say(A, m.ConnectionLost(1, 1, C), 10.02)
     told.pass_to(10.0 + LIMITS.ended_s - 0.01, A, B)
     assert not told.lost()
     told.pass_to(10.0 + LIMITS.ended_s, A, B)
@@ -134,7 +143,7 @@ def test_one_broken_connection_may_come_back() -> None:
 def test_what_a_member_said_long_ago_is_no_second_connection() -> None:
     told = Told()
     told.train()
-    told.say(A, m.Broken(1, 1, C), 3.5)
+    told.say(A, m.ConnectionLost(1, 1, C), 3.5)
     told.pass_to(9.9, A, B, C)
     told.lose(C, 10.0)
     told.pass_to(10.0 + LIMITS.regreet_s - 0.01, A, B)
@@ -171,14 +180,14 @@ def test_who_died_with_the_coordinator_is_not_waited_for_until_regather_s() -> N
     assert sorted(told.frozen()) == [A, B]
     told.report(A, 4.1)
     told.report(B, 4.1)
-    assert told.core.generation == 2 and {x.peer for x in told.core.run.roster} == {A, B}
+    assert told.core.generation == 2 and {x.peer for x in told.core.run.member_list} == {A, B}
 
 
 def test_a_stall_that_is_told_of_ends_the_wait_sooner() -> None:
     told = restarted()
     told.join(A, 1.0)
     told.join(B, 1.2)
-    told.say(A, m.Stalled(m.RoundId(1, 1, 0, 0), (C,), 0.0, "no connection to c"), 1.3)
+    told.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 0), (C,), 0.0, "no connection to c"), 1.3)
     told.pass_to(1.3 + LIMITS.report_s, A, B)
     assert sorted(told.frozen()) == [A, B]
 
@@ -196,7 +205,7 @@ def test_a_fresh_process_alone_does_not_begin_anew_while_the_holders_may_return(
     told.report(A, 33.1)
     told.pass_to(33.1 + LIMITS.silence_s, A, C)
     assert told.core.generation == 2
-    assert {x.peer: x.joining for x in told.core.run.roster} == {A: False, C: True}
+    assert {x.peer: x.joining for x in told.core.run.member_list} == {A: False, C: True}
 
 
 def test_a_process_that_was_started_anew_is_not_waited_for_while_it_builds_its_model() -> None:
@@ -208,4 +217,4 @@ def test_a_process_that_was_started_anew_is_not_waited_for_while_it_builds_its_m
     assert sorted(told.frozen()) == [A, B]
     told.report(A, 1.1)
     told.report(B, 1.1)
-    assert told.core.generation == 2 and {x.peer for x in told.core.run.roster} == {A, B}
+    assert told.core.generation == 2 and {x.peer for x in told.core.run.member_list} == {A, B}

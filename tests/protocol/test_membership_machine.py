@@ -24,8 +24,8 @@ from gridtrain.protocol import ledger
 from gridtrain.protocol import membership_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.recovery import recover
-from gridtrain.protocol.round import HISTORY_START, extend_history
+from gridtrain.protocol.recovery import recover_run
+from gridtrain.protocol.round import EMPTY_HISTORY, extend_history
 
 ME = b"0" * 32
 SPEC = m.LedgerSpec(1000, 0, epochs=1)
@@ -43,7 +43,7 @@ class Worker:
     term: int = 0
     roster: tuple[m.Member, ...] = ()
     coming: tuple[m.Member, ...] = ()
-    view: m.View | None = None
+    view: m.MembershipView | None = None
     frozen: m.Freeze | None = None
     running: bool = False
     connected: bool = True
@@ -52,11 +52,11 @@ class Worker:
     ready_in: int = 0  # the generation in which this very process said READY
     synced: bool = False
     applied: int = -1
-    history: bytes = HISTORY_START
+    history: bytes = EMPTY_HISTORY
     ledger: m.LedgerState = field(default_factory=m.LedgerState)
     prepared: tuple[m.RoundId, bytes] | None = None
 
-    def take(self, view: m.View) -> None:
+    def take(self, view: m.MembershipView) -> None:
         if view.term < self.term or view.generation <= self.generation:
             return
         prepared, self.prepared = self.prepared, None
@@ -95,7 +95,7 @@ class MembershipMachine(RuleBasedStateMachine):
         self.admissible: set[m.PeerId] = set()
         self.made = 0  # workers, ever
         self.generation = 0
-        self.views: dict[int, m.View] = {}
+        self.views: dict[int, m.MembershipView] = {}
         self.ready: set[tuple[int, int, m.PeerId]] = set()
         self.histories: dict[int, bytes] = {}  # of each step that somebody has applied
         self.rolled_back = False
@@ -116,7 +116,7 @@ class MembershipMachine(RuleBasedStateMachine):
             deadlines=limits,
             software="",
             min_workers=self.min_workers,
-            recovered=recover(self.journal),
+            recovered=recover_run(self.journal),
         )
         self.carry_out(self.core.start(self.now_s))
 
@@ -128,26 +128,26 @@ class MembershipMachine(RuleBasedStateMachine):
 
     def say(self, worker: Worker, message: m.Message) -> None:
         if worker.connected:
-            self.hear(io.Heard(worker.peer, message))
+            self.hear(io.MessageReceived(worker.peer, message))
 
     def carry_out(self, effects: list[io.Effect]) -> None:
         for effect in effects:
             match effect:
-                case io.Journal(kind, body):
+                case io.JournalEntry(kind, body):
                     self.journal.append((kind, json.loads(json.dumps(body))))
                     self.journalled(kind, body)
                 case io.Send(peer, message):
                     worker = next((w for w in self.workers if w.peer == peer and w.connected), None)
                     if worker is not None:
                         self.told(worker, message)
-                case io.CallBack(peer, addresses):
-                    self.pending.append(io.CalledBack(peer, addresses[0]))
+                case io.DialBack(peer, addresses):
+                    self.pending.append(io.DialBackResult(peer, addresses[0]))
                 case _:
                     pass
         while self.pending:
             self.hear(self.pending.pop())
 
-    pending: list[io.CalledBack]
+    pending: list[io.DialBackResult]
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,16 +164,16 @@ class MembershipMachine(RuleBasedStateMachine):
 
     def told(self, worker: Worker, message: m.Message) -> None:
         match message:
-            case m.Roster():
+            case m.MemberListPage():
                 if message.generation > worker.generation:
                     worker.coming = message.members
-            case m.View():
+            case m.MembershipView():
                 self.check_view(message)
                 worker.take(message)
                 self.note(worker)
             case m.Freeze(term, generation) if term >= worker.term and generation == worker.generation:
                 worker.frozen, worker.running, worker.term = message, False, term
-            case m.Start(term, generation) if (term, generation) == (worker.term, worker.generation):
+            case m.StartGeneration(term, generation) if (term, generation) == (worker.term, worker.generation):
                 for member in worker.roster:
                     assert (term, generation, member.peer) in self.ready, "START before all were READY"
                 assert worker.ready_in == generation, "START for another process with its key"
@@ -185,10 +185,10 @@ class MembershipMachine(RuleBasedStateMachine):
             case _:
                 pass
 
-    def check_view(self, view: m.View) -> None:
+    def check_view(self, view: m.MembershipView) -> None:
         known = self.views.setdefault(view.generation, view)
-        same = (known.verdict, known.decided, known.applied, known.history, known.ledger)
-        assert same == (view.verdict, view.decided, view.applied, view.history, view.ledger), (
+        same = (known.verdict, known.decided_round, known.applied, known.history, known.ledger)
+        assert same == (view.verdict, view.decided_round, view.applied, view.history, view.ledger), (
             "a verdict changed"
         )
 
@@ -217,7 +217,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     def greet(self, worker: Worker) -> None:
         worker.connected = True
-        self.hear(io.Up(worker.peer, "open"))
+        self.hear(io.PeerConnected(worker.peer, "open"))
         name = worker.peer.hex()[-4:]
         self.say(worker, m.Join("r", name, "memory://" + name, True, worker.welcomed, worker.generation))
         if worker.is_set_up:
@@ -231,7 +231,7 @@ class MembershipMachine(RuleBasedStateMachine):
         self.admissible.add(worker.peer)
         self.say(worker, SETUP)
         if links:
-            self.say(worker, m.Links(()))
+            self.say(worker, m.LinkLatencies(()))
 
     @precondition(lambda self: self.workers)
     @rule(number=picks)
@@ -249,7 +249,7 @@ class MembershipMachine(RuleBasedStateMachine):
         worker = self.pick(number)
         if worker.connected:
             worker.connected = False
-            self.hear(io.Lost(worker.peer, "broke"))
+            self.hear(io.PeerDisconnected(worker.peer, "broke"))
         if for_good:
             self.workers.remove(worker)
 
@@ -266,7 +266,7 @@ class MembershipMachine(RuleBasedStateMachine):
         old = self.pick(number)
         self.workers[self.workers.index(old)] = worker = Worker(old.peer)
         if noticed and old.connected:
-            self.hear(io.Lost(old.peer, "broke"))
+            self.hear(io.PeerDisconnected(old.peer, "broke"))
         self.greet(worker)
 
     @precondition(lambda self: self.workers)
@@ -278,7 +278,7 @@ class MembershipMachine(RuleBasedStateMachine):
         round_id, digest = worker.prepared or (None, b"")
         self.say(
             worker,
-            m.Report(
+            m.FreezeReport(
                 worker.frozen.term,
                 worker.generation,
                 worker.synced,
@@ -355,7 +355,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     def round(self, digest: bytes, prepared: int, applied: int) -> None:
         members = self.group()
-        if ledger.finished(SPEC, members[0].ledger):
+        if ledger.is_finished(SPEC, members[0].ledger):
             return
         pending = next((worker.prepared for worker in members if worker.prepared is not None), None)
         first = members[0]
@@ -381,12 +381,12 @@ class MembershipMachine(RuleBasedStateMachine):
         worker = self.pick(number)
         if worker.running:
             round_id = m.RoundId(worker.term, worker.generation, worker.applied + 1, 1)
-            self.say(worker, m.Stalled(round_id, (self.pick(suspect).peer,), patience_s, "nothing moves"))
+            self.say(worker, m.RoundStalled(round_id, (self.pick(suspect).peer,), patience_s, "nothing moves"))
 
     @rule()
     def beats(self) -> None:
         for worker in list(self.workers):
-            self.say(worker, m.Beat(1, worker.applied + 1, int(self.now_s), ()))
+            self.say(worker, m.Heartbeat(1, worker.applied + 1, int(self.now_s), ()))
 
     @rule(jump_s=st.sampled_from((0.05, 0.4, 1.1, 2.5, 6.0, 30.0, 1000.0)))
     def time_passes(self, jump_s: float) -> None:

@@ -10,39 +10,40 @@ anna     3     anna-2                anna
 from __future__ import annotations
 
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.member_io import Note
-from gridtrain.protocol.names import MOST_REMEMBERED, Names, spoken
+from gridtrain.protocol.entering import own_name_events
+from gridtrain.protocol.member_io import LogEvent
+from gridtrain.protocol.names import MAX_REMEMBERED, WorkerNames
 
 ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
 
 
 def test_who_comes_back_is_called_as_before() -> None:
-    names = Names()
-    assert names.given(ONE, "anna", ()) == "anna"
-    assert names.given(TWO, "anna", {"anna"}) == "anna-2"
-    assert names.given(TWO, "anna", ()) == "anna-2"
-    assert names.given(TWO, "anna-2", ()) == "anna-2", "it may say so itself"
-    assert names.given(THREE, "anna", {"anna-2"}) == "anna"
-    assert names.given(ONE, "anna", {"anna", "anna-2"}) == "anna-3", "its place was taken meanwhile"
-    assert names.given(ONE, "bo", {"anna"}) == "bo", "its owner calls it otherwise now"
+    names = WorkerNames()
+    assert names.assign(ONE, "anna", ()) == "anna"
+    assert names.assign(TWO, "anna", {"anna"}) == "anna-2"
+    assert names.assign(TWO, "anna", ()) == "anna-2"
+    assert names.assign(TWO, "anna-2", ()) == "anna-2", "it may say so itself"
+    assert names.assign(THREE, "anna", {"anna-2"}) == "anna"
+    assert names.assign(ONE, "anna", {"anna", "anna-2"}) == "anna-3", "its place was taken meanwhile"
+    assert names.assign(ONE, "bo", {"anna"}) == "bo", "its owner calls it otherwise now"
 
 
 def test_a_coordinator_that_was_restarted_hears_the_names_that_people_know() -> None:
-    names = Names()
-    assert names.given(TWO, "anna-2", ()) == "anna-2" and names.given(ONE, "anna", {"anna-2"}) == "anna"
+    names = WorkerNames()
+    assert names.assign(TWO, "anna-2", ()) == "anna-2" and names.assign(ONE, "anna", {"anna-2"}) == "anna"
 
 
 def test_the_memory_is_bounded() -> None:
-    names = Names()
-    for number in range(MOST_REMEMBERED + 5):
-        names.given(number.to_bytes(32, "big"), f"w{number}", ())
-    assert len(names._given) == MOST_REMEMBERED
+    names = WorkerNames()
+    for number in range(MAX_REMEMBERED + 5):
+        names.assign(number.to_bytes(32, "big"), f"w{number}", ())
+    assert len(names._assigned) == MAX_REMEMBERED
 
 
 def test_the_owner_is_told() -> None:
-    names = Names()
-    assert names.renamed("anna", "anna") == []
-    (note,) = names.renamed("anna", "anna-2")
+    names = WorkerNames()
+    assert names.rename_events("anna", "anna") == []
+    (note,) = names.rename_events("anna", "anna-2")
     assert (note.event, note.fields["reason"]) == ("renamed", "another worker is called anna")
 
 
@@ -52,7 +53,7 @@ def roster(*names: str) -> list[m.Member]:
 
 def test_both_members_say_it_once() -> None:
     alone, both = roster("anna"), roster("anna", "anna-2", "anna-2x")
-    assert spoken("anna", (), alone, 0) == []
-    assert spoken("anna", alone, both, 0) == [Note("namesake", {"name": "anna", "other": "anna-2"})]
-    assert spoken("anna", (), both, 1) == [Note("named", {"name": "anna-2", "asked": "anna"})]
-    assert spoken("anna", both, both, 0) == spoken("anna-2", both, both, 1) == []
+    assert own_name_events("anna", (), alone, 0) == []
+    assert own_name_events("anna", alone, both, 0) == [LogEvent("namesake", {"name": "anna", "other": "anna-2"})]
+    assert own_name_events("anna", (), both, 1) == [LogEvent("named", {"name": "anna-2", "asked": "anna"})]
+    assert own_name_events("anna", both, both, 0) == own_name_events("anna-2", both, both, 1) == []

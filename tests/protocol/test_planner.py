@@ -77,7 +77,7 @@ def test_a_missing_link_counts_as_the_median() -> None:
 def test_measurements_that_are_no_numbers_count_as_missing() -> None:
     broken = {(peer("a"), peer("b")): float("nan"), (peer("b"), peer("c")): -1.0, (peer("a"), peer("a")): 1.0}
     made = planner.order_ring(broken, [peer("c"), peer("a"), peer("b")], peer("a"))
-    assert made == planner.Plan(
+    assert made == planner.RankOrder(
         (peer("a"), peer("b"), peer("c")), "ring of 3 in join order: no round trip is measured"
     )
 
@@ -139,7 +139,7 @@ def test_two_opt_often_finds_the_best_slowest_edge(monkeypatch: pytest.MonkeyPat
         links = {pair: rng.randint(1, 100) / 1024 for pair in combinations(names, 2)}
         exact = planner.order_ring(links, names, names[0]).order
         with monkeypatch.context() as patch:
-            patch.setattr(planner, "EXACT_MAX_PEERS", 2)
+            patch.setattr(planner, "MAX_EXACT_PEERS", 2)
             near = planner.order_ring(links, names, names[0]).order
         assert near[0] == names[0] and sorted(near) == sorted(names), f"seed {seed}"
         assert quality(links, exact) <= quality(links, near), f"seed {seed}"

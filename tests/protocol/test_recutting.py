@@ -12,10 +12,10 @@ import pytest
 from gridtrain.errors import ConfigError
 from gridtrain.protocol import assigning, recutting
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.membership_io import Journal, RunPhase, Send
-from gridtrain.protocol.recovery import generation_entry, recover
-from gridtrain.protocol.recutting import gaps
-from gridtrain.protocol.seating import Hands
+from gridtrain.protocol.membership_io import JournalEntry, RunPhase, Send
+from gridtrain.protocol.recovery import generation_entry, recover_run
+from gridtrain.protocol.recutting import uncovered_spans
+from gridtrain.protocol.seating import StateLocations
 from gridtrain.protocol.stage_costs import Card
 from gridtrain.testing.staged import StagedRun
 
@@ -28,24 +28,24 @@ def spans(*ends: int) -> tuple[m.Span, ...]:
 
 def setup(sizes: list[int], *cuts: int, fixed: bool = False) -> m.Setup:
     """Blocks of so many bytes, held twice."""
-    blocks = tuple(m.Block(size, size) for size in sizes)
+    blocks = tuple(m.LayerCosts(size, size) for size in sizes)
     model = m.StagedModel(cuts, blocks, copies=1.0, micro_batches=8, fixed=fixed)
     return m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=len(cuts) - 1, model=model)
 
 
 def test_gaps() -> None:
-    assert gaps(spans(0, 2, 4, 6), 8) == list(spans(2, 4, 6, 8))
-    assert gaps(spans(0, 5, 3, 8), 8) == [] and gaps((), 3) == list(spans(0, 3))
-    assert gaps(spans(0, 9), 8) == []
+    assert uncovered_spans(spans(0, 2, 4, 6), 8) == list(spans(2, 4, 6, 8))
+    assert uncovered_spans(spans(0, 5, 3, 8), 8) == [] and uncovered_spans((), 3) == list(spans(0, 3))
+    assert uncovered_spans(spans(0, 9), 8) == []
 
 
 def test_the_picture_of_the_module() -> None:
     """Stage 1 of 3 is gone; its copy is on the last one's disk, and the last one's on the first one's."""
     holds = {A: spans(0, 2, 4, 6), C: spans(4, 6, 2, 4)}
     cards = {A: Card(), C: Card()}
-    recut = recutting.fewer(setup([1] * 6, 0, 2, 4, 6), [A, C], cards, holds)
+    recut = recutting.partition_over_fewer(setup([1] * 6, 0, 2, 4, 6), [A, C], cards, holds)
     assert recut.cuts == (0, 3, 6) and recut.assemblers == {A: 0, C: 1}
-    found = recutting.pieces(recut, (A, C), Hands(holds=holds))
+    found = recutting.assembler_pieces(recut, (A, C), StateLocations(held_spans=holds))
     assert found == {
         A: ((m.Span(0, 2), 0), (m.Span(2, 4), 1)),
         C: ((m.Span(2, 4), 1), (m.Span(4, 6), 1)),
@@ -57,7 +57,7 @@ def test_of_many_workers_those_are_taken_who_have_the_state() -> None:
     peers = [bytes([number]) * 32 for number in range(8)]
     cards = {peer: Card(memory_bytes=30) for peer in peers}
     holds = {peers[0]: spans(0, 3), peers[4]: spans(3, 6), peers[7]: spans(6, 8)}
-    recut = recutting.fewer(setup([2, 3, 4, 5, 5, 5, 5, 5], 0, 1, 5, 8), peers, cards, holds)
+    recut = recutting.partition_over_fewer(setup([2, 3, 4, 5, 5, 5, 5, 5], 0, 1, 5, 8), peers, cards, holds)
     assert set(recut.members) == {peers[0], peers[4], peers[7]}
 
 
@@ -81,7 +81,7 @@ def test_it_fits_whenever_it_can(seed: int = 5) -> None:
             for line in permutations(cards, count)
         )  # fmt: skip
         try:
-            recut = recutting.fewer(run, list(cards), cards, holds)
+            recut = recutting.partition_over_fewer(run, list(cards), cards, holds)
         except ConfigError:
             assert not possible, (seed, sizes, cards)
             continue
@@ -93,29 +93,29 @@ def test_it_fits_whenever_it_can(seed: int = 5) -> None:
 
 def test_more_stages_pay_where_the_slowest_one_becomes_faster() -> None:
     even, lopsided = setup([1] * 6, 0, 2, 4, 6), setup([20, 1, 1], 0, 1, 2, 3)
-    assert recutting.pays(even, (0, 3, 6), 3)
-    assert not recutting.pays(lopsided, (0, 1, 3), 3), "one block takes nearly all the time"
+    assert recutting.is_worth_more_stages(even, (0, 3, 6), 3)
+    assert not recutting.is_worth_more_stages(lopsided, (0, 1, 3), 3), "one block takes nearly all the time"
 
 
 def test_a_card_twice_as_fast_gets_twice_the_work() -> None:
     run = setup([4] * 8, 0, 3, 6, 8)
-    speeds = assigning.speeds({A: 10e12, B: 21e12, C: 11e12})
+    speeds = assigning.relative_speeds({A: 10e12, B: 21e12, C: 11e12})
     assert speeds == pytest.approx({A: 1.0, B: 2.0, C: 1.0})
-    recut = assigning.assign(run, [A, B, C], {peer: Card(speed) for peer, speed in speeds.items()})
+    recut = assigning.assign_devices(run, [A, B, C], {peer: Card(speed) for peer, speed in speeds.items()})
     sizes = {peer: recut.cuts[n + 1] - recut.cuts[n] for peer, n in recut.assemblers.items()}
     assert sizes[B] == 4 and sizes[A] == sizes[C] == 2
 
 
 def test_measurements_of_equal_cards_make_no_difference() -> None:
-    assert set(assigning.speeds({A: 10e12, B: 11.5e12, C: 9e12, D: 0.0}).values()) == {1.0}
+    assert set(assigning.relative_speeds({A: 10e12, B: 11.5e12, C: 9e12, D: 0.0}).values()) == {1.0}
 
 
 def test_a_speed_that_no_card_has_counts_as_a_bounded_one() -> None:
     """The least float divided by any other is 0, and the most by the least infinite: neither has steps."""
     least, most = 5e-324, 1e18
-    speeds = assigning.speeds({A: least, B: most, C: 1e12})
+    speeds = assigning.relative_speeds({A: least, B: most, C: 1e12})
     assert speeds == pytest.approx({A: 2.0**-10, B: 2.0**10, C: 1.0})
-    assert all(math.isfinite(speed) for speed in assigning.speeds({A: least, B: least, C: most}).values())
+    assert all(math.isfinite(speed) for speed in assigning.relative_speeds({A: least, B: least, C: most}).values())
 
 
 def test_the_most_replicas_that_fit_are_found_in_few_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +123,9 @@ def test_the_most_replicas_that_fit_are_found_in_few_cuts(monkeypatch: pytest.Mo
     run, asked = setup([5] * 8, 0, 4, 8), []
     peers = [bytes([n]) * 32 for n in range(256)]
     cards = {peer: Card(memory_bytes=80.0 if n < 40 else 20.0) for n, peer in enumerate(peers)}
-    cut = recutting.cutting.cut
+    cut = recutting.cutting.best_partition
     monkeypatch.setattr(recutting.cutting, "cut", lambda *a, **k: asked.append(a) or cut(*a, **k))
-    recut = assigning.assign(run, peers, cards)
+    recut = assigning.assign_devices(run, peers, cards)
     assert set(peers[:40]) <= set(recut.members)
     needs = assigning.stage_bytes(run, recut.cuts)
     assert all(needs[n] <= cards[peer].memory_bytes for peer, n in recut.assemblers.items())
@@ -136,21 +136,21 @@ def test_no_memory_is_exceeded_and_replicas_are_alike() -> None:
     run = setup([5] * 8, 0, 4, 8)
     memory = {A: 20, B: 80, C: 20, D: 60}
     cards = {peer: Card(memory_bytes=nbytes) for peer, nbytes in memory.items()}
-    recut = assigning.assign(run, [A, B, C, D], cards)
+    recut = assigning.assign_devices(run, [A, B, C, D], cards)
     assert {recut.assemblers[A], recut.assemblers[B]} == {0, 1} and recut.assemblers[A] == recut.assemblers[C]
     needs = assigning.stage_bytes(run, recut.cuts)
     assert all(needs[n] <= cards[peer].memory_bytes for peer, n in recut.assemblers.items())
     with pytest.raises(ConfigError, match="no cut of 8 layers into 2 stages fits"):
-        assigning.assign(run, [A, C], {A: cards[A], C: cards[C]})
+        assigning.assign_devices(run, [A, C], {A: cards[A], C: cards[C]})
 
 
 def test_the_coordinator_cuts_for_the_cards_that_join() -> None:
     """8 blocks of 2 bytes each; as it is defined two stages have 3 of them."""
     model = setup([1] * 8, 0, 3, 6, 8).model
     run = StagedRun(3, A, B, C, model=model, memory={A: 4, B: 24, C: 4})
-    sizes = {peer: run.blocks_of(peer).stop - run.blocks_of(peer).start for peer in (A, B, C)}
+    sizes = {peer: run.layers_of(peer).stop - run.layers_of(peer).start for peer in (A, B, C)}
     assert sizes == {A: 2, B: 4, C: 2}
-    assert "stages of" in run.core._plans.reason and "memory" in run.core._plans.reason
+    assert "stages of" in run.core._planner.plan_reason and "memory" in run.core._planner.plan_reason
 
 
 def test_cards_that_cannot_hold_it_are_told_so() -> None:
@@ -161,7 +161,7 @@ def test_cards_that_cannot_hold_it_are_told_so() -> None:
 
 
 def test_costs_that_cannot_be_are_refused() -> None:
-    model = m.StagedModel((0, 1, 2), (m.Block(1, 1), m.Block(1, 1)))
+    model = m.StagedModel((0, 1, 2), (m.LayerCosts(1, 1), m.LayerCosts(1, 1)))
     run = StagedRun(3, A, model=model, start=False)
     refused = [e.message for e in run.seen if isinstance(e, Send) and isinstance(e.message, m.Refused)]
     assert [message.code for message in refused] == ["ledger"]
@@ -169,7 +169,7 @@ def test_costs_that_cannot_be_are_refused() -> None:
 
 def test_a_stage_with_nothing_to_train_is_refused() -> None:
     """Else a newcomer would make the coordinator look for a cut that is not there."""
-    blocks = (m.Block(1, 1), m.Block(1, 0), m.Block(1, 0), m.Block(1, 1))
+    blocks = (m.LayerCosts(1, 1), m.LayerCosts(1, 0), m.LayerCosts(1, 0), m.LayerCosts(1, 1))
     run = StagedRun(3, A, model=m.StagedModel((0, 1, 2, 4), blocks), start=False)
     (refused,) = [e.message for e in run.seen if isinstance(e, Send) and isinstance(e.message, m.Refused)]
     assert "nothing to train" in refused.reason
@@ -178,17 +178,17 @@ def test_a_stage_with_nothing_to_train_is_refused() -> None:
 def test_who_fits_into_no_stage_is_not_left_out_with_the_only_state() -> None:
     """a alone has block 0, and its memory holds one block; the run as it is defined has two in each stage."""
     at = m.LedgerState(step=10, cursor=40, consumed=40)
-    kept = {A: (m.Held(9, b"h", at, m.Span(0, 1)),), B: (m.Held(9, b"h", at, m.Span(1, 6)),)}
+    kept = {A: (m.CheckpointInfo(9, b"h", at, m.Span(0, 1)),), B: (m.CheckpointInfo(9, b"h", at, m.Span(1, 6)),)}
     model = setup([1] * 6, 0, 2, 4, 6).model
     run = StagedRun(3, A, B, C, D, model=model, memory={A: 2}, kept=kept)
     assert run.core.phase is RunPhase.TRAINING and run.core.run.view is not None
-    assert run.blocks_of(A) == m.Span(0, 1) and run.core.run.view.cuts[-1] == 6
+    assert run.layers_of(A) == m.Span(0, 1) and run.core.run.view.stage_bounds[-1] == 6
     assert run.core.run.view.applied == 9, "nothing is lost"
 
 
 def test_who_has_a_whole_stage_and_no_memory_for_it_pauses_the_run() -> None:
     at = m.LedgerState(step=10, cursor=40, consumed=40)
-    kept = {A: (m.Held(9, b"h", at, m.Span(0, 2)),), B: (m.Held(9, b"h", at, m.Span(2, 6)),)}
+    kept = {A: (m.CheckpointInfo(9, b"h", at, m.Span(0, 2)),), B: (m.CheckpointInfo(9, b"h", at, m.Span(2, 6)),)}
     model = setup([1] * 6, 0, 2, 4, 6).model
     run = StagedRun(3, A, B, C, D, model=model, memory={A: 1}, kept=kept, start=False)
     assert run.core.phase is RunPhase.PAUSED and "memory" in run.core.reason
@@ -196,7 +196,7 @@ def test_who_has_a_whole_stage_and_no_memory_for_it_pauses_the_run() -> None:
 
 def test_a_recut_run_comes_back_from_the_journal() -> None:
     kept = tuple(
-        m.Held(9, b"h", m.LedgerState(step=10, cursor=40, consumed=40), span)
+        m.CheckpointInfo(9, b"h", m.LedgerState(step=10, cursor=40, consumed=40), span)
         for span in spans(0, 2, 2, 4, 4, 6)
     )
     run = StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept={A: kept, B: kept, C: kept})
@@ -205,9 +205,9 @@ def test_a_recut_run_comes_back_from_the_journal() -> None:
     assert "cut anew" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
-    assert run.core.run.view is not None and run.core.run.view.cuts == (0, 3, 6)
-    entries = [(e.kind, e.body) for e in run.seen if isinstance(e, Journal)]
-    assert math.isfinite(run.now_s) and recover(entries).view is not None
+    assert run.core.run.view is not None and run.core.run.view.stage_bounds == (0, 3, 6)
+    entries = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
+    assert math.isfinite(run.now_s) and recover_run(entries).view is not None
 
 
 def cut_anew_without_b() -> StagedRun:
@@ -215,7 +215,7 @@ def cut_anew_without_b() -> StagedRun:
     state = m.LedgerState(step=10, cursor=40, consumed=40)
     has = {A: spans(0, 2), B: spans(2, 4), C: spans(2, 4, 4, 6)}
     kept = {
-        peer: tuple(m.Held(9, b"h", state, span, bytes([span.start]) * 32) for span in told)
+        peer: tuple(m.CheckpointInfo(9, b"h", state, span, bytes([span.start]) * 32) for span in told)
         for peer, told in has.items()
     }
     run = StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept=kept)
@@ -223,7 +223,7 @@ def cut_anew_without_b() -> StagedRun:
     run.report(A, C)
     run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
-    assert run.core.run.view is not None and run.core.run.view.cuts == (0, 3, 6)
+    assert run.core.run.view is not None and run.core.run.view.stage_bounds == (0, 3, 6)
     return run
 
 
@@ -232,7 +232,7 @@ def test_the_eldest_does_not_wait_for_ever_for_a_piece_that_nobody_gives() -> No
     run = cut_anew_without_b()
     view = run.core.run.view
     assert view is not None
-    run.say(C, m.Ready(view.term, view.generation, view.history))
+    run.receive(C, m.Ready(view.term, view.generation, view.history))
     for _ in range(20):
         run.now_s = min(run.core.deadline_s, run.now_s + 1e3)
         run.core.tick(run.now_s)
@@ -244,37 +244,37 @@ def test_the_eldest_does_not_wait_for_ever_for_a_piece_that_nobody_gives() -> No
 def test_a_piece_that_is_not_on_its_disk_any_more_is_not_waited_for() -> None:
     """A puts [0 3) together from its own disk and C's; C has lost [2 4), and nobody else has it."""
     run = cut_anew_without_b()
-    assert {x.name: x.pieces for x in run.core.run.roster} == {
+    assert {x.name: x.pieces for x in run.core.run.member_list} == {
         "a": ((m.Span(0, 2), 0), (m.Span(2, 4), 1)),
         "c": ((m.Span(2, 4), 1), (m.Span(4, 6), 1)),
     }
-    run.say(A, m.Kept(run.kept[A]))
-    assert not run.told(C, m.Freeze), "A has what it is to give"
-    run.say(C, m.Kept(run.kept[C][1:]))
-    (freeze,) = run.told(A, m.Freeze)
+    run.receive(A, m.StageCheckpointList(run.checkpoints[A]))
+    assert not run.last_sent(C, m.Freeze), "A has what it is to give"
+    run.receive(C, m.StageCheckpointList(run.checkpoints[C][1:]))
+    (freeze,) = run.last_sent(A, m.Freeze)
     assert isinstance(freeze, m.Freeze)
     assert freeze.reason == "c has no checkpoint of blocks 2 to 3 that it was to give"
     for peer in (A, C):
         view = run.core.run.view
         assert view is not None
-        run.say(
-            peer, m.Report(1, view.generation, False, 9, b"h", view.ledger, None, b"", False, m.Span(0, 3))
+        run.receive(
+            peer, m.FreezeReport(1, view.generation, False, 9, b"h", view.ledger, None, b"", False, m.Span(0, 3))
         )
     assert run.core.phase is RunPhase.PAUSED and "nobody here holds" in run.core.reason
 
 
 def test_pieces_come_with_the_digests_that_their_holders_told() -> None:
     run = cut_anew_without_b()
-    digests = {x.name: x.piece_digests for x in run.core.run.roster}
+    digests = {x.name: x.piece_digests for x in run.core.run.member_list}
     assert digests == {"a": (bytes(32), b"\2" * 32), "c": (b"\2" * 32, b"\4" * 32)}
-    entries = [(e.kind, e.body) for e in run.effects + run.seen if isinstance(e, Journal)]
-    entries += [("generation", generation_entry(run.core.run.view, run.core.run.roster))]
-    assert recover(json.loads(json.dumps(entries))).roster == run.core.run.roster, "and in the journal"
+    entries = [(e.kind, e.body) for e in run.effects + run.seen if isinstance(e, JournalEntry)]
+    entries += [("generation", generation_entry(run.core.run.view, run.core.run.member_list))]
+    assert recover_run(json.loads(json.dumps(entries))).roster == run.core.run.member_list, "and in the journal"
 
 
 def test_a_shortage_that_all_have_left_asks_for_no_further_turns() -> None:
     run = StagedRun(3)
-    run.core._making.until_s = run.now_s  # as a shortage sets it, before the first generation
+    run.core._view_change.deadline_s = run.now_s  # as a shortage sets it, before the first generation
     run.core.tick(run.now_s + 1.0)
     assert run.core.deadline_s > run.now_s + 1.0
 
@@ -286,9 +286,9 @@ def short_of_one(run: StagedRun) -> None:
     assert "15 s later over 2 workers, cut anew" in run.core.reason
 
 
-def with_all_on_their_disks() -> tuple[StagedRun, tuple[m.Held, ...]]:
+def with_all_on_their_disks() -> tuple[StagedRun, tuple[m.CheckpointInfo, ...]]:
     state = m.LedgerState(step=10, cursor=40, consumed=40)
-    kept = tuple(m.Held(9, b"h", state, span) for span in spans(0, 2, 2, 4, 4, 6))
+    kept = tuple(m.CheckpointInfo(9, b"h", state, span) for span in spans(0, 2, 2, 4, 4, 6))
     all_have = dict.fromkeys((A, B, C), kept)
     return StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept=all_have), kept
 
@@ -297,16 +297,16 @@ def test_a_shortage_that_was_over_is_waited_for_anew() -> None:
     """D makes the third, while nobody has the state; when D leaves, the wait begins again."""
     run, kept = with_all_on_their_disks()
     short_of_one(run)
-    run.say(A, m.Kept(())), run.say(C, m.Kept(()))
+    run.receive(A, m.StageCheckpointList(())), run.receive(C, m.StageCheckpointList(()))
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED and "nobody here holds" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.lose(D)
-    run.say(A, m.Kept(kept)), run.say(C, m.Kept(kept))
+    run.receive(A, m.StageCheckpointList(kept)), run.receive(C, m.StageCheckpointList(kept))
     assert run.core.phase is RunPhase.PAUSED and "15 s later over 2 workers" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
-    assert run.core.run.view is not None and run.core.run.view.cuts == (0, 3, 6)
+    assert run.core.run.view is not None and run.core.run.view.stage_bounds == (0, 3, 6)
 
 
 def test_who_is_back_first_after_all_were_gone_waits_for_the_others() -> None:
@@ -323,12 +323,12 @@ def test_who_is_back_first_after_all_were_gone_waits_for_the_others() -> None:
 def test_newcomers_without_room_for_a_seat_stop_nobody() -> None:
     """Stages of 26 and 40 bytes; two more workers come, with 33 each: there is room for them in stage 0, and
     none in stage 1.  The run went on without them or not at all."""
-    blocks = tuple(m.Block(size, size) for size in (4, 9, 10, 10))
+    blocks = tuple(m.LayerCosts(size, size) for size in (4, 9, 10, 10))
     model = m.StagedModel((0, 2, 4), blocks, copies=1.0, fixed=True)
     run = StagedRun(2, A, B, model=model, memory=dict.fromkeys((A, B), 66) | dict.fromkeys((C, D), 33))
     run.join(C), run.join(D)
     run.report(A, B, applied=0, history=b"h" * 32, ledger=m.LedgerState(step=1, cursor=8, consumed=8))
-    assert (run.roster, run.spares) == ("a b", "c d")
+    assert (run.roster, run.standbys) == ("a b", "c d")
     run.ready()
     assert run.core.phase is RunPhase.TRAINING
     made = run.core.generation
@@ -336,4 +336,4 @@ def test_newcomers_without_room_for_a_seat_stop_nobody() -> None:
         run.now_s += 10.0
         run.core.tick(run.now_s)
     assert run.core.generation == made and run.core.phase is RunPhase.TRAINING
-    assert run.core._making.resting
+    assert run.core._view_change.is_idle

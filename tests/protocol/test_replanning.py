@@ -7,11 +7,11 @@ import pytest
 from gridtrain.config import Deadlines
 from gridtrain.protocol import messages as m
 from gridtrain.protocol import topology
-from gridtrain.protocol.breaks import MOST_BREAKS
+from gridtrain.protocol.breaks import FAILURES_BEFORE_AVOIDING
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.membership_io import CalledBack, Effect, Heard, RunPhase, Send
-from gridtrain.protocol.roll import AVOIDED_S
-from gridtrain.protocol.tellers import Tellers
+from gridtrain.protocol.membership_io import DialBackResult, Effect, MessageReceived, RunPhase, Send
+from gridtrain.protocol.roll import AVOIDED_PAIR_RTT_S
+from gridtrain.protocol.tellers import LinkReports
 
 PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
 FACTS = (("model", "25600000 parameters in 1 tensors"), ("exchange", "GTopK(density=0.001, values=fp16)"))
@@ -30,14 +30,14 @@ class Run:
             address = "memory://" + peer[:1].decode()
             self.say(peer, m.Join("r", peer[:1].decode(), address))
             self.now_s += 1.0
-            self.core.handle(CalledBack(peer, address), self.now_s)
+            self.core.handle(DialBackResult(peer, address), self.now_s)
             self.say(peer, SETUP)
-            self.say(peer, m.Links(tuple((other, 0.001) for other in PEERS if other != peer)))
+            self.say(peer, m.LinkLatencies(tuple((other, 0.001) for other in PEERS if other != peer)))
         self.begin()
 
     def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
         self.now_s += 1.0
-        return self.core.handle(Heard(peer, message), self.now_s)
+        return self.core.handle(MessageReceived(peer, message), self.now_s)
 
     def begin(self) -> None:
         view = self.core.run.view
@@ -50,14 +50,14 @@ class Run:
         effects: list[Effect] = []
         for a in PEERS:
             rates = [(b, SLOW_Bps if frozenset((a, b)) in slow else FAST_Bps) for b in PEERS if b != a]
-            effects += self.say(a, m.Rates(tuple((b, rate, rate) for b, rate in rates)))
+            effects += self.say(a, m.LinkRates(tuple((b, rate, rate) for b, rate in rates)))
         return effects
 
     def beat_until_frozen(self, limit_s: float) -> str:
         """The reason of the FREEZE; empty: there was none for so long."""
         until_s = self.now_s + limit_s
         while self.now_s < until_s:
-            for effect in self.say(A, m.Beat(0, 0, 0, ())):
+            for effect in self.say(A, m.Heartbeat(0, 0, 0, ())):
                 if isinstance(effect, Send) and isinstance(effect.message, m.Freeze):
                     return effect.message.reason
         return ""
@@ -68,19 +68,19 @@ class Run:
         for peer in PEERS:
             self.say(
                 peer,
-                m.Report(1, view.generation, True, view.applied, view.history, view.ledger, None, b"", False),
+                m.FreezeReport(1, view.generation, True, view.applied, view.history, view.ledger, None, b"", False),
             )
         self.begin()
 
     @property
     def order(self) -> str:
-        return "".join(member.name for member in self.core.run.roster)
+        return "".join(member.name for member in self.core.run.member_list)
 
 
 def test_links_that_have_changed_make_another_order_but_not_at_once() -> None:
     run = Run()
     assert run.order == "abcd"
-    made_s = run.core._making.made_s
+    made_s = run.core._view_change.last_installed_s
     run.rates({frozenset((A, B)), frozenset((B, D))})
     reason = run.beat_until_frozen(60.0)
     assert run.now_s - made_s >= 30.0, "not before reshare_s has passed"
@@ -102,57 +102,57 @@ def test_a_small_change_is_not_worth_a_generation() -> None:
 def test_links_are_compared_with_the_pairs_that_the_ring_avoids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what was planned round a broken pair looks slow, and a generation undoes it."""
     run, seen = Run(), []
-    for _ in range(MOST_BREAKS):
-        run.core._plans.breaks.note(A, B, run.now_s)
-    assert run.core._plans.breaks.avoid(run.now_s) == {(A, B)}
+    for _ in range(FAILURES_BEFORE_AVOIDING):
+        run.core._planner.link_failures.record(A, B, run.now_s)
+    assert run.core._planner.link_failures.begin_avoiding(run.now_s) == {(A, B)}
     monkeypatch.setattr(topology, "worth", lambda load, links, *rest: seen.append(links.rtt_s[A, B]) or "")
     run.rates(set())
     run.beat_until_frozen(60.0)
-    assert seen == [AVOIDED_S]
+    assert seen == [AVOIDED_PAIR_RTT_S]
 
 
 def test_a_word_counts_once_for_each_introduction() -> None:
     run = Run()
     run.rates(set())
-    run.say(B, m.Rates(((A, SLOW_Bps, SLOW_Bps), (D, SLOW_Bps, SLOW_Bps))))
-    assert run.core._plans.links.rate_Bps(B, A) == FAST_Bps, "it has had its word"
+    run.say(B, m.LinkRates(((A, SLOW_Bps, SLOW_Bps), (D, SLOW_Bps, SLOW_Bps))))
+    assert run.core._planner.measured_links.rate_Bps(B, A) == FAST_Bps, "it has had its word"
     assert run.beat_until_frozen(100.0) == ""
     run.say(B, SETUP)  # as a worker does that measures its links again
-    run.say(B, m.Rates(((A, SLOW_Bps, SLOW_Bps),)))
-    assert run.core._plans.links.rate_Bps(B, A) == SLOW_Bps
+    run.say(B, m.LinkRates(((A, SLOW_Bps, SLOW_Bps),)))
+    assert run.core._planner.measured_links.rate_Bps(B, A) == SLOW_Bps
     assert run.beat_until_frozen(100.0) == "", "nobody else says so"
 
 
 def test_who_brings_orders_about_has_to_wait_ever_longer() -> None:
     """What is told at once leads to an order at 0, 30, 90, 210 s."""
-    tellers, found_s = Tellers(pause_s=30.0), []
+    tellers, found_s = LinkReports(pause_s=30.0), []
     for now_s in range(400):
-        tellers.changed(A)
+        tellers.mark_changed(A)
         if now_s % 60 == 0:
             tellers.forget(A)  # it leaves and comes anew
-            tellers.changed(A)
-        if due := tellers.due(float(now_s)):
-            tellers.looked(due, float(now_s), found=True)
+            tellers.mark_changed(A)
+        if due := tellers.due_reporters(float(now_s)):
+            tellers.record_evaluation(due, float(now_s), found=True)
             found_s.append(now_s)
     assert found_s == [0, 30, 90, 210]
 
 
 def test_a_look_that_finds_nothing_costs_no_waiting() -> None:
-    tellers = Tellers(pause_s=30.0)
-    tellers.changed(A)
-    tellers.looked(tellers.due(0.0), 0.0, found=False)
-    assert tellers.due(1.0) == frozenset()
-    tellers.changed(A)
-    assert tellers.due(1.0) == {A}
-    tellers.planned()
-    assert tellers.due(1.0) == frozenset(), "the plan has taken it up"
+    tellers = LinkReports(pause_s=30.0)
+    tellers.mark_changed(A)
+    tellers.record_evaluation(tellers.due_reporters(0.0), 0.0, found=False)
+    assert tellers.due_reporters(1.0) == frozenset()
+    tellers.mark_changed(A)
+    assert tellers.due_reporters(1.0) == {A}
+    tellers.clear_changes()
+    assert tellers.due_reporters(1.0) == frozenset(), "the plan has taken it up"
 
 
 def test_rates_of_strangers_are_not_kept() -> None:
     run = Run()
     stranger = b"x" * 32
-    run.say(A, m.Rates(((stranger, 1e6, 1e6), (B, 2e6, 0.0))))
-    assert run.core._plans.links.rate_Bps(A, stranger) is None
-    assert run.core._plans.links.rate_Bps(A, B) == 2e6
+    run.say(A, m.LinkRates(((stranger, 1e6, 1e6), (B, 2e6, 0.0))))
+    assert run.core._planner.measured_links.rate_Bps(A, stranger) is None
+    assert run.core._planner.measured_links.rate_Bps(A, B) == 2e6
     run.say(B, m.Leave("enough"))
-    assert run.core._plans.links.rate_Bps(A, B) is None
+    assert run.core._planner.measured_links.rate_Bps(A, B) is None

@@ -6,22 +6,34 @@ import numpy as np
 import pytest
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.collective import AddSlice, Arrived, Complete, SendTo, Source, StoreSlice
-from gridtrain.protocol.messages import Phase, Place
-from gridtrain.protocol.ring import Ring, neighbours, ring_message_count
-from gridtrain.runtime.buffers import DenseWorkspace
-from gridtrain.testing.collectives import CollectiveGroup, assert_a_death_is_blamed, lockstep, random_vectors
+from gridtrain.protocol.collective import (
+    AddSlice,
+    CollectiveComplete,
+    PayloadReceived,
+    Provenance,
+    SendTo,
+    StoreSlice,
+)
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
+from gridtrain.protocol.ring import RingAllReduce, neighbours, ring_message_count
+from gridtrain.runtime.buffers import DenseRingBuffer
+from gridtrain.testing.collectives import (
+    CollectiveGroup,
+    assert_crash_is_blamed,
+    random_vectors,
+    run_lockstep,
+)
 
 WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 32]
 
 
 def test_the_schedule_of_three_ranks():
     """R2: a partial sum of segment 2; G2: its whole sum."""
-    ticks = lockstep([Ring(rank, 3, slices=1, skip=False) for rank in range(3)])
+    ticks = run_lockstep([RingAllReduce(rank, 3, slices=1, skip=False) for rank in range(3)])
     picture = "\n".join(
         f"tick {tick}  "
         + "  ".join(
-            f"{rank} -> {send.to_rank}: {send.place.phase.name[0]}{send.place.segment}"
+            f"{rank} -> {send.to_rank}: {send.slot.phase.name[0]}{send.slot.segment}"
             for rank, send in sorted(sends, key=lambda sent: sent[0])
         )
         for tick, sends in enumerate(ticks)
@@ -35,76 +47,76 @@ def test_the_schedule_of_three_ranks():
 
 
 def test_a_transcript_of_rank_0_of_three():
-    ring = Ring(0, 3, slices=1, skip=False)
-    whole = Source(2, members=3, world_size=3, roundings=3)
+    ring = RingAllReduce(0, 3, slices=1, skip=False)
+    whole = Provenance(2, contributors=3, world_size=3, roundings=3)
 
     def came(phase, hop, segment, skip=False):
-        return ring.handle(Arrived(2, Place(phase, hop, segment), skip, f"{phase.name} {segment}"), 0.0)
+        return ring.handle(PayloadReceived(2, PayloadSlot(phase, hop, segment), skip, f"{phase.name} {segment}"), 0.0)
 
-    assert ring.start(0.0) == [SendTo(1, Place(Phase.REDUCE, 0, 0), False)]
-    assert came(Phase.REDUCE, 0, 2, skip=True) == [  # rank 2 skips: its mark goes along
-        AddSlice(2, 0, "REDUCE 2", Source(2, members=1, world_size=3, roundings=1)),
-        SendTo(1, Place(Phase.REDUCE, 1, 2), True),
+    assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), False)]
+    assert came(CollectivePhase.REDUCE, 0, 2, skip=True) == [  # rank 2 skips: its mark goes along
+        AddSlice(2, 0, "REDUCE 2", Provenance(2, contributors=1, world_size=3, roundings=1)),
+        SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 1, 2), True),
     ]
-    assert came(Phase.REDUCE, 1, 1, skip=True) == [  # segment 1 is whole here
-        AddSlice(1, 0, "REDUCE 1", Source(2, members=2, world_size=3, roundings=2)),
-        SendTo(1, Place(Phase.GATHER, 0, 1), True),
+    assert came(CollectivePhase.REDUCE, 1, 1, skip=True) == [  # segment 1 is whole here
+        AddSlice(1, 0, "REDUCE 1", Provenance(2, contributors=2, world_size=3, roundings=2)),
+        SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), True),
     ]
-    assert came(Phase.GATHER, 0, 0, skip=True) == [
+    assert came(CollectivePhase.GATHER, 0, 0, skip=True) == [
         StoreSlice(0, 0, "GATHER 0", whole),
-        SendTo(1, Place(Phase.GATHER, 1, 0), True),
+        SendTo(1, PayloadSlot(CollectivePhase.GATHER, 1, 0), True),
     ]
     assert ring.waiting_for() == {2} and not ring.complete
-    assert came(Phase.GATHER, 1, 2, skip=True) == [StoreSlice(2, 0, "GATHER 2", whole), Complete(True)]
+    assert came(CollectivePhase.GATHER, 1, 2, skip=True) == [StoreSlice(2, 0, "GATHER 2", whole), CollectiveComplete(True)]
     assert ring.waiting_for() == frozenset() and ring.complete
 
 
 def test_slices_do_not_wait_for_each_other():
-    ring = Ring(0, 2, slices=2, skip=False)
+    ring = RingAllReduce(0, 2, slices=2, skip=False)
     ring.start(0.0)
-    for phase, slice_ in [(Phase.REDUCE, 1), (Phase.REDUCE, 0)]:
-        effects = ring.handle(Arrived(1, Place(phase, 0, 1, slice_), False, "x"), 0.0)
-        assert effects[1] == SendTo(1, Place(Phase.GATHER, 0, 1, slice_), False)
+    for phase, slice_ in [(CollectivePhase.REDUCE, 1), (CollectivePhase.REDUCE, 0)]:
+        effects = ring.handle(PayloadReceived(1, PayloadSlot(phase, 0, 1, slice_), False, "x"), 0.0)
+        assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1, slice_), False)
 
 
 def test_one_who_skips_marks_all_that_it_passes_on():
-    ring = Ring(0, 3, slices=1, skip=True)
-    assert ring.start(0.0) == [SendTo(1, Place(Phase.REDUCE, 0, 0), True)]
-    effects = ring.handle(Arrived(2, Place(Phase.REDUCE, 0, 2), False, "x"), 0.0)
-    assert effects[1] == SendTo(1, Place(Phase.REDUCE, 1, 2), True)
+    ring = RingAllReduce(0, 3, slices=1, skip=True)
+    assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), True)]
+    effects = ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "x"), 0.0)
+    assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 1, 2), True)
 
 
 def test_one_rank_is_complete_at_once():
-    ring = Ring(0, 1, slices=3, skip=True)
-    assert ring.start(0.0) == [Complete(True)]
+    ring = RingAllReduce(0, 1, slices=3, skip=True)
+    assert ring.start(0.0) == [CollectiveComplete(True)]
     assert ring.complete and neighbours(0, 1) == frozenset()
 
 
 @pytest.mark.parametrize(
     ("from_rank", "place"),
     [
-        (1, Place(Phase.REDUCE, 0, 2)),  # the right neighbour, not the left
-        (0, Place(Phase.REDUCE, 0, 2)),  # myself
-        (2, Place(Phase.REDUCE, 1, 2)),  # segment 2 comes at hop 0
-        (2, Place(Phase.REDUCE, 0, 0)),  # mine, which nobody reduces before me
-        (2, Place(Phase.GATHER, 0, 2)),  # gathered before it was reduced here
-        (2, Place(Phase.GATHER, 2, 1)),  # became whole here
-        (2, Place(Phase.REDUCE, 0, 3)),  # no such segment
-        (2, Place(Phase.REDUCE, 0, -1)),
-        (2, Place(Phase.REDUCE, 0, 2, 1)),  # no such slice
-        (2, Place(Phase.SWAP, 0, 2)),  # another exchange
+        (1, PayloadSlot(CollectivePhase.REDUCE, 0, 2)),  # the right neighbour, not the left
+        (0, PayloadSlot(CollectivePhase.REDUCE, 0, 2)),  # myself
+        (2, PayloadSlot(CollectivePhase.REDUCE, 1, 2)),  # segment 2 comes at hop 0
+        (2, PayloadSlot(CollectivePhase.REDUCE, 0, 0)),  # mine, which nobody reduces before me
+        (2, PayloadSlot(CollectivePhase.GATHER, 0, 2)),  # gathered before it was reduced here
+        (2, PayloadSlot(CollectivePhase.GATHER, 2, 1)),  # became whole here
+        (2, PayloadSlot(CollectivePhase.REDUCE, 0, 3)),  # no such segment
+        (2, PayloadSlot(CollectivePhase.REDUCE, 0, -1)),
+        (2, PayloadSlot(CollectivePhase.REDUCE, 0, 2, 1)),  # no such slice
+        (2, PayloadSlot(CollectivePhase.SWAP, 0, 2)),  # another exchange
     ],
 )
 def test_what_cannot_be_is_refused(from_rank, place):
-    ring = Ring(0, 3, slices=1, skip=False)
+    ring = RingAllReduce(0, 3, slices=1, skip=False)
     ring.start(0.0)
     with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
-        ring.handle(Arrived(from_rank, place, False, "x"), 0.0)
+        ring.handle(PayloadReceived(from_rank, place, False, "x"), 0.0)
 
 
 def test_the_same_place_twice_is_refused():
-    ring = Ring(0, 3, slices=1, skip=False)
-    event = Arrived(2, Place(Phase.REDUCE, 0, 2), False, "x")
+    ring = RingAllReduce(0, 3, slices=1, skip=False)
+    event = PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "x")
     ring.start(0.0)
     ring.handle(event, 0.0)
     with pytest.raises(RemoteProtocolError, match=r"due was Place.*GATHER.* from rank 2"):
@@ -118,12 +130,12 @@ def test_all_ranks_end_with_the_same_bits_and_the_sum(seeds):
         vectors = random_vectors(rng, world_size)
         skipping = {r for r in range(world_size) if rng.random() < 0.05}
 
-        workspaces = [DenseWorkspace(v.copy(), world_size, slice_bytes=16) for v in vectors.each]
+        workspaces = [DenseRingBuffer(v.copy(), world_size, slice_bytes=16) for v in vectors.vectors]
         group = CollectiveGroup(workspaces, seed=seed, skipping=skipping)
         group.run()
 
         assert group.verdicts == [bool(skipping)] * world_size, f"seed {seed}"
-        assert len({w.seal() for w in workspaces}) == 1, f"seed {seed}: the ranks differ"
+        assert len({w.compute_digest() for w in workspaces}) == 1, f"seed {seed}: the ranks differ"
         vectors.assert_sum(workspaces[0].update_N, skipping, f"seed {seed}")
         messages = ring_message_count(world_size, workspaces[0].slices)
         for rank in range(world_size):
@@ -134,9 +146,9 @@ def test_all_ranks_end_with_the_same_bits_and_the_sum(seeds):
 
 def sent_bytes(sent, workspaces):
     """Bytes of all payloads that were sent, RESUME's apart."""
-    resume = sum(len(workspaces[src].payload(place)) for src, _, place in sent if place.phase is Phase.RESUME)
+    resume = sum(len(workspaces[src].payload(place)) for src, _, place in sent if place.phase is CollectivePhase.RESUME)
     data = sum(
-        len(workspaces[src].payload(place)) for src, _, place in sent if place.phase is not Phase.RESUME
+        len(workspaces[src].payload(place)) for src, _, place in sent if place.phase is not CollectivePhase.RESUME
     )
     return data, resume
 
@@ -148,24 +160,24 @@ def test_a_retry_sends_only_what_is_missing(world_size, part):
     vectors = np.random.default_rng(7).standard_normal((world_size, 4000)).astype(np.float32)
 
     def fresh():
-        return [DenseWorkspace(v.copy(), world_size, slice_bytes=64) for v in vectors]
+        return [DenseRingBuffer(v.copy(), world_size, slice_bytes=64) for v in vectors]
 
     calm = CollectiveGroup(fresh(), seed=1)
     calm.run()
-    whole_bytes, _ = sent_bytes(calm.sent, calm.workspaces)
+    whole_bytes, _ = sent_bytes(calm.sent, calm.buffers)
     torn = CollectiveGroup(fresh(), seed=2)
     came_bytes = 0
     while came_bytes < part * whole_bytes and not torn.network.idle:
         delivery = torn.network.step()
         came_bytes += len(delivery.message.payload) if delivery is not None else 0
-    retry = CollectiveGroup(torn.workspaces, seed=3)
+    retry = CollectiveGroup(torn.buffers, seed=3)
     retry.run()
 
-    assert {w.seal() for w in retry.workspaces} == {calm.workspaces[0].seal()}, "the same bits"
+    assert {w.compute_digest() for w in retry.buffers} == {calm.buffers[0].compute_digest()}, "the same bits"
     assert retry.verdicts == [False] * world_size
-    again_bytes, resume_bytes = sent_bytes(retry.sent, retry.workspaces)
+    again_bytes, resume_bytes = sent_bytes(retry.sent, retry.buffers)
     assert again_bytes == whole_bytes - came_bytes, "not one payload twice"
-    slices = world_size * retry.workspaces[0].slices
+    slices = world_size * retry.buffers[0].slices
     assert resume_bytes == world_size * slices <= 0.02 * whole_bytes + slices * world_size
 
 
@@ -173,11 +185,11 @@ def test_retries_hold_the_skip_and_end_with_the_same_bits_however_often_they_are
     for seed in seeds(150):
         rng, random = np.random.default_rng(seed), Random(seed)
         world_size = random.randint(2, 9)
-        vectors = random_vectors(rng, world_size).each
+        vectors = random_vectors(rng, world_size).vectors
         skipping = {r for r in range(world_size) if random.random() < 0.1}
 
         def fresh(vectors=vectors, world_size=world_size):
-            return [DenseWorkspace(v.copy(), world_size, slice_bytes=16) for v in vectors]
+            return [DenseRingBuffer(v.copy(), world_size, slice_bytes=16) for v in vectors]
 
         calm = CollectiveGroup(fresh(), seed=seed, skipping=skipping)
         calm.run()
@@ -190,15 +202,15 @@ def test_retries_hold_the_skip_and_end_with_the_same_bits_however_often_they_are
         last = CollectiveGroup(workspaces, seed=seed, skipping=skipping)
         last.run()
         assert last.verdicts == calm.verdicts, f"seed {seed}"
-        assert {w.seal() for w in workspaces} == {calm.workspaces[0].seal()}, f"seed {seed}"
+        assert {w.compute_digest() for w in workspaces} == {calm.buffers[0].compute_digest()}, f"seed {seed}"
 
 
 def test_a_neighbour_that_asks_for_what_it_must_have_is_dropped():
     """Rank 0 of 3 holds the total of segment 2, rank 1 gave its part: so it had the partial sum of rank 0."""
-    ring = Ring(0, 3, slices=1, skip=False)
+    ring = RingAllReduce(0, 3, slices=1, skip=False)
     ring.start(0.0)
-    ring.handle(Arrived(2, Place(Phase.REDUCE, 0, 2), False, "partial"), 0.0)
-    ring.handle(Arrived(2, Place(Phase.GATHER, 1, 2), False, "total"), 0.0)
+    ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "partial"), 0.0)
+    ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.GATHER, 1, 2), False, "total"), 0.0)
     for lacks, words in (
         (bytes([2, 1, 0]), "is in its total"),
         (bytes([2, 0, 2]), "never is sent"),  # rank 1 starts segment 1 itself
@@ -206,16 +218,16 @@ def test_a_neighbour_that_asks_for_what_it_must_have_is_dropped():
         (bytes([2, 1]), "2 bytes"),
         (bytes([2, 1, 3]), "up to 3"),
     ):
-        again = ring.retry()
-        assert again.start(0.0) == [SendTo(2, Place(Phase.RESUME), False)]
-        assert again.has == bytes([1, 0, 2])
+        again = ring.next_attempt()
+        assert again.start(0.0) == [SendTo(2, PayloadSlot(CollectivePhase.RESUME), False)]
+        assert again.received == bytes([1, 0, 2])
         with pytest.raises(RemoteProtocolError, match=words):
-            again.handle(Arrived(1, Place(Phase.RESUME), False, lacks), 0.0)
-    again = ring.retry()
-    resume = Arrived(1, Place(Phase.RESUME), False, bytes([0, 1, 2]))
-    assert again.handle(resume, 0.0) == [SendTo(1, Place(Phase.REDUCE, 0, 0), False)]
-    came = again.handle(Arrived(2, Place(Phase.REDUCE, 1, 1), False, "partial"), 0.0)
-    assert came[1:] == [SendTo(1, Place(Phase.GATHER, 0, 1), False)], "passed on when it comes, as ever"
+            again.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), False, lacks), 0.0)
+    again = ring.next_attempt()
+    resume = PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), False, bytes([0, 1, 2]))
+    assert again.handle(resume, 0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), False)]
+    came = again.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 1, 1), False, "partial"), 0.0)
+    assert came[1:] == [SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), False)], "passed on when it comes, as ever"
     with pytest.raises(RemoteProtocolError, match="due was no RESUME"):
         again.handle(resume, 0.0)
     with pytest.raises(RemoteProtocolError, match="due was no RESUME"):
@@ -226,10 +238,10 @@ def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
     for seed in seeds(200):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 10))
-        vectors = random_vectors(rng, world_size).each
+        vectors = random_vectors(rng, world_size).vectors
 
         def group_of(vectors, world_size=world_size, seed=seed):
-            workspaces = [DenseWorkspace(v.copy(), world_size, slice_bytes=64) for v in vectors]
+            workspaces = [DenseRingBuffer(v.copy(), world_size, slice_bytes=64) for v in vectors]
             return CollectiveGroup(workspaces, seed=seed)
 
-        assert_a_death_is_blamed(group_of(vectors), group_of(vectors), seed, within_s=0.1)
+        assert_crash_is_blamed(group_of(vectors), group_of(vectors), seed, within_s=0.1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gridtrain.protocol import messages as m
+from gridtrain.protocol.messages import relay_of
 from gridtrain.protocol.roll import Worker
-from gridtrain.protocol.routes import Place, Routes, candidates, relay_of
-from gridtrain.protocol.whereabouts import Whereabouts
+from gridtrain.protocol.routes import PeerLocation, RouteTable, dial_back_addresses
+from gridtrain.protocol.whereabouts import AddressBook
 
 COORDINATOR = b"0" * 32
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
@@ -19,24 +20,24 @@ def at(name: str) -> str:
     return f"tcp://10.0.0.{ord(name) - ord('a') + 1}:1"
 
 
-def open_place(name: str) -> Place:
-    return Place(at(name), name, at(name))
+def open_place(name: str) -> PeerLocation:
+    return PeerLocation(at(name), name, at(name))
 
 
-def behind(router: str, name: str) -> Place:
-    return Place(at(name), router, "")
+def behind(router: str, name: str) -> PeerLocation:
+    return PeerLocation(at(name), router, "")
 
 
-def routes(**places: Place) -> Routes:
-    made = Routes(COORDINATOR)
+def routes(**places: PeerLocation) -> RouteTable:
+    made = RouteTable(COORDINATOR)
     for name, place in places.items():
-        made.learn(name.encode() * 32, place)
+        made.set_location(name.encode() * 32, place)
     return made
 
 
-def told(made: Routes, *peers: bytes) -> dict[str, str]:
+def told(made: RouteTable, *peers: bytes) -> dict[str, str]:
     """What each is told about each other: "a>b": the address."""
-    relays = made.willing(peers)
+    relays = made.relay_candidates(peers)
     ways = {}
     for viewer in peers:
         for other in peers:
@@ -76,7 +77,7 @@ def test_the_coordinator_relays_where_nobody_else_can() -> None:
 
 
 def test_a_worker_that_will_not_relay_is_not_asked_to() -> None:
-    unwilling = Place("tcp://10.0.0.3:1", "c", "tcp://10.0.0.3:1", relays=False)
+    unwilling = PeerLocation("tcp://10.0.0.3:1", "c", "tcp://10.0.0.3:1", can_relay=False)
     made = routes(a=behind("r1", "a"), b=behind("r2", "b"), c=unwilling)
     assert told(made, A, B, C)["a>b"] == "through coordinator"
 
@@ -84,7 +85,7 @@ def test_a_worker_that_will_not_relay_is_not_asked_to() -> None:
 def test_two_behind_one_router_try_each_other_first_and_then_a_relay() -> None:
     made = routes(a=behind("r1", "a"), b=behind("r1", "b"), c=open_place("c"))
     assert told(made, A, B, C)["b>a"] == "tcp://10.0.0.1:1"
-    relays = made.willing((A, B, C))
+    relays = made.relay_candidates((A, B, C))
     assert made.block(B, A, relays) == "tcp://10.0.0.1:1"  # the router keeps its guests apart
     assert told(made, A, B, C)["a>b"] == "tcp://10.0.0.2:1"  # the other way round
     assert made.block(A, B, relays) == "tcp://10.0.0.2:1"
@@ -105,12 +106,12 @@ def test_an_address_that_only_some_can_reach_is_given_up_pair_by_pair() -> None:
 def test_a_worker_that_has_moved_is_tried_again() -> None:
     made = routes(a=open_place("a"), b=open_place("b"))
     made.block(B, A, ())
-    made.learn(A, open_place("z"))
+    made.set_location(A, open_place("z"))
     assert told(made, A, B)["b>a"] == "tcp://10.0.0.26:1"
 
 
 def test_a_name_is_nobodys_proof_and_is_looked_up_by_nobody() -> None:
-    named = Place("tcp://slow.example:1", "r1", "")
+    named = PeerLocation("tcp://slow.example:1", "r1", "")
     made = routes(a=named, b=behind("r1", "b"))
     assert told(made, A, B) == {"a>b": "tcp://10.0.0.2:1", "b>a": ""}
 
@@ -128,36 +129,36 @@ def test_both_sides_are_told_what_fits_together() -> None:
                         pair = {ways[f"{x}>{y}"], ways[f"{y}>{x}"]}
                         relayed = any(way.startswith("through") for way in pair)
                         assert len(pair) == 1 if relayed else "" in pair and len(pair) == 2, (i, ways)
-                    made.block(A, B, made.willing((A, B, C)))
-                    made.block(C, B, made.willing((A, B, C)))
+                    made.block(A, B, made.relay_candidates((A, B, C)))
+                    made.block(C, B, made.relay_candidates((A, B, C)))
 
 
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        (Place("tcp://10.0.0.5:70", "1.2.3.4", ""), ("tcp://10.0.0.5:70", "tcp://1.2.3.4:70")),
-        (Place("tcp://1.2.3.4:70", "1.2.3.4", ""), ("tcp://1.2.3.4:70",)),
-        (Place("tcp://[fe80::1]:70", "2001:db8::1", ""), ("tcp://[fe80::1]:70", "tcp://[2001:db8::1]:70")),
-        (Place("memory://a", "memory", ""), ("memory://a",)),
-        (Place("", "1.2.3.4", ""), ()),
+        (PeerLocation("tcp://10.0.0.5:70", "1.2.3.4", ""), ("tcp://10.0.0.5:70", "tcp://1.2.3.4:70")),
+        (PeerLocation("tcp://1.2.3.4:70", "1.2.3.4", ""), ("tcp://1.2.3.4:70",)),
+        (PeerLocation("tcp://[fe80::1]:70", "2001:db8::1", ""), ("tcp://[fe80::1]:70", "tcp://[2001:db8::1]:70")),
+        (PeerLocation("memory://a", "memory", ""), ("memory://a",)),
+        (PeerLocation("", "1.2.3.4", ""), ()),
     ],
 )
 def test_the_coordinator_calls_back_where_a_worker_says_and_where_it_came_from(
-    place: Place, expected: tuple[str, ...]
+    place: PeerLocation, expected: tuple[str, ...]
 ) -> None:
-    assert candidates(place) == expected
+    assert dial_back_addresses(place) == expected
 
 
 def test_of_each_member_two_lines_are_kept_however_many_read_them() -> None:
     """A way over a relay is another one for nearly each pair: of 1,000 members that would be a million."""
-    where, peers = Whereabouts(COORDINATOR), [bytes([number]) * 32 for number in range(1, 41)]
+    where, peers = AddressBook(COORDINATOR), [bytes([number]) * 32 for number in range(1, 41)]
     for number, peer in enumerate(peers):
         worker = Worker(peer, "", f"tcp://10.0.0.{number}:1", 0.0, 0.0)
-        where.came(peer, f"198.51.100.{number}")
-        where.locate(worker, relays=True)
-        where.called_back(worker, worker.address if number % 2 else "")
-    where.plan(peers)
+        where.on_connected(peer, f"198.51.100.{number}")
+        where.request_dial_back(worker, relays=True)
+        where.on_dial_back_result(worker, worker.address if number % 2 else "")
+    where.begin_generation(peers)
     roster = tuple(m.Member(peer, "", "", 1, False) for peer in peers)
-    ways = {(x.peer, x.address) for viewer in peers for x in where.told(viewer, roster)}
+    ways = {(x.peer, x.address) for viewer in peers for x in where.members_for(viewer, roster)}
     assert len(ways) > 5 * len(peers), "over many relays"
-    assert len(where._as_told) <= 2 * len(peers)
+    assert len(where._address_cache) <= 2 * len(peers)

@@ -4,26 +4,32 @@ import pytest
 
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol.allgather import neighbours as gathered
-from gridtrain.protocol.collective import Arrived, CollectiveEffect, Complete, SendTo, StoreOf
-from gridtrain.protocol.messages import Phase, Place
-from gridtrain.protocol.telling import MOST_TOLD, neighbours, telling
+from gridtrain.protocol.collective import (
+    CollectiveComplete,
+    CollectiveEffect,
+    PayloadReceived,
+    SendTo,
+    StoreFromRank,
+)
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
+from gridtrain.protocol.telling import MAX_DIRECT_MEMBERS, make_allgather, neighbours
 
 
 def hops_after(last: int, world_size: int) -> int:
     """`last` begins at time 100, all others at 0; a message takes 1: when everybody has everything."""
-    cores = [telling(rank, world_size, rank == last) for rank in range(world_size)]
-    held: list[Arrived] = []
+    cores = [make_allgather(rank, world_size, rank == last) for rank in range(world_size)]
+    held: list[PayloadReceived] = []
     done: dict[int, int] = {}
-    under_way: list[tuple[int, int, Arrived]] = []  # (when, to whom, what)
+    under_way: list[tuple[int, int, PayloadReceived]] = []  # (when, to whom, what)
 
     def do(now: int, rank: int, effects: list[CollectiveEffect]) -> None:
         for effect in effects:
-            if isinstance(effect, Complete):
+            if isinstance(effect, CollectiveComplete):
                 assert effect.skip and rank not in done
                 done[rank] = now
             if isinstance(effect, SendTo):
                 assert effect.to_rank in neighbours(rank, world_size)
-                arrived = Arrived(rank, effect.place, effect.skip, effect.place.segment)
+                arrived = PayloadReceived(rank, effect.slot, effect.skip, effect.slot.segment)
                 under_way.append((now + 1, effect.to_rank, arrived))
 
     for now in (0, 100):
@@ -48,23 +54,23 @@ def test_what_the_last_one_says_is_with_all_after_so_many_hops(world_size: int, 
 
 def test_a_few_need_all_edges_and_many_the_all_gather_s() -> None:
     assert neighbours(1, 4) == {0, 2, 3} == gathered(1, 4)
-    assert len(neighbours(0, MOST_TOLD)) == MOST_TOLD - 1
-    assert neighbours(5, MOST_TOLD + 1) == gathered(5, MOST_TOLD + 1)
+    assert len(neighbours(0, MAX_DIRECT_MEMBERS)) == MAX_DIRECT_MEMBERS - 1
+    assert neighbours(5, MAX_DIRECT_MEMBERS + 1) == gathered(5, MAX_DIRECT_MEMBERS + 1)
 
 
 def test_a_transcript_of_rank_1_of_three() -> None:
-    core = telling(1, 3, skip=False)
-    place = Place(Phase.SPREAD, 0, 1)
+    core = make_allgather(1, 3, skip=False)
+    place = PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1)
     assert core.start(0.0) == [SendTo(0, place, False), SendTo(2, place, False)]
-    (stored,) = core.handle(Arrived(2, Place(Phase.SPREAD, 0, 2), False, "two"), 0.0)
-    assert isinstance(stored, StoreOf) and (stored.rank, stored.payload) == (2, "two")
+    (stored,) = core.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2), False, "two"), 0.0)
+    assert isinstance(stored, StoreFromRank) and (stored.rank, stored.payload) == (2, "two")
     assert core.waiting_for() == {0}
-    assert core.handle(Arrived(0, Place(Phase.SPREAD, 0, 0), True, "nil"), 0.0)[-1] == Complete(True)
+    assert core.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), True, "nil"), 0.0)[-1] == CollectiveComplete(True)
     assert core.complete
 
 
 def test_nobody_speaks_for_another_one() -> None:
-    core = telling(1, 3, skip=False)
+    core = make_allgather(1, 3, skip=False)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match="rank 2"):
-        core.handle(Arrived(2, Place(Phase.SPREAD, 0, 0), False, "nil"), 0.0)
+        core.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), False, "nil"), 0.0)

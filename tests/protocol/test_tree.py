@@ -4,15 +4,22 @@ import numpy as np
 import pytest
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.collective import Adopt, Arrived, Complete, MergeIn, SendTo, Source
-from gridtrain.protocol.messages import Phase, Place
-from gridtrain.protocol.tree import Tree, neighbours, schedule
-from gridtrain.runtime.stars import TreeWorkspace
+from gridtrain.protocol.collective import (
+    CollectiveComplete,
+    MergePayload,
+    PayloadReceived,
+    Provenance,
+    ReplacePayload,
+    SendTo,
+)
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
+from gridtrain.protocol.tree import TreeExchange, neighbours, schedule
+from gridtrain.runtime.stars import TreeBuffer
 from gridtrain.testing.collectives import (
     CollectiveGroup,
-    assert_a_death_is_blamed,
-    lockstep,
+    assert_crash_is_blamed,
     random_inputs,
+    run_lockstep,
     select_locally,
 )
 from gridtrain.wire.sparse import ValueKind
@@ -24,7 +31,7 @@ def picture(world_size):
     return "\n".join(
         f"rank {rank}:  "
         + "   ".join(
-            f"{hop.place.phase.name.lower()} {'->' if hop.sends else '<-'} {hop.partner}"
+            f"{hop.slot.phase.name.lower()} {'->' if hop.is_sender else '<-'} {hop.partner}"
             for hop in schedule(rank, world_size)
         )
         for rank in range(world_size)
@@ -45,64 +52,64 @@ def test_the_schedule_of_six_ranks():
 @pytest.mark.parametrize("world_size", range(1, 40))
 def test_each_edge_carries_one_payload_each_way_and_the_edges_are_a_tree(world_size):
     sent = [
-        (rank, hop.partner, hop.place)
+        (rank, hop.partner, hop.slot)
         for rank in range(world_size)
         for hop in schedule(rank, world_size)
-        if hop.sends
+        if hop.is_sender
     ]
     awaited = [
-        (hop.partner, rank, hop.place)
+        (hop.partner, rank, hop.slot)
         for rank in range(world_size)
         for hop in schedule(rank, world_size)
-        if hop.receives
+        if hop.is_receiver
     ]
     assert sorted(sent, key=str) == sorted(awaited, key=str)
     assert len(sent) == 2 * (world_size - 1)
-    ticks = lockstep([Tree(rank, world_size, False) for rank in range(world_size)])
+    ticks = run_lockstep([TreeExchange(rank, world_size, False) for rank in range(world_size)])
     assert len(ticks) <= 2 * (world_size - 1).bit_length()
 
 
 def test_a_transcript_of_rank_2_of_six():
-    core = Tree(2, 6, skip=False)
+    core = TreeExchange(2, 6, skip=False)
     assert core.start(0.0) == [] and core.waiting_for() == {3}
-    raised, lowered = Place(Phase.RAISE, 1), Place(Phase.LOWER, 1)
-    assert core.handle(Arrived(3, Place(Phase.RAISE), True, "3's"), 0.0) == [
-        MergeIn("3's", 1, 0, Source(3, members=1, world_size=6, roundings=1)),
+    raised, lowered = PayloadSlot(CollectivePhase.TO_ROOT, 1), PayloadSlot(CollectivePhase.FROM_ROOT, 1)
+    assert core.handle(PayloadReceived(3, PayloadSlot(CollectivePhase.TO_ROOT), True, "3's"), 0.0) == [
+        MergePayload("3's", 1, 0, Provenance(3, contributors=1, world_size=6, roundings=1)),
         SendTo(0, raised, True),
     ]
-    assert core.handle(Arrived(0, lowered, True, "all"), 0.0) == [
-        Adopt("all", Source(0, members=6, world_size=6, roundings=4)),
-        SendTo(3, Place(Phase.LOWER), True),
-        Complete(True),
+    assert core.handle(PayloadReceived(0, lowered, True, "all"), 0.0) == [
+        ReplacePayload("all", Provenance(0, contributors=6, world_size=6, roundings=4)),
+        SendTo(3, PayloadSlot(CollectivePhase.FROM_ROOT), True),
+        CollectiveComplete(True),
     ]
     assert core.complete and core.waiting_for() == frozenset()
 
 
 def test_one_rank_is_complete_at_once():
-    core = Tree(0, 1, skip=True)
-    assert core.start(0.0) == [Complete(True)]
+    core = TreeExchange(0, 1, skip=True)
+    assert core.start(0.0) == [CollectiveComplete(True)]
     assert core.complete and neighbours(0, 1) == frozenset()
 
 
 @pytest.mark.parametrize(
     ("from_rank", "place"),
     [
-        (3, Place(Phase.RAISE)),  # rank 3 raises to rank 2
-        (2, Place(Phase.RAISE)),  # rank 2 raises at hop 1
-        (1, Place(Phase.RAISE, 0, 1)),  # no segments here
-        (1, Place(Phase.LOWER)),  # nothing comes down to the root
-        (1, Place(Phase.SWAP)),  # another exchange
+        (3, PayloadSlot(CollectivePhase.TO_ROOT)),  # rank 3 raises to rank 2
+        (2, PayloadSlot(CollectivePhase.TO_ROOT)),  # rank 2 raises at hop 1
+        (1, PayloadSlot(CollectivePhase.TO_ROOT, 0, 1)),  # no segments here
+        (1, PayloadSlot(CollectivePhase.FROM_ROOT)),  # nothing comes down to the root
+        (1, PayloadSlot(CollectivePhase.SWAP)),  # another exchange
     ],
 )
 def test_what_cannot_be_is_refused(from_rank, place):
-    core = Tree(0, 6, skip=False)
+    core = TreeExchange(0, 6, skip=False)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match=f"tree, rank 0 of 6: rank {from_rank} sent"):
-        core.handle(Arrived(from_rank, place, False, "x"), 0.0)
+        core.handle(PayloadReceived(from_rank, place, False, "x"), 0.0)
 
 
 def group_of(inputs, payloads, seed, skipping=()):
-    workspaces = [TreeWorkspace(p, n=inputs.n, k=inputs.k, kind=inputs.kind) for p in payloads]
+    workspaces = [TreeBuffer(p, n=inputs.n, k=inputs.k, kind=inputs.kind) for p in payloads]
     return CollectiveGroup(workspaces, seed=seed, skipping=skipping)
 
 
@@ -112,16 +119,16 @@ def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(seeds):
         world_size = WORLD_SIZES[seed % len(WORLD_SIZES)]
         inputs = random_inputs(rng, world_size)
         for round_ in range(3):
-            payloads, residuals = inputs.selected()
+            payloads, residuals = inputs.select()
             group = group_of(inputs, payloads, seed)
             group.run()
             says = f"seed {seed}, round {round_}"
             assert group.verdicts == [False] * world_size, says
-            assert len({w.seal() for w in group.workspaces}) == 1, f"{says}: the ranks differ"
-            for residual_N, workspace in zip(residuals, group.workspaces, strict=True):
+            assert len({w.compute_digest() for w in group.buffers}) == 1, f"{says}: the ranks differ"
+            for residual_N, workspace in zip(residuals, group.buffers, strict=True):
                 for indices, values in workspace.kept:
                     residual_N[indices] += values
-            inputs.assert_nothing_lost(residuals, group.workspaces[0].update, says)
+            inputs.assert_conserved(residuals, group.buffers[0].update, says)
             for rank in range(world_size):
                 partners = {to for src, to, _ in group.sent if src == rank}
                 assert partners <= neighbours(rank, world_size), says
@@ -132,11 +139,11 @@ def test_with_k_equal_n_the_update_is_the_whole_sum(seeds):
     for seed in seeds(30):
         rng = np.random.default_rng(seed)
         inputs = random_inputs(rng, WORLD_SIZES[seed % len(WORLD_SIZES)], integers=True, dense=True)
-        group = group_of(inputs, inputs.selected()[0], seed)
+        group = group_of(inputs, inputs.select()[0], seed)
         group.run()
         whole = np.sum([r.astype(np.float64) + c for r, c in inputs.members], axis=0)
         update = np.zeros(inputs.n)
-        update[group.workspaces[0].update.indices] = group.workspaces[0].update.values
+        update[group.buffers[0].update.indices] = group.buffers[0].update.values
         assert (update == whole).all(), f"seed {seed}"
 
 
@@ -151,9 +158,9 @@ def test_the_receiver_of_a_merge_keeps_what_it_drops():
     for rank, vector in enumerate(vectors):
         vector[9 + rank] = rank + 1
     payloads = [select_locally(v * 0, v, 1, ValueKind.FP16)[0] for v in vectors]
-    workspaces = [TreeWorkspace(p, n=16, k=1, kind=ValueKind.FP16) for p in payloads]
+    workspaces = [TreeBuffer(p, n=16, k=1, kind=ValueKind.FP16) for p in payloads]
     CollectiveGroup(workspaces, seed=0).run()
-    kept = [{int(i): float(v) for ix, vs in w.kept for i, v in zip(ix, vs, strict=True)} for w in workspaces]
+    kept = [{int(i): float(v) for ix, vs in w.truncated for i, v in zip(ix, vs, strict=True)} for w in workspaces]
     assert kept == [{9: 1.0, 10: 2.0, 12: 4.0}, {}, {11: 3.0}, {}, {13: 5.0}, {}]
     assert [w.update.indices.tolist() for w in workspaces] == [[14]] * 6
 
@@ -164,10 +171,10 @@ def test_one_who_skips_is_known_to_all(seeds):
         world_size = int(rng.integers(1, 17))
         inputs = random_inputs(rng, world_size)
         skipping = {int(rng.integers(world_size))}
-        group = group_of(inputs, inputs.selected()[0], seed, skipping=skipping)
+        group = group_of(inputs, inputs.select()[0], seed, skipping=skipping)
         group.run()
         assert group.verdicts == [True] * world_size, f"seed {seed}"
-        assert len({w.seal() for w in group.workspaces}) == 1, f"seed {seed}: the ranks differ"
+        assert len({w.compute_digest() for w in group.buffers}) == 1, f"seed {seed}: the ranks differ"
 
 
 def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
@@ -175,5 +182,5 @@ def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 17))
         inputs = random_inputs(rng, world_size)
-        payloads, _ = inputs.selected()
-        assert_a_death_is_blamed(group_of(inputs, payloads, seed), group_of(inputs, payloads, seed), seed)
+        payloads, _ = inputs.select()
+        assert_crash_is_blamed(group_of(inputs, payloads, seed), group_of(inputs, payloads, seed), seed)

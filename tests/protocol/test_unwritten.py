@@ -15,25 +15,25 @@ from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.protocol.membership_io import RunPhase
-from gridtrain.protocol.recutting import spans_of
-from gridtrain.protocol.round import HISTORY_START
-from gridtrain.protocol.seating import Seating
-from gridtrain.protocol.unwritten import cut_of, leans_on
+from gridtrain.protocol.recutting import stage_spans
+from gridtrain.protocol.round import EMPTY_HISTORY
+from gridtrain.protocol.seating import RankPlacement
+from gridtrain.protocol.unwritten import depends_on_unwritten, find_partition
 from gridtrain.protocol.verdict import Outcome
 from gridtrain.testing.staged import StagedRun
 
 COORDINATOR, A, B, C, D, E = (letter * 32 for letter in (b"0", b"a", b"b", b"c", b"d", b"e"))
 AT = m.LedgerState(step=12, cursor=48, consumed=48)
 A_HAS, C_HAS = m.Span(0, 3), m.Span(3, 6)
-WRITTEN_C = m.Held(11, b"k" * 32, AT, C_HAS, b"\1" * 32)
-MODEL = m.StagedModel((0, 2, 4, 6), tuple(m.Block(1, 1) for _ in range(6)), copies=1.0, micro_batches=8)
+WRITTEN_C = m.CheckpointInfo(11, b"k" * 32, AT, C_HAS, b"\1" * 32)
+MODEL = m.StagedModel((0, 2, 4, 6), tuple(m.LayerCosts(1, 1) for _ in range(6)), copies=1.0, micro_batches=8)
 
 
 def cut_anew_without_b() -> StagedRun:
     """a holds [0 2), c [4 6) and a copy of b's [2 4): two of three stages are left."""
     state = m.LedgerState(step=10, cursor=40, consumed=40)
     has = {A: [m.Span(0, 2)], B: [m.Span(2, 4)], C: [m.Span(2, 4), m.Span(4, 6)]}
-    kept = {p: tuple(m.Held(9, b"h", state, x, bytes([x.start]) * 32) for x in own) for p, own in has.items()}
+    kept = {p: tuple(m.CheckpointInfo(9, b"h", state, x, bytes([x.start]) * 32) for x in own) for p, own in has.items()}
     run = StagedRun(3, A, B, C, model=MODEL, kept=kept)
     run.lose(B)
     run.report(A, C)
@@ -44,7 +44,7 @@ def cut_anew_without_b() -> StagedRun:
 
 def tells_of_memory(run: StagedRun, peer: m.PeerId, blocks: m.Span) -> None:
     core = run.core
-    run.say(peer, m.Report(core.term, core.generation, True, 11, b"k" * 32, AT, None, b"", False, blocks))
+    run.receive(peer, m.FreezeReport(core.term, core.generation, True, 11, b"k" * 32, AT, None, b"", False, blocks))
 
 
 def joined_by_d() -> StagedRun:
@@ -53,7 +53,7 @@ def joined_by_d() -> StagedRun:
     run.ready()
     joins(run, D)
     view = run.core.run.view
-    assert view is not None and view.cuts == (0, 2, 4, 6)
+    assert view is not None and view.stage_bounds == (0, 2, 4, 6)
     return run
 
 
@@ -61,18 +61,18 @@ def joins(run: StagedRun, peer: m.PeerId) -> None:
     run.join(peer)
     run.now_s += 2.0
     run.core.tick(run.now_s)
-    if run.told(A, m.Freeze) or not run.core._making.reports:
+    if run.last_sent(A, m.Freeze) or not run.core._view_change.reports:
         tells_of_memory(run, A, A_HAS)
         tells_of_memory(run, C, C_HAS)
 
 
 def a_cannot_write(run: StagedRun) -> None:
     generation = run.core.generation
-    run.say(A, m.Kept((), generation - 1))
-    assert not run.told(C, m.Freeze), "said before it had heard the View: it crossed it on the way"
-    run.say(C, m.Kept((WRITTEN_C,), generation))
-    run.say(A, m.Kept((), generation))
-    (freeze,) = run.told(C, m.Freeze)
+    run.receive(A, m.StageCheckpointList((), generation - 1))
+    assert not run.last_sent(C, m.Freeze), "said before it had heard the View: it crossed it on the way"
+    run.receive(C, m.StageCheckpointList((WRITTEN_C,), generation))
+    run.receive(A, m.StageCheckpointList((), generation))
+    (freeze,) = run.last_sent(C, m.Freeze)
     assert isinstance(freeze, m.Freeze)
     assert freeze.reason == "a has no checkpoint of blocks 0 to 2 that it was to give"
     view = run.core.run.view
@@ -82,16 +82,16 @@ def a_cannot_write(run: StagedRun) -> None:
     nothing = replace(AT, step=0, cursor=0, consumed=0)
     term, generation = run.core.term, run.core.generation
     for peer in (C, D):
-        run.say(peer, m.Report(term, generation, False, -1, HISTORY_START, nothing, None, b"", False, C_HAS))
+        run.receive(peer, m.FreezeReport(term, generation, False, -1, EMPTY_HISTORY, nothing, None, b"", False, C_HAS))
 
 
 def test_the_group_stays_in_the_cut_in_which_it_is() -> None:
     run = joined_by_d()
     a_cannot_write(run)
     view = run.core.run.view
-    assert view is not None and view.cuts == (0, 3, 6) and view.applied == 11, "no step is lost"
-    assert run.roster == "a c" and run.spares == "d"
-    assert {x.name: x.pieces for x in run.core.run.roster} == {"a": (), "c": ()}
+    assert view is not None and view.stage_bounds == (0, 3, 6) and view.applied == 11, "no step is lost"
+    assert run.roster == "a c" and run.standbys == "d"
+    assert {x.name: x.pieces for x in run.core.run.member_list} == {"a": (), "c": ()}
     run.ready()
     assert run.core.phase is RunPhase.TRAINING and not run.notes("rollback")
     assert {worker.name for worker in run.core.run.workers.values()} == {"a", "c", "d"}, "nobody is dismissed"
@@ -103,22 +103,22 @@ def test_it_is_cut_anew_once_the_disk_takes_something(full: bool) -> None:
     a_cannot_write(run)
     run.ready()
     if not full:
-        run.say(A, m.Kept((m.Held(11, b"k" * 32, AT, A_HAS, b"\2" * 32),)))
+        run.receive(A, m.StageCheckpointList((m.CheckpointInfo(11, b"k" * 32, AT, A_HAS, b"\2" * 32),)))
     joins(run, E)
     view = run.core.run.view
     assert view is not None and view.generation > 4 and view.applied == 11
-    assert view.cuts == ((0, 3, 6) if full else (0, 2, 4, 6))
+    assert view.stage_bounds == ((0, 3, 6) if full else (0, 2, 4, 6))
 
 
 def test_what_a_plan_leans_on() -> None:
     outcome = Outcome(m.Verdict.ABORT, None, 11, b"k" * 32, AT, frozenset({A, C}))
-    seated = Seating((A, D, C), {}, (), "", {A: ((A_HAS, 0),), D: ((A_HAS, 0), (C_HAS, 2))})
+    seated = RankPlacement((A, D, C), {}, (), "", {A: ((A_HAS, 0),), D: ((A_HAS, 0), (C_HAS, 2))})
     live, disks = {A: A_HAS, C: C_HAS}, {C: (WRITTEN_C,)}
-    assert leans_on(seated, outcome, {A}, live, disks)
-    assert not leans_on(seated, outcome, {C}, live, disks), "what it had is written"
-    assert not leans_on(seated, outcome, {A}, {}, disks), "it is not from memory"
-    assert cut_of([A_HAS], (0, 2, 4, 6), (0, 3, 6)) == (0, 3, 6) and cut_of([m.Span(1, 2)], (0, 3, 6)) == ()
-    assert spans_of((0, 3, 6)) == [A_HAS, C_HAS]
+    assert depends_on_unwritten(seated, outcome, {A}, live, disks)
+    assert not depends_on_unwritten(seated, outcome, {C}, live, disks), "what it had is written"
+    assert not depends_on_unwritten(seated, outcome, {A}, {}, disks), "it is not from memory"
+    assert find_partition([A_HAS], (0, 2, 4, 6), (0, 3, 6)) == (0, 3, 6) and find_partition([m.Span(1, 2)], (0, 3, 6)) == ()
+    assert stage_spans((0, 3, 6)) == [A_HAS, C_HAS]
 
 
 # -- the member's side --------------------------------------------------------------------------
@@ -129,16 +129,16 @@ class Staged:
 
     def __init__(self) -> None:
         self.core = MemberCore(A, COORDINATOR, m.Join("r", "a", ""), Deadlines())
-        self.hear(io.EdgeUp(COORDINATOR))
+        self.hear(io.PeerConnected(COORDINATOR))
         self.say(m.Welcome(1, "r", ""))
         setup = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=3, model=MODEL)
-        self.hear(io.Enter(setup, lambda rank, size, cuts=(): frozenset()))
+        self.hear(io.TrainerJoined(setup, lambda rank, size, cuts=(): frozenset()))
 
-    def hear(self, event: io.Event) -> list[io.Effect]:
+    def hear(self, event: io.MemberEvent) -> list[io.MemberEffect]:
         return self.core.handle(event, 0.0)
 
-    def say(self, message: m.Message) -> list[io.Effect]:
-        return self.hear(io.Heard(COORDINATOR, message))
+    def say(self, message: m.Message) -> list[io.MemberEffect]:
+        return self.hear(io.MessageReceived(COORDINATOR, message))
 
     def cut(
         self,
@@ -146,47 +146,47 @@ class Staged:
         order: tuple[m.PeerId, ...],
         cuts: tuple[int, ...],
         pieces: dict[m.PeerId, tuple[tuple[m.Span, int], ...]],
-    ) -> list[io.Effect]:
+    ) -> list[io.MemberEffect]:
         members = tuple(
             m.Member(p, p[:1].decode(), "", 0, False, -1, given, b"", tuple(b"" for _ in given))
             for p, given in ((p, pieces.get(p, ())) for p in order)
         )
-        self.say(m.Roster(1, generation, 0, 1, members))
+        self.say(m.MemberListPage(1, generation, 0, 1, members))
         core = self.core
-        view = m.View(
+        view = m.MembershipView(
             1, generation, len(order), m.Verdict.ABORT, None, core.applied, core.history, core.ledger, "why",
             "", cuts,
         )  # fmt: skip
         return self.say(view)
 
 
-def put_aside() -> tuple[Staged, m.Held]:
+def put_aside() -> tuple[Staged, m.CheckpointInfo]:
     member = Staged()
     member.cut(1, (A, B), (0, 3, 6), {})
-    holding = member.core._holding
+    holding = member.core._replica_state
     holding.applied, holding.history, holding.ledger = 0, b"k" * 32, m.LedgerState(step=1)
     pieces = {A: ((A_HAS, 0),), D: ((A_HAS, 0), (C_HAS, 2))}
     effects = member.cut(2, (A, D, B), (0, 2, 4, 6), pieces)
-    (aside,) = [effect.held for effect in effects if isinstance(effect, io.PutAside)]
-    assert not any(isinstance(effect, io.Post) for effect in effects)
+    (aside,) = [effect.checkpoint for effect in effects if isinstance(effect, io.SaveCheckpoint)]
+    assert not any(isinstance(effect, io.Send) for effect in effects)
     return member, aside
 
 
 def test_a_member_that_cannot_write_says_so_and_keeps_what_it_has() -> None:
     member, aside = put_aside()
-    other = m.Held(0, b"k" * 32, m.LedgerState(step=1), m.Span(5, 6))
-    assert member.hear(io.Keeping((other,))) == [], "it is not known yet whether it can"
-    assert member.hear(io.Keeping((other,), aside)) == [io.Post(COORDINATOR, m.Kept((other,), 2))]
-    (report,) = [e.message for e in member.say(m.Freeze(1, 2, "why")) if isinstance(e, io.Post)]
-    assert isinstance(report, m.Report) and report.synced and report.blocks == A_HAS
+    other = m.CheckpointInfo(0, b"k" * 32, m.LedgerState(step=1), m.Span(5, 6))
+    assert member.hear(io.StageCheckpointsChanged((other,))) == [], "it is not known yet whether it can"
+    assert member.hear(io.StageCheckpointsChanged((other,), aside)) == [io.Send(COORDINATOR, m.StageCheckpointList((other,), 2))]
+    (report,) = [e.message for e in member.say(m.Freeze(1, 2, "why")) if isinstance(e, io.Send)]
+    assert isinstance(report, m.FreezeReport) and report.is_synced and report.layers == A_HAS
     member.cut(3, (A, B), (0, 3, 6), {})
-    assert member.core.synced, "nothing was loaded meanwhile"
+    assert member.core.is_synced, "nothing was loaded meanwhile"
 
 
 def test_a_member_that_has_written_loads_its_new_stage() -> None:
     """On the disk it has a digest."""
     member, aside = put_aside()
     written = replace(aside, digest=b"d" * 32)
-    effects = member.hear(io.Keeping((written,)))
-    assert io.Post(COORDINATOR, m.Kept((written,), 2)) in effects
-    assert io.Reload(1, 2, (written,), m.Span(0, 2)) in effects
+    effects = member.hear(io.StageCheckpointsChanged((written,)))
+    assert io.Send(COORDINATOR, m.StageCheckpointList((written,), 2)) in effects
+    assert io.LoadCheckpoints(1, 2, (written,), m.Span(0, 2)) in effects

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.verdict import Outcome, judge
+from gridtrain.protocol.verdict import Outcome, decide_outcome
 
 SPEC = m.LedgerSpec(1000, 0, epochs=1)
 TRUE, FALSE = b"t" * 32, b"f" * 32
 
 
-def report(applied: int, history: bytes = TRUE) -> m.Report:
+def report(applied: int, history: bytes = TRUE) -> m.FreezeReport:
     step = applied + 1
     ledger = m.LedgerState(step, 4 * step, (), 4 * step, 0, None)
-    return m.Report(1, 1, True, applied, history, ledger, None, b"", False)
+    return m.FreezeReport(1, 1, True, applied, history, ledger, None, b"", False)
 
 
-def judged(*reports: m.Report) -> Outcome:
+def judged(*reports: m.FreezeReport) -> Outcome:
     """The longest-serving member first: a, b, c ..."""
     told = {bytes([97 + i]) * 32: one for i, one in enumerate(reports)}
-    return judge(told, SPEC, [(peer, 4) for peer in told])
+    return decide_outcome(told, SPEC, [(peer, 4) for peer in told])
 
 
 def holders(outcome: Outcome) -> str:

@@ -15,8 +15,8 @@ from types import ModuleType
 
 import pytest
 
-from gridtrain.cli.status import ANSWER_S
-from gridtrain.options.table import known_variables, option
+from gridtrain.cli.status import ANSWER_TIMEOUT_S
+from gridtrain.options.table import find_option, known_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -161,7 +161,7 @@ def test_a_busy_machine_is_not_taken_for_a_sick_coordinator(file: str) -> None:
     (limit_s,) = re.findall(
         r"^ +timeout: (\d+)s|--timeout=(\d+)s", text.split("prometheus:")[0], re.MULTILINE
     )
-    assert int("".join(limit_s)) >= ANSWER_S + 20
+    assert int("".join(limit_s)) >= ANSWER_TIMEOUT_S + 20
 
 
 TEMPLATES = ROOT / "gridtrain" / "templates" / "new"
@@ -184,7 +184,7 @@ def test_a_volunteer_in_a_container_has_every_limit() -> None:
     """What is not handed on is what .env says in vain; hours are those of the volunteer's clock."""
     text = (DOCKER / "compose.volunteer.yaml").read_text()
     limits = ("upload_limit", "download_limit", "donate_limit", "relay", "set", "accept", "name", "data_dir")
-    for variable in (*(option("worker", name).variable for name in limits), "TZ"):
+    for variable in (*(find_option("worker", name).variable for name in limits), "TZ"):
         assert f'    {variable}: "${{{variable}:-}}"' in text, variable
 
 

@@ -11,9 +11,9 @@ from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.runtime import driver as loop
-from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.opened import OpenedRound, OpenRound
-from gridtrain.transport.base import Received, Traffic
+from gridtrain.runtime.acquaintances import PeerAllowlist
+from gridtrain.runtime.opened import OpenRound, PipelineRound
+from gridtrain.transport.base import Received, TrafficCounters
 
 COORDINATOR, PEER = b"c" * 32, b"p" * 32
 BETWEEN_S = 0.0007
@@ -34,14 +34,14 @@ class Line:
     me = b"w" * 32
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.traffic, self.woken = clock, Traffic(), 0
+        self.clock, self.traffic, self.woken = clock, TrafficCounters(), 0
         self.credited: dict[m.PeerId, int] = {}
         self.waits: list[float] = []
 
     def poll(self, timeout_s: float) -> list[Received]:
         self.waits.append(timeout_s)
         self.clock.now_s += BETWEEN_S
-        place = m.Place(m.Phase.REDUCE)
+        place = m.PayloadSlot(m.CollectivePhase.REDUCE)
         return [Received(PEER, m.Data(m.RoundId(1, 1, 0, 0), m.Channel(), place, False, b"1234"), 50)]
 
     def wake(self) -> None:
@@ -57,7 +57,7 @@ class Line:
 class Core:
     """Of a member in the middle of an exchange: when it beat, and how late its deadlines were."""
 
-    stage, term, generation, paused, synced, seat = io.Stage.RUNNING, 1, 1, "", True, None
+    stage, term, generation, paused, synced, seat = io.MemberPhase.RUNNING, 1, 1, "", True, None
     acquaintances = frozenset((COORDINATOR, PEER))
 
     def __init__(self, clock: Clock) -> None:
@@ -66,12 +66,12 @@ class Core:
         self.late_s: list[float] = []
         self.payloads = 0
 
-    def handle(self, event: io.Event, now_s: float) -> list[io.Effect]:
-        self.beats += [now_s] if isinstance(event, io.Pulse) else []
-        self.payloads += isinstance(event, io.Heard)
+    def handle(self, event: io.MemberEvent, now_s: float) -> list[io.MemberEffect]:
+        self.beats += [now_s] if isinstance(event, io.HeartbeatDue) else []
+        self.payloads += isinstance(event, io.MessageReceived)
         return []
 
-    def tick(self, now_s: float) -> list[io.Effect]:
+    def tick(self, now_s: float) -> list[io.MemberEffect]:
         self.late_s.append(now_s - self.deadline_s)
         self.deadline_s = now_s + 0.5
         return []
@@ -87,7 +87,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(loop, "time", clock)
     config = JoinConfig("tcp://127.0.0.1:1", COORDINATOR.hex(), deadlines=Deadlines(beat_s=0.25))
     line, core = Line(clock), Core(clock)
-    driver: Any = loop.Driver(line, config, Acquaintances(COORDINATOR))  # type: ignore[arg-type]
+    driver: Any = loop.IoLoop(line, config, PeerAllowlist(COORDINATOR))  # type: ignore[arg-type]
     driver._core = core
 
     def play(for_s: float) -> None:
@@ -99,7 +99,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_beats_and_deadlines_are_kept_while_payloads_come(busy: Any) -> None:
-    most_s = loop.CHORES_S + 2 * BETWEEN_S
+    most_s = loop.HOUSEKEEPING_INTERVAL_S + 2 * BETWEEN_S
     busy.play(3.0)
     gaps_s = [after - before for before, after in zip(busy.core.beats, busy.core.beats[1:], strict=False)]
     assert len(gaps_s) >= 10 and max(gaps_s) <= 0.25 + most_s
@@ -118,17 +118,17 @@ def test_most_turns_do_no_chores(busy: Any) -> None:
     chores = []
     busy.driver._measuring._prober.done = chores.append
     busy.play(1.0)
-    assert 1.0 / (loop.CHORES_S + 2 * BETWEEN_S) - 1 <= len(chores) <= 1.0 / loop.CHORES_S + 1
+    assert 1.0 / (loop.HOUSEKEEPING_INTERVAL_S + 2 * BETWEEN_S) - 1 <= len(chores) <= 1.0 / loop.HOUSEKEEPING_INTERVAL_S + 1
 
 
 @pytest.mark.parametrize("what", ["command", "state", "aside", "discarded", "inherited"])
 def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> None:
     busy.play(0.02)
-    driver, held = busy.driver, m.Held(1, b"h", m.LedgerState())
+    driver, held = busy.driver, m.CheckpointInfo(1, b"h", m.LedgerState())
     driver.meeting.stale, woken = False, busy.line.woken
     match what:
         case "command":
-            driver.command(io.Withdraw())
+            driver.command(io.AbandonRound())
         case "state":
             driver.giving.give(1, [b""])
         case "aside":
@@ -151,13 +151,13 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
         """In place of sleeping: what the loop's thread does meanwhile."""
         assert timeout_s > 0 and len(woken) < 5
         for channel in (sent, awaited):
-            driver._do(io.Reached(channel, False))
+            driver._do(io.CollectiveCompleted(channel, False))
 
     monkeypatch.setattr(driver.meeting.changed, "wait", arrives)
-    monkeypatch.setattr(driver.meeting.changed, "notify_all", lambda: woken.append(frozenset(mine.reached)))
-    assert OpenedRound(driver.meeting, mine).wait(awaited)
+    monkeypatch.setattr(driver.meeting.changed, "notify_all", lambda: woken.append(frozenset(mine.completed)))
+    assert PipelineRound(driver.meeting, mine).wait(awaited)
     assert woken == [{sent, awaited}]
-    assert OpenedRound(driver.meeting, mine).wait(sent, awaited), "they are there: nobody waits"
+    assert PipelineRound(driver.meeting, mine).wait(sent, awaited), "they are there: nobody waits"
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -166,6 +166,6 @@ def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) 
     busy.play(0.02)
     driver = busy.driver
     driver._chores_s, driver.meeting.stale = driver._chores_s + 1.0, False  # they are not due
-    (driver.meeting.bring if not whole else driver.command)(io.Submit(m.RoundId(1, 1, 0, 0), {}, whole=whole))
+    (driver.meeting.bring if not whole else driver.command)(io.SubmitRound(m.RoundId(1, 1, 0, 0), {}, is_complete=whole))
     driver._turn()
     assert driver.meeting.stale == whole

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol.messages import HandOver
-from gridtrain.runtime.handover import Chosen, Inheritance, choose, cut
+from gridtrain.protocol.messages import ResidualBlock
+from gridtrain.runtime.handover import IncomingResiduals, ResidualSelection, select_entries, split_pieces
 from gridtrain.sparsify.merge import largest_summable
 from gridtrain.wire.sparse import ValueKind, decode, encode
 
@@ -15,18 +15,18 @@ A = b"a" * 32
 MIB = 1 << 20
 
 
-def pieces_of(payload: bytes) -> list[HandOver]:
-    parts = cut(payload)
-    return [HandOver(1, 2, 5, b"h", index, len(parts), part) for index, part in enumerate(parts)]
+def pieces_of(payload: bytes) -> list[ResidualBlock]:
+    parts = split_pieces(payload)
+    return [ResidualBlock(1, 2, 5, b"h", index, len(parts), part) for index, part in enumerate(parts)]
 
 
 def received(payload: bytes, n: int) -> np.ndarray:
-    heir = Inheritance()
-    heir.allow(n)
-    whole = [heir.take(A, piece, 3) for piece in pieces_of(payload)]
-    assert whole == [False] * (len(whole) - 1) + [True] and not heir.counting
-    heir.count(A)
-    ((peer, entries),) = heir.counting
+    heir = IncomingResiduals()
+    heir.set_length(n)
+    whole = [heir.receive_piece(A, piece, 3) for piece in pieces_of(payload)]
+    assert whole == [False] * (len(whole) - 1) + [True] and not heir.confirmed
+    heir.confirm(A)
+    ((peer, entries),) = heir.confirmed
     assert peer == A
     dense = np.zeros(n, np.float32)
     dense[entries.indices] = entries.values
@@ -38,49 +38,49 @@ def random_residual(n: int, seed: int) -> np.ndarray:
     return (random.standard_normal(n) * 10.0 ** random.integers(-30, 30, n)).astype(np.float32)
 
 
-def kept(chosen: Chosen, n: int) -> np.ndarray:
-    return np.zeros(n, np.float32) if chosen.rest_N is None else chosen.rest_N
+def kept(chosen: ResidualSelection, n: int) -> np.ndarray:
+    return np.zeros(n, np.float32) if chosen.remainder_N is None else chosen.remainder_N
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_all_bits_arrive_and_what_stays_is_the_rest(seed: int) -> None:
     residual_N = random_residual(5000, seed)
     for budget_bytes in (0, 100, 5000, 1 << 20):
-        chosen = choose(residual_N, budget_bytes, world_size=3)
+        chosen = select_entries(residual_N, budget_bytes, world_size=3)
         assert len(chosen.payload) <= max(budget_bytes, 8)
         there, here = received(chosen.payload, 5000), kept(chosen, 5000)
         assert np.array_equal((there + here).view(np.int32), residual_N.view(np.int32)), "to the last bit"
         if there.any() and here.any():
             assert np.abs(there[there != 0]).min() >= np.abs(here).max(), "the largest go first"
-        assert chosen.mass == pytest.approx(np.abs(there.astype(np.float64)).sum())
-    assert chosen.rest_N is None and chosen.mass == chosen.whole_mass
+        assert chosen.magnitude_sum == pytest.approx(np.abs(there.astype(np.float64)).sum())
+    assert chosen.remainder_N is None and chosen.magnitude_sum == chosen.total_magnitude_sum
 
 
 def test_several_pieces() -> None:
     n = 3 * MIB // 4
     residual_N = random_residual(n, 1)
-    chosen = choose(residual_N, 16 * MIB, world_size=3)
-    assert [len(part) for part in cut(chosen.payload)][:-1] == [MIB] * (len(chosen.payload) // MIB)
-    assert len(cut(chosen.payload)) == 4
+    chosen = select_entries(residual_N, 16 * MIB, world_size=3)
+    assert [len(part) for part in split_pieces(chosen.payload)][:-1] == [MIB] * (len(chosen.payload) // MIB)
+    assert len(split_pieces(chosen.payload)) == 4
     assert np.array_equal(received(chosen.payload, n), residual_N)
 
 
 def test_what_may_not_travel_stays() -> None:
     limit = largest_summable(3)
     residual_N = np.array([1.0, np.float32(limit) * 1.5, -2.0, 0.0], np.float32)
-    chosen = choose(residual_N, MIB, world_size=3)
+    chosen = select_entries(residual_N, MIB, world_size=3)
     assert received(chosen.payload, 4).tolist() == [1.0, 0.0, -2.0, 0.0]
     assert kept(chosen, 4).tolist() == [0.0, residual_N[1], 0.0, 0.0]
 
 
 def test_what_comes_after_a_gap_is_dropped_and_the_first_piece_begins_anew() -> None:
-    payload = choose(random_residual(3 * MIB // 4, 2), 16 * MIB, 3).payload
-    heir = Inheritance()
-    heir.allow(3 * MIB // 4)
+    payload = select_entries(random_residual(3 * MIB // 4, 2), 16 * MIB, 3).payload
+    heir = IncomingResiduals()
+    heir.set_length(3 * MIB // 4)
     pieces = pieces_of(payload)
     for piece in (pieces[0], pieces[2], pieces[3]):
-        assert not heir.take(A, piece, 3)
-    assert [heir.take(A, piece, 3) for piece in pieces] == [False, False, False, True]
+        assert not heir.receive_piece(A, piece, 3)
+    assert [heir.receive_piece(A, piece, 3) for piece in pieces] == [False, False, False, True]
 
 
 def entries(indices: list[int], values: list[float], n: int = 64, kind: ValueKind = ValueKind.FP32) -> bytes:
@@ -101,24 +101,24 @@ HOSTILE = {
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE.keys())
 def test_what_is_no_residual_is_refused(payload: bytes) -> None:
-    heir = Inheritance()
-    heir.allow(64)
+    heir = IncomingResiduals()
+    heir.set_length(64)
     with pytest.raises(RemoteProtocolError):
-        heir.take(A, HandOver(1, 2, 5, b"h", 0, 1, payload), 3)
+        heir.receive_piece(A, ResidualBlock(1, 2, 5, b"h", 0, 1, payload), 3)
     assert not heir._complete
 
 
 def test_a_residual_of_more_pieces_than_the_model_makes_is_refused_before_it_comes() -> None:
-    heir = Inheritance()
-    heir.allow(64)
+    heir = IncomingResiduals()
+    heir.set_length(64)
     with pytest.raises(RemoteProtocolError, match="a residual of 2 pieces; 64 elements"):
-        heir.take(A, HandOver(1, 2, 5, b"h", 0, 2, b""), 3)
-    dense = Inheritance()
+        heir.receive_piece(A, ResidualBlock(1, 2, 5, b"h", 0, 2, b""), 3)
+    dense = IncomingResiduals()
     with pytest.raises(RemoteProtocolError, match="at most"):
-        dense.take(A, HandOver(1, 2, 5, b"h", 0, 1, b""), 3)
+        dense.receive_piece(A, ResidualBlock(1, 2, 5, b"h", 0, 1, b""), 3)
 
 
 def test_the_payload_is_an_ordinary_sparse_one() -> None:
-    chosen = choose(np.array([0.0, 3.0, 0.0, -1.0], np.float32), MIB, 2)
+    chosen = select_entries(np.array([0.0, 3.0, 0.0, -1.0], np.float32), MIB, 2)
     sparse = decode(chosen.payload, n=4, max_entries=4, kind=ValueKind.FP32)
     assert (sparse.indices.tolist(), sparse.values.tolist()) == ([1, 3], [3.0, -1.0])

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from gridtrain.runtime.naming import listen_address
+from gridtrain.runtime.naming import default_listen_address
 
 WAYS = {"10.0.0.9": "10.0.0.5", "2001:db8::9": "2001:db8::5"}
 """The coordinator's address, and ours on the way to it."""
@@ -42,11 +42,11 @@ def test_on_another_machine_a_worker_listens_where_the_coordinator_can_be_reache
     monkeypatch: pytest.MonkeyPatch, coordinator: str, ours: str
 ) -> None:
     monkeypatch.setattr(socket, "socket", Route)
-    assert listen_address(coordinator) == ours
+    assert default_listen_address(coordinator) == ours
 
 
 def test_beside_its_coordinator_a_worker_listens_on_loopback() -> None:
-    assert listen_address("tcp://127.0.0.1:7700") == "tcp://127.0.0.1:0"
+    assert default_listen_address("tcp://127.0.0.1:7700") == "tcp://127.0.0.1:0"
 
 
 def test_without_a_way_to_the_coordinator_it_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,4 +54,4 @@ def test_without_a_way_to_the_coordinator_it_listens_on_loopback(monkeypatch: py
         raise socket.gaierror("no such host")
 
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
-    assert listen_address("tcp://coordinator.invalid:7700") == "tcp://127.0.0.1:0"
+    assert default_listen_address("tcp://coordinator.invalid:7700") == "tcp://127.0.0.1:0"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from gridtrain.protocol.sharing import SAMPLES_FIGURE, SECONDS_FIGURE
-from gridtrain.runtime.pace import Pace
+from gridtrain.runtime.pace import ComputeRate
 
 
 def test_the_first_batch_stand_ins_and_evaluations_do_not_count() -> None:
-    pace = Pace()
+    pace = ComputeRate()
     pace.begin(0.0, 8)
     assert not pace.end(60.0), "compiling"
     pace.begin(61.0, 8)
@@ -16,7 +16,7 @@ def test_the_first_batch_stand_ins_and_evaluations_do_not_count() -> None:
     pace.begin(100.0, 0)
     assert not pace.end(101.0), "a stand-in"
     pace.begin(110.0, 4)
-    pace.drop()
+    pace.discard()
     assert not pace.end(500.0), "an evaluation"
     pace.begin(600.0, 4)
     pace.begin(700.0, 4)

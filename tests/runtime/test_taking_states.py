@@ -11,7 +11,7 @@ import pytest
 
 from gridtrain.protocol import member_io as io
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.picture import Picture
+from gridtrain.runtime.picture import WorkerSnapshot
 
 
 class Loop:
@@ -19,11 +19,11 @@ class Loop:
 
     def __init__(self, *states: tuple[int, int, list[bytes]] | None) -> None:
         self.states = list(states)
-        self.told: list[io.Event] = []
+        self.told: list[io.MemberEvent] = []
         self.taking = self.signs = self
 
-    def look(self) -> Picture:
-        return Picture(offered_state=True, generation=2, inherited=True)
+    def look(self) -> WorkerSnapshot:
+        return WorkerSnapshot(is_state_complete=True, generation=2, has_incoming_residuals=True)
 
     def take(self) -> tuple[int, int, list[bytes]] | None:
         return self.states.pop(0)
@@ -31,10 +31,10 @@ class Loop:
     def busy(self, on: bool) -> None:
         pass
 
-    def command(self, event: io.Event) -> None:
+    def command(self, event: io.MemberEvent) -> None:
         self.told.append(event)
 
-    def wait(self, ready: Callable[[Picture], bool], timeout_s: float = math.inf) -> Picture | None:
+    def wait(self, ready: Callable[[WorkerSnapshot], bool], timeout_s: float = math.inf) -> WorkerSnapshot | None:
         if ready(self.look()):
             return self.look()
         assert timeout_s < math.inf, "the loop's thread waits for this one"
@@ -60,7 +60,7 @@ def test_the_next_generations_state_may_be_there_when_this_ones_is_loaded(sessio
     session._take_state()
     session._take_state()
     assert session.loaded == [[b"old"], [b"new"]]
-    assert loop.told == [io.Restored(1, 1), io.Restored(1, 2)]
+    assert loop.told == [io.StateLoaded(1, 1), io.StateLoaded(1, 2)]
 
 
 def test_a_state_that_is_replaced_before_it_is_taken_is_waited_for_again(session_over: Any) -> None:

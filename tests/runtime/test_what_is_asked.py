@@ -13,16 +13,16 @@ from gridtrain.errors import ConfigError
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
-from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.api import GroupSession, Interrupted
-from gridtrain.runtime.driver import Driver
-from gridtrain.runtime.giving import Giving
-from gridtrain.runtime.picture import Picture
-from gridtrain.transport.base import Traffic
+from gridtrain.runtime.acquaintances import PeerAllowlist
+from gridtrain.runtime.api import GroupSession, WaitInterrupted
+from gridtrain.runtime.driver import IoLoop
+from gridtrain.runtime.giving import StateSender
+from gridtrain.runtime.picture import WorkerSnapshot
+from gridtrain.transport.base import TrafficCounters
 
 COORDINATOR, A, B, C = (letter * 32 for letter in (b"0", b"a", b"b", b"c"))
 LEDGER = m.LedgerState(step=10)
-K1, K2 = m.Held(9, b"h", LEDGER, m.Span(1, 2)), m.Held(4, b"g", LEDGER, m.Span(1, 2))
+K1, K2 = m.CheckpointInfo(9, b"h", LEDGER, m.Span(1, 2)), m.CheckpointInfo(4, b"g", LEDGER, m.Span(1, 2))
 
 
 class Line:
@@ -31,7 +31,7 @@ class Line:
     me = A
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic = TrafficCounters()
 
     def wake(self) -> None: ...
 
@@ -43,31 +43,31 @@ class Scene:
 
     def __init__(self) -> None:
         config = JoinConfig("tcp://127.0.0.1:1", COORDINATOR.hex(), identity="x", run="r", name="a")
-        self.driver: Any = Driver(Line(), config, Acquaintances(COORDINATOR))  # type: ignore[arg-type]
+        self.driver: Any = IoLoop(Line(), config, PeerAllowlist(COORDINATOR))  # type: ignore[arg-type]
         self.core = MemberCore(A, COORDINATOR, m.Join("r", "a", ""), Deadlines())
         self.driver._core = self.core
-        self.hear(io.EdgeUp(COORDINATOR))
+        self.hear(io.PeerConnected(COORDINATOR))
         self.say(m.Welcome(1, "r", ""))
         spec = m.LedgerSpec(100, 0, epochs=1)
-        self.hear(io.Enter(m.Setup((), spec, 4, None, stages=2), lambda rank, size, cuts=(): frozenset()))
+        self.hear(io.TrainerJoined(m.Setup((), spec, 4, None, stages=2), lambda rank, size, cuts=(): frozenset()))
 
-    def hear(self, event: io.Event) -> None:
+    def hear(self, event: io.MemberEvent) -> None:
         self.core.handle(event, 0.0)
 
     def say(self, message: m.Message) -> None:
-        self.hear(io.Heard(COORDINATOR, message))
+        self.hear(io.MessageReceived(COORDINATOR, message))
 
     def view(self, generation: int, *order: m.PeerId) -> None:
         members = tuple(m.Member(peer, peer[:1].decode(), "", 0, False, -1) for peer in order)
-        self.say(m.Roster(1, generation, 0, 1, members))
+        self.say(m.MemberListPage(1, generation, 0, 1, members))
         ledger = m.LedgerState()
-        view = m.View(
+        view = m.MembershipView(
             1, generation, len(order), m.Verdict.ABORT, None, -1, self.core.history, ledger, "because"
         )
         self.say(view)
 
-    def ask(self, peer: m.PeerId, generation: int, kept: m.Held | None = None) -> None:
-        self.driver._do(io.GiveState(peer, 1, generation, True, kept, 0, False))
+    def ask(self, peer: m.PeerId, generation: int, kept: m.CheckpointInfo | None = None) -> None:
+        self.driver._do(io.SendState(peer, 1, generation, True, kept, 0, False))
 
     @property
     def picture(self) -> Any:
@@ -99,7 +99,7 @@ def test_a_spare_owes_nobody_a_state_and_holds_none() -> None:
     assert scene.picture.wanted_state == (5, True)
     scene.driver.giving._own.fill(5, [b"own", b"common"])
     scene.ask(C, 5)
-    scene.say(m.Spared(1, 6, 9, b"h", LEDGER, "spare"))
+    scene.say(m.StandbyNotice(1, 6, 9, b"h", LEDGER, "spare"))
     assert scene.picture.wanted_state == (0, False)
     assert scene.driver.giving._own._captured[1] == [] and not scene.driver.giving._own._queues
 
@@ -110,10 +110,10 @@ class Disk:
     def __init__(self) -> None:
         self.states = (K1, K2)
 
-    def held(self) -> tuple[m.Held, ...]:
+    def held(self) -> tuple[m.CheckpointInfo, ...]:
         return self.states
 
-    def give(self, held: m.Held) -> list[bytes]:
+    def give(self, held: m.CheckpointInfo) -> list[bytes]:
         if held == K1:
             self.states = (K2,)
             raise ConfigError("its tensors are not those that were written", remedy="")
@@ -126,20 +126,20 @@ def test_a_disk_that_is_full_is_told_to_the_core(full: bool) -> None:
     written = replace(K1, digest=b"d" * 32)
 
     class Aside:
-        def put_aside(self, held: m.Held) -> None:
+        def put_aside(self, held: m.CheckpointInfo) -> None:
             if full:
                 raise OSError(28, "No space left on device")
 
-        def held(self) -> tuple[m.Held, ...]:
+        def held(self) -> tuple[m.CheckpointInfo, ...]:
             return () if full else (written,)
 
-    heard: list[io.Event] = []
+    heard: list[io.MemberEvent] = []
     disk = SimpleNamespace(put_aside=lambda held: None)
     driver: Any = SimpleNamespace(disk=disk, wait=lambda *_: None, command=heard.append)
     session: Any = GroupSession.__new__(GroupSession)
     session._driver, session._disk = driver, Aside()
     session._put_aside(K1)
-    assert heard == [io.Keeping((), K1) if full else io.Keeping((written,), None)]
+    assert heard == [io.StageCheckpointsChanged((), K1) if full else io.StageCheckpointsChanged((written,), None)]
 
 
 def test_a_checkpoint_that_cannot_be_read_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +149,10 @@ def test_a_checkpoint_that_cannot_be_read_blocks_no_other(monkeypatch: pytest.Mo
     scene.view(5, A, B)
     scene.ask(B, 5, K1)
     scene.ask(C, 5, K2)
-    given: list[tuple[m.Held, int, Any]] = []
+    given: list[tuple[m.CheckpointInfo, int, Any]] = []
     giving = scene.driver.giving
     monkeypatch.setattr(
-        giving, "give_kept", lambda *kept: (given.append(kept), Giving.give_kept(giving, *kept))
+        giving, "supply_checkpoint", lambda *kept: (given.append(kept), StateSender.supply_checkpoint(giving, *kept))
     )
     for _ in range(2):
         assert session._owes_kept(scene.picture)
@@ -163,14 +163,14 @@ def test_a_checkpoint_that_cannot_be_read_blocks_no_other(monkeypatch: pytest.Mo
 
 def test_what_others_need_of_its_memory_is_written_before_a_worker_goes() -> None:
     """Its owner wants it elsewhere, and the model is being cut anew."""
-    pictures = [Picture(aside=K1), Picture()]
-    done: list[m.Held] = []
+    pictures = [WorkerSnapshot(save_requested=K1), WorkerSnapshot()]
+    done: list[m.CheckpointInfo] = []
 
-    def wait(ready: Any) -> Picture:
+    def wait(ready: Any) -> WorkerSnapshot:
         assert ready(pictures[0])
         return pictures[0]
 
-    def put_aside(held: m.Held) -> None:
+    def put_aside(held: m.CheckpointInfo) -> None:
         done.append(held)
         pictures.pop(0)
 
@@ -179,7 +179,7 @@ def test_what_others_need_of_its_memory_is_written_before_a_worker_goes() -> Non
     session._disk, session._put_aside = object(), put_aside
     session._replay = session._inherit = session._capture = session._copy = session._gave = None
     session._given_for, session._awaits_choice = (0, False), False
-    with pytest.raises(Interrupted):
+    with pytest.raises(WaitInterrupted):
         session._wait_for_more(lambda _: True)
     assert done == [K1]
 

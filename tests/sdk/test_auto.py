@@ -11,7 +11,7 @@ from brisk import WITHIN_S
 from torch import nn
 
 import gridtrain
-from gridtrain.runtime.client import CoordinatorClient, only
+from gridtrain.runtime.client import CoordinatorClient, allow_only
 from gridtrain.runtime.local import LocalGroup
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import MemoryTransport
@@ -36,7 +36,7 @@ def steps(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer, model: nn.Mo
 
 def status(group: LocalGroup) -> dict[str, Any]:
     identity = Identity.generate()
-    transport = MemoryTransport(identity.public, group.hub, gate=only(group.key))
+    transport = MemoryTransport(identity.public, group.hub, gate=allow_only(group.key))
     with CoordinatorClient(group.ADDRESS, group.key, identity, transport=transport) as client:
         return client.status(5.0)
 
@@ -51,7 +51,7 @@ def test_all_train_with_what_was_chosen(new_group: Any, auto: Any) -> None:
         for step in steps(grid, optimizer, model, steps=6):
             if step == 3 and number == 0:
                 seen.update(status(group))
-        return optimizer.exchange_now, model.weight.detach()
+        return optimizer.current_exchange, model.weight.detach()
 
     with new_group(workers=3) as group:
         results = [group.result(number) for number in [group.start(train) for _ in range(3)]]
@@ -74,8 +74,8 @@ def test_a_newcomer_uses_what_the_others_have_chosen(new_group: Any) -> None:
             taken += 1
             if number == 0 and step == 5:
                 come.set()
-                assert grid._session._driver.wait(lambda picture: picture.world_size == 3, WITHIN_S)
-        return optimizer.exchange_now, model.weight.detach(), taken
+                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 3, WITHIN_S)
+        return optimizer.current_exchange, model.weight.detach(), taken
 
     with new_group(workers=2) as group:
         numbers = [group.start(train) for _ in range(2)]
@@ -96,6 +96,6 @@ def test_behind_adam_nothing_is_left_out(together: Any) -> None:
         optimizer = grid.optimizer(torch.optim.AdamW(model.parameters()), model, exchange="auto")
         for _ in steps(grid, optimizer, model, steps=2):
             pass
-        return optimizer.exchange_now, optimizer.describe_exchange()
+        return optimizer.current_exchange, optimizer.describe_exchange()
 
     assert together(train) == [(gridtrain.Dense(), "auto(dense alone)")] * 2

@@ -174,7 +174,7 @@ def test_the_ledger_is_in_the_checkpoint_and_every_sample_counts_once_over_a_res
         return {}
 
     run(tmp_path, 2, lambda grid: work(grid, until=7))
-    held = checkpoint.read(tmp_path / "worker-0" / "step-00000006").held
+    held = checkpoint.read(tmp_path / "worker-0" / "step-00000006").position
     assert (held.ledger.step, held.ledger.consumed, held.ledger.cursor) == (6, 36, 36)
     undone = [entry for entry in counted if entry[0] >= 6]
     assert sum(len(indices) for _, indices in undone) == 6, "step 6, which nobody had written down"
@@ -286,7 +286,7 @@ def test_what_was_handed_over_is_in_no_checkpoint_that_is_still_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would come back with this worker, and be sent by two."""
-    waited_for, true_save, true_wait = threading.Event(), checkpoint.save, checkpoint.Checkpoints.wait
+    waited_for, true_save, true_wait = threading.Event(), checkpoint.save, checkpoint.CheckpointStore.wait
     gone = threading.Event()
     left_at: list[int] = []
 
@@ -317,7 +317,7 @@ def test_what_was_handed_over_is_in_no_checkpoint_that_is_still_being_written(
             gone.set()
 
     monkeypatch.setattr(checkpoint, "save", slow_save)
-    monkeypatch.setattr(checkpoint.Checkpoints, "wait", wait)
+    monkeypatch.setattr(checkpoint.CheckpointStore, "wait", wait)
     with LocalGroup(min_workers=2) as group:
         threads = [threading.Thread(target=work, args=one, daemon=True) for one in (("anna", 3), ("bert", 0))]
         for thread in threads:

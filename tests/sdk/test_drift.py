@@ -10,7 +10,7 @@ from torch import nn
 
 import gridtrain
 from gridtrain.optim import state_sync
-from gridtrain.protocol.drift import drifted
+from gridtrain.protocol.drift import minority_ranks
 
 DATA = [(torch.tensor([float(i % 7), 1.0]), torch.tensor([2.0 * (i % 5)])) for i in range(5000)]
 STEPS, FLIP_AT = 60, 13
@@ -34,7 +34,7 @@ def train(grid: gridtrain.Grid, number: int, exchange: Any, flips: dict[int, int
         ((model(x) - y) ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        digests.append(state_sync.digest(model, inner))
+        digests.append(state_sync.replica_digest(model, inner))
     return digests
 
 
@@ -63,8 +63,8 @@ def test_a_flipped_bit_is_found_repaired_and_counted(
 
 
 def test_the_largest_party_is_right_and_of_equal_ones_that_with_the_lowest_rank() -> None:
-    assert drifted({0: b"a", 1: b"a", 2: b"a"}) == []
-    assert drifted({0: b"x", 1: b"a", 2: b"a"}) == [0]
-    assert drifted({0: b"a", 1: b"b"}) == [1]
-    assert drifted({0: b"a", 1: b"b", 2: b"c"}) == [1, 2]
-    assert drifted({0: b"a", 1: b"b", 2: b"b", 3: b"a"}) == [1, 2]
+    assert minority_ranks({0: b"a", 1: b"a", 2: b"a"}) == []
+    assert minority_ranks({0: b"x", 1: b"a", 2: b"a"}) == [0]
+    assert minority_ranks({0: b"a", 1: b"b"}) == [1]
+    assert minority_ranks({0: b"a", 1: b"b", 2: b"c"}) == [1, 2]
+    assert minority_ranks({0: b"a", 1: b"b", 2: b"b", 3: b"a"}) == [1, 2]

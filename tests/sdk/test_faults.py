@@ -16,7 +16,7 @@ from torch import nn
 import gridtrain
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.optim import state_sync
-from gridtrain.runtime.buffers import DenseWorkspace
+from gridtrain.runtime.buffers import DenseRingBuffer
 from gridtrain.runtime.local import LocalGroup
 from gridtrain.testing import Faults, InjectedFailure
 from gridtrain.transport.memory import EndpointKilled
@@ -94,7 +94,7 @@ class Runs:
             optimizer.step()
             optimizer.zero_grad()
         self.weights_N = nn.utils.parameters_to_vector(model.parameters()).detach()
-        return state_sync.digest(model, inner).hex()
+        return state_sync.replica_digest(model, inner).hex()
 
     def assert_whole(self, *, survivors: int) -> None:
         """The survivors hold one model, and every sample went into exactly one committed attempt."""
@@ -149,9 +149,9 @@ def test_a_retried_ring_never_goes_on_from_where_something_was_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It lacks what it refused and the others hold it for sent: in the sum all would agree on, and wrong."""
-    apply, refused = DenseWorkspace.apply, []
+    apply, refused = DenseRingBuffer.apply, []
 
-    def refuse_one(self: DenseWorkspace, effect: Any) -> None:
+    def refuse_one(self: DenseRingBuffer, effect: Any) -> None:
         if threading.current_thread() not in begun:
             begun[threading.current_thread()] = 0
         begun[threading.current_thread()] += 1
@@ -161,7 +161,7 @@ def test_a_retried_ring_never_goes_on_from_where_something_was_refused(
         apply(self, effect)
 
     begun: dict[threading.Thread, int] = {}
-    monkeypatch.setattr(DenseWorkspace, "apply", refuse_one)
+    monkeypatch.setattr(DenseRingBuffer, "apply", refuse_one)
     monkeypatch.setattr("gridtrain.runtime.driver.FROM_PEERS", ())  # so that the retry is in the generation
     run = Runs(Faults(), "dense")
     run.assert_whole(survivors=3)

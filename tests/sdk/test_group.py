@@ -20,10 +20,10 @@ from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused
 from gridtrain.optim import state_sync
 from gridtrain.protocol.membership import Membership
-from gridtrain.runtime.client import CoordinatorClient, only
+from gridtrain.runtime.client import CoordinatorClient, allow_only
 from gridtrain.runtime.local import LocalGroup
 from gridtrain.transport.curve import Identity
-from gridtrain.transport.memory import EndpointKilled, Fault, FaultPlan, MemoryTransport
+from gridtrain.transport.memory import EndpointKilled, FaultPlan, MemoryTransport, MessageFault
 
 DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.3)
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(-6, 6)]
@@ -49,12 +49,12 @@ def backward(model: nn.Module, batch: Any) -> None:
 def looking_at(group: LocalGroup) -> CoordinatorClient:
     """One who asks the group's coordinator how the run stands, and joins nothing."""
     identity = Identity.generate()
-    transport = MemoryTransport(identity.public, group.hub, gate=only(group.key))
+    transport = MemoryTransport(identity.public, group.hub, gate=allow_only(group.key))
     return CoordinatorClient(group.ADDRESS, group.key, identity, transport=transport)
 
 
 def digest(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> str:
-    return state_sync.digest(model, optimizer.inner).hex()[:12]
+    return state_sync.replica_digest(model, optimizer.inner).hex()[:12]
 
 
 # -- alone, and as many as one likes -------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_a_late_joiner_goes_on_where_the_others_are(new_group: Any) -> None:
             scheduler.step()
             if grid.step == 5 and grid.world_size == 1:
                 come.set()
-                assert grid._session._driver.wait(lambda picture: picture.world_size == 2, WITHIN_S)
+                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 2, WITHIN_S)
         return seen
 
     def seeded_differently() -> nn.Linear:
@@ -500,7 +500,7 @@ def test_the_model_is_exported_though_the_first_worker_is_lost_at_the_end(
         for batch in grid.batches(DATA, batch_size=2, steps=3):
             if grid.is_first:
                 me = group.keys[f"worker-{number}"]
-                group.hub.plan = FaultPlan(Fault("kill", source=me, kind="Finished"))
+                group.hub.plan = FaultPlan(MessageFault("kill", source=me, kind="Finished"))
             optimizer.zero_grad()
             backward(model, batch)
             optimizer.step()

@@ -27,10 +27,10 @@ from torch import nn
 import gridtrain
 from gridtrain.config import Deadlines
 from gridtrain.optim import leaving
-from gridtrain.protocol.messages import HandOver
+from gridtrain.protocol.messages import ResidualBlock
 from gridtrain.runtime import handover
-from gridtrain.runtime.buffers import ButterflyWorkspace
-from gridtrain.transport.memory import Fault, FaultPlan
+from gridtrain.runtime.buffers import ButterflyBuffer
+from gridtrain.transport.memory import FaultPlan, MessageFault
 
 SIZE, WIDE, STEPS, LEAVES = 64, 32, 24, 9
 DATA = [
@@ -103,7 +103,7 @@ def training(books: Books, exchange: Any, stop: Any) -> Any:
             if chosen is not None and grid.step == LEAVES and chosen(grid, optimizer):
                 break
             if number == 0 and grid.step == LEAVES and stop is while_the_other_computes:
-                assert grid._session._driver.wait(lambda picture: picture.world_size == 1, WITHIN_S)
+                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 1, WITHIN_S)
             optimizer.step()
         if grid.finished:
             books.residuals[number] = optimizer.residual_state()["residual"].double().numpy()
@@ -125,19 +125,19 @@ def in_the_middle_of_a_round(
     grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer, *, committed: bool = True
 ) -> bool:
     """Ctrl-C comes when the round has been committed, and the training thread has not heard of it."""
-    driver = grid._session._driver
-    wait = driver.meeting.wait
+    driver = grid._session._io_loop
+    wait = driver.mailbox.wait
 
     def interrupted(*args: Any) -> Any:
-        latest = driver.rounds.latest
+        latest = driver.step_rounds.last_submitted
         if latest is not None and latest.id.step == LEAVES:
-            driver.meeting.wait = wait
+            driver.mailbox.wait = wait
             if committed:
                 wait(lambda _: latest.outcome is not None, WITHIN_S)
             raise KeyboardInterrupt
         return wait(*args)
 
-    driver.meeting.wait = interrupted
+    driver.mailbox.wait = interrupted
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     return True
@@ -171,19 +171,19 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
 ) -> None:
     """worker-1 --b--> its heir, which goes at once --b + its own--> the last one"""
     books, heir_known, heir = Books(), threading.Event(), []
-    take = handover.Inheritance.take
+    take = handover.IncomingResiduals.receive_piece
 
-    def taking(self: handover.Inheritance, *args: Any) -> bool:
+    def taking(self: handover.IncomingResiduals, *args: Any) -> bool:
         whole = take(self, *args)
         if whole:
             heir.append(self)
             heir_known.set()
         return whole
 
-    monkeypatch.setattr(handover.Inheritance, "take", taking)
+    monkeypatch.setattr(handover.IncomingResiduals, "take", taking)
 
     def heir_goes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-        return heir_known.wait(WITHIN_S) and grid._session._driver.residuals.inheritance is heir[0]
+        return heir_known.wait(WITHIN_S) and grid._session._io_loop.residuals.incoming is heir[0]
 
     stops = {0: heir_goes, 1: before_the_step, 2: heir_goes}
     with new_group(workers=3, deadlines=replace(QUICK, settle_s=0.3)) as group:
@@ -200,13 +200,13 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
 def test_an_heir_that_leaves_and_hears_no_view_says_what_is_lost(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heir = handover.Inheritance()
-    heir.allow(WIDE)
-    payload = handover.choose(np.full(WIDE, 0.5, np.float32), 1 << 20, 2).payload
+    heir = handover.IncomingResiduals()
+    heir.set_length(WIDE)
+    payload = handover.select_entries(np.full(WIDE, 0.5, np.float32), 1 << 20, 2).payload
 
     def stop(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-        heir.take(b"p" * 32, HandOver(1, 1, 0, b"", 0, 1, payload), 2)
-        grid._session._driver.residuals.inheritance = heir  # acknowledged, and the leaver is lost in between
+        heir.receive_piece(b"p" * 32, ResidualBlock(1, 1, 0, b"", 0, 1, payload), 2)
+        grid._session._io_loop.residuals.incoming = heir  # acknowledged, and the leaver is lost in between
         return True
 
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=0.5)) as group:
@@ -221,7 +221,7 @@ def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = []
-    choose = handover.choose
+    choose = handover.select_entries
     monkeypatch.setattr(handover, "choose", lambda r, _, p: chosen.append(choose(r, 60, p)) or chosen[0])
     books = Books()
     with new_group(workers=2, deadlines=QUICK) as group:
@@ -229,8 +229,8 @@ def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
             group.start(training(books, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
     assert np.array_equal(books.open_sum(), chosen[0].rest_N), "what is missing is what was reported"
-    assert 0 < chosen[0].mass < chosen[0].whole_mass
-    assert f"({100 * chosen[0].mass / chosen[0].whole_mass:.1f} %) handed over: " in caplog.text
+    assert 0 < chosen[0].magnitude_sum < chosen[0].total_magnitude_sum
+    assert f"({100 * chosen[0].magnitude_sum / chosen[0].total_magnitude_sum:.1f} %) handed over: " in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["HandOver", "TakenOver"])
@@ -240,7 +240,7 @@ def test_an_heir_that_does_not_answer_costs_the_deadline_and_the_report(
     """What was sent may have arrived, so it is not kept either: lost, or added once, never twice."""
     books = Books()
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=1.0)) as group:
-        group.hub.plan = FaultPlan(Fault("drop", kind=kind))
+        group.hub.plan = FaultPlan(MessageFault("drop", kind=kind))
         for _ in range(2):
             group.start(training(books, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
@@ -252,9 +252,9 @@ def test_what_the_choice_takes_is_not_the_heirs_time(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A large residual: a minute to sort it."""
-    passed_s, choose, now_s = [0.0], handover.choose, time.monotonic
+    passed_s, choose, now_s = [0.0], handover.select_entries, time.monotonic
 
-    def slowly(*args: Any) -> handover.Chosen:
+    def slowly(*args: Any) -> handover.ResidualSelection:
         passed_s[0] += 60.0
         return choose(*args)
 
@@ -316,15 +316,15 @@ def test_the_exit_of_a_child_that_was_forked_leaves_the_run_alone(
 # -- what stays on the disk ----------------------------------------------------------------------------
 
 FACTS = (("model", "tiny"), ("exchange", "TopK"))
-LEFT = leaving.Left(7, b"seven", np.array([0.0, 3.0, -1.5], np.float32))
+LEFT = leaving.LeftResidual(7, b"seven", np.array([0.0, 3.0, -1.5], np.float32))
 
 
 def test_what_was_put_down_is_picked_up_once(tmp_path: Path) -> None:
-    leaving.put_down(tmp_path, FACTS, LEFT)
-    found = leaving.pick_up(tmp_path, FACTS, 3)
+    leaving.save_left_residual(tmp_path, FACTS, LEFT)
+    found = leaving.load_left_residual(tmp_path, FACTS, 3)
     assert found is not None and (found.applied, found.history) == (7, b"seven")
     assert np.array_equal(found.residual_N, LEFT.residual_N)
-    assert leaving.pick_up(tmp_path, FACTS, 3) is None
+    assert leaving.load_left_residual(tmp_path, FACTS, 3) is None
 
 
 @pytest.mark.parametrize("what", ["other facts", "other size", "cut off", "not finite", "no note"])
@@ -332,15 +332,15 @@ def test_what_does_not_fit_is_not_read_back(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = np.array([0.0, np.nan, 1.0], np.float32)
-    leaving.put_down(tmp_path, FACTS, leaving.Left(7, b"", bad) if what == "not finite" else LEFT)
-    path = tmp_path / leaving.FOLDER
+    leaving.save_left_residual(tmp_path, FACTS, leaving.LeftResidual(7, b"", bad) if what == "not finite" else LEFT)
+    path = tmp_path / leaving.LEFT_FOLDER
     if what == "cut off":
         tensors = path / "residual.safetensors"
         tensors.write_bytes(tensors.read_bytes()[:-1])
     if what == "no note":
         (path / "note.json").unlink()
     facts = FACTS[:1] if what == "other facts" else FACTS
-    assert leaving.pick_up(tmp_path, facts, 4 if what == "other size" else 3) is None
+    assert leaving.load_left_residual(tmp_path, facts, 4 if what == "other size" else 3) is None
     assert "is not read back" in caplog.text and not path.exists()
 
 
@@ -375,7 +375,7 @@ def test_a_restarted_worker_reads_its_residual_back_if_the_run_is_where_it_left(
     """The run goes on from the checkpoint of step 6.  What was left after step 8 is of another history."""
     with gridtrain.runtime.local.LocalGroup(deadlines=QUICK) as group:
         (_, left), _ = alone(group, tmp_path, until)
-    assert left.any() and (tmp_path / leaving.FOLDER).is_dir()
+    assert left.any() and (tmp_path / leaving.LEFT_FOLDER).is_dir()
     with gridtrain.runtime.local.LocalGroup(deadlines=QUICK) as group, caplog.at_level(logging.WARNING):
         (found, _), first = alone(group, tmp_path, 7 if back else 6)
     assert first == 6
@@ -390,7 +390,7 @@ def test_ctrl_c_on_the_way_into_a_round_leaves_everything_with_the_worker(
 ) -> None:
     """Nothing of the step has been submitted: how the round before it ended says nothing about this one."""
     seen: dict[str, np.ndarray] = {}
-    surrender, collective = gridtrain.GridOptimizer.surrender, ButterflyWorkspace.collective
+    surrender, collective = gridtrain.GridOptimizer.take_residual, ButterflyBuffer.make_collective
     rounds: Counter[str] = Counter()
 
     def surrendering(self: Any, settle: Any) -> Any:
@@ -407,7 +407,7 @@ def test_ctrl_c_on_the_way_into_a_round_leaves_everything_with_the_worker(
         return collective(self, *args)
 
     monkeypatch.setattr(gridtrain.GridOptimizer, "surrender", surrendering)
-    monkeypatch.setattr(ButterflyWorkspace, "collective", interrupted)
+    monkeypatch.setattr(ButterflyBuffer, "collective", interrupted)
 
     def train(grid: gridtrain.Grid, number: int) -> None:
         model = nn.Linear(WIDE, 1, bias=False)

@@ -79,7 +79,7 @@ def wrapped(
 
 
 def digest(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> str:
-    return state_sync.digest(model, optimizer.replicated).hex()[:12]
+    return state_sync.replica_digest(model, optimizer.replicated).hex()[:12]
 
 
 def loop(
@@ -447,7 +447,7 @@ def run(folder: Path, workers: int, exchange: Any, until: int) -> list[dict[str,
                 optimizer.step()
                 optimizer.zero_grad()
             seen["last"] = digest(model, optimizer)
-            seen["moments"] = state_sync.digest(model, optimizer.inner)
+            seen["moments"] = state_sync.replica_digest(model, optimizer.inner)
             results[number] = seen
 
     with LocalGroup(min_workers=workers) as group:

@@ -275,7 +275,7 @@ def test_a_joiner_whose_scheduler_begins_anew(new_group: Any) -> None:
             scheduler.step()
             if number == 0 and grid.step == 3:
                 come.set()
-                assert grid._session._driver.wait(lambda picture: picture.world_size == 2, WITHIN_S)
+                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 2, WITHIN_S)
         return grid.step
 
     with new_group(workers=1) as group:
@@ -352,7 +352,7 @@ def test_local_ends_those_who_wait_for_the_one_that_raised(raised_by_local: Any)
 def test_local_leaves_behind_who_does_not_return(
     raised_by_local: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "END_S", 0.2)
+    monkeypatch.setattr(local, "SHUTDOWN_TIMEOUT_S", 0.2)
     over = threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> None:

@@ -58,7 +58,7 @@ class OneProcess:
             stop = min(cursor + whole, (cursor // spec.size + 1) * spec.size)
             indices = sampler.sample_indices(spec, [Span(cursor, stop)])
             for part in range(accumulate):
-                yield sampler.fetch(dataset, indices[part::accumulate])
+                yield sampler.fetch_batch(dataset, indices[part::accumulate])
             cursor, step = stop, step + 1
 
     def sampler(self, dataset: Any, **options: Any) -> Iterator[list[int]]:
@@ -190,7 +190,7 @@ def plateau_on_a_shared_number(grid: Any, exchange: Any) -> tuple[nn.Module, Any
     model = net()
     optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-    held_out = sampler.fetch(HELD_OUT, range(len(HELD_OUT)))
+    held_out = sampler.fetch_batch(HELD_OUT, range(len(HELD_OUT)))
     for batch in grid.batches(DATA, batch_size=2, steps=6):
         optimizer.zero_grad()
         error_of(model, batch).backward()
@@ -345,7 +345,7 @@ def test_a_group_does_what_one_process_did(together: Any, loop: Loop, exchange: 
     def train(grid: gridtrain.Grid, number: int) -> tuple[str, torch.Tensor]:
         model, optimizer = loop(grid, exchange)
         assert grid.finished
-        return state_sync.digest(model, optimizer.inner).hex(), flat(model)
+        return state_sync.replica_digest(model, optimizer.inner).hex(), flat(model)
 
     results = together(train, WORKERS)
     assert len({digest for digest, _ in results}) == 1, "parameters and optimizer state, bit for bit"

@@ -29,19 +29,19 @@ from gridtrain.errors import (
 )
 from gridtrain.optim import grid as grid_module
 from gridtrain.optim.grid import Grid
-from gridtrain.protocol.door import Door
+from gridtrain.protocol.door import Authorization
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.protocol.messages import PeerId
-from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.entry import NOT_VALID, enrol
-from gridtrain.runtime.operator import Contact, Operator
+from gridtrain.runtime.acquaintances import PeerAllowlist
+from gridtrain.runtime.entry import INVALID_INVITATION, present_invitation
+from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
 from gridtrain.transport import zeromq
 from gridtrain.transport.curve import Identity
-from gridtrain.transport.stack import over
+from gridtrain.transport.stack import build_stack
 from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain_coordinator.daemon import Coordinator
-from gridtrain_coordinator.reception import gate_of
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.reception import connection_gate
+from gridtrain_coordinator.store import JournalStore
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 60.0
@@ -58,8 +58,8 @@ class Desk:
     operator: Identity
 
     def invitation(self, uses: int = 9, **changed: object) -> Invitation:
-        contact = Contact(self.address, self.address, self.key, "default", True, self.operator)
-        with Operator(contact) as operator:
+        contact = CoordinatorEndpoint(self.address, self.address, self.key, "default", True, self.operator)
+        with OperatorClient(contact) as operator:
             return replace(operator.invite(uses, 60.0), **changed)  # type: ignore[arg-type]
 
 
@@ -73,11 +73,11 @@ def start_coordinator() -> Iterator[StartCoordinator]:
 
     def start(*, min_workers: int = 1) -> Desk:
         identity, operator = Identity.generate(), Identity.generate()
-        door = Door(operator=operator.public, coordinator=identity.public)
-        transport = over(ZeroMQTransport(identity, SOFTWARE, gate=gate_of(door, time.time)), identity)
+        door = Authorization(operator=operator.public, coordinator=identity.public)
+        transport = build_stack(ZeroMQTransport(identity, SOFTWARE, gate=connection_gate(door, time.time)), identity)
         desk = Desk(transport.listen("tcp://127.0.0.1:0"), identity.public, operator)
-        store = Store.open(":memory:")
-        daemon = Coordinator.of_run(
+        store = JournalStore.open(":memory:")
+        daemon = Coordinator.for_run(
             transport, store, door, operator=operator.public, min_workers=min_workers, address=desk.address
         )
         threads.append(threading.Thread(target=daemon.run, args=(stop,)))
@@ -115,8 +115,8 @@ def config_of(address: str, key: PeerId, **options: str) -> JoinConfig:
 
 
 def grid_of(config: JoinConfig, identity: Identity, kind: type[ZeroMQTransport] = ZeroMQTransport) -> Grid:
-    acquaintances = Acquaintances(bytes.fromhex(config.coordinator_key))
-    return Grid(over(kind(identity, SOFTWARE, gate=acquaintances), identity), config, acquaintances)
+    acquaintances = PeerAllowlist(bytes.fromhex(config.coordinator_key))
+    return Grid(build_stack(kind(identity, SOFTWARE, gate=acquaintances), identity), config, acquaintances)
 
 
 def join(address: str, invited: Invitation | None = None, **options: str) -> Grid:
@@ -125,7 +125,7 @@ def join(address: str, invited: Invitation | None = None, **options: str) -> Gri
     if invited is None:
         config = replace(config_of(address, bytes(32), **options), deadlines=IMPATIENT)
     else:
-        enrol(invited, identity.public, WITHIN_S)
+        present_invitation(invited, identity.public, WITHIN_S)
         config = config_of(address, invited.coordinator, **options)
     return grid_of(config, identity)
 
@@ -190,14 +190,14 @@ def test_an_invitation_of_another_coordinator(start_coordinator: StartCoordinato
     """Its key does not answer at that address: nobody there can pretend to be it."""
     foreign = start_coordinator().invitation(coordinator=Identity.generate().public)
     with pytest.raises(CoordinatorUnreachable, match=f"something listens at {foreign.address}, but"):
-        enrol(foreign, Identity.generate().public, 1.0)
+        present_invitation(foreign, Identity.generate().public, 1.0)
 
 
 def test_a_token_that_nobody_gave(start_coordinator: StartCoordinator) -> None:
     forged = start_coordinator().invitation(token=b"t" * 32)
     with pytest.raises(JoinRefused) as caught:
         gridtrain.join(forged.text())
-    assert str(caught.value) == f"{NOT_VALID} -> ask the run's owner for a new one"
+    assert str(caught.value) == f"{INVALID_INVITATION} -> ask the run's owner for a new one"
 
 
 def test_a_run_in_the_clear_is_joined_only_on_purpose() -> None:
@@ -233,7 +233,7 @@ def test_without_an_agent_it_listens_towards_the_coordinator(monkeypatch: pytest
         def listen(self, address: str) -> str:
             raise TransportError(f"told to listen at {address}")
 
-    monkeypatch.setattr(grid_module, "listen_address", lambda coordinator: f"the way to {coordinator}")
+    monkeypatch.setattr(grid_module, "default_listen_address", lambda coordinator: f"the way to {coordinator}")
     for options, told in (
         ({}, "the way to tcp://10.0.0.9:7700"),
         ({"listen": "tcp://*:7701"}, "tcp://.:7701"),

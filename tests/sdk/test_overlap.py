@@ -14,7 +14,7 @@ import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.optim import state_sync
 from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.buckets import cut
+from gridtrain.runtime.buckets import bucket_bounds
 
 EAGER = gridtrain.Overlap(buckets=3, least=1, adaptive=False)
 EXCHANGES = [
@@ -49,26 +49,26 @@ def train(grid: gridtrain.Grid, exchange: Any, *, overlap: Any = EAGER, **batche
         optimizer.zero_grad()
         backward(model, batch)
         optimizer.step()
-    return state_sync.digest(model, sgd).hex(), optimizer.residual_state()
+    return state_sync.replica_digest(model, sgd).hex(), optimizer.residual_state()
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(step, bucket) of all buckets that were sent early, on all workers."""
     seen: list[tuple[int, int]] = []
-    true = GroupSession.send_early
+    true = GroupSession.begin_bucket
 
     def send_early(self: Any, plan: Any, bucket: int, *rest: Any) -> None:
         seen.append((plan.step, bucket))
         true(self, plan, bucket, *rest)
 
-    monkeypatch.setattr(GroupSession, "send_early", send_early)
+    monkeypatch.setattr(GroupSession, "begin_bucket", send_early)
     return seen
 
 
 def late_on(monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
     """These workers send nothing before `step`."""
-    true = GroupSession.early
+    true = GroupSession.predict_plan
     names = {f"worker-{number}" for number in numbers}
     monkeypatch.setattr(
         GroupSession, "early", lambda self: None if threading.current_thread().name in names else true(self)
@@ -123,7 +123,7 @@ def test_micro_batches_are_sent_with_the_last(together: Any, sent: list[Any], ex
             else:
                 optimizer.step()
                 optimizer.zero_grad()
-        return state_sync.digest(model, sgd).hex()
+        return state_sync.replica_digest(model, sgd).hex()
 
     assert len(set(together(loop, 2))) == 1
     assert len(sent) == 2 * 4 * 3
@@ -141,7 +141,7 @@ def test_unequal_micro_batches_count_as_without_overlap(together: Any, sent: lis
             if count % 3 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        return state_sync.digest(model, sgd).hex()
+        return state_sync.replica_digest(model, sgd).hex()
 
     without, with_it = (together(lambda grid, number, o=o: loop(grid, o), 1) for o in (None, EAGER))
     assert with_it == without and len(sent) == 4 * 3
@@ -159,7 +159,7 @@ def test_a_parameter_without_gradient_is_sent_by_step(together: Any, sent: list[
             optimizer.zero_grad()
             backward(model, batch)
             optimizer.step()
-        return state_sync.digest(whole, sgd).hex()
+        return state_sync.replica_digest(whole, sgd).hex()
 
     assert len(set(together(loop, 2))) == 1
     assert {bucket for _, bucket in sent} == {0, 1}  # the last one holds what has no gradient
@@ -180,7 +180,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(together: Any, 
             backward(model, batch)
             optimizer.step()
             skipped.append(optimizer.last_skipped)
-        return state_sync.digest(model, sgd).hex(), skipped
+        return state_sync.replica_digest(model, sgd).hex(), skipped
 
     results = together(loop, 3)
     assert len({digest for digest, _ in results}) == 1
@@ -195,7 +195,7 @@ def test_an_aborted_round_is_tried_again_with_the_same_gradient(
     from gridtrain.protocol import member_io as io
 
     plain = together(lambda grid, number: train(grid, exchange, seed=3), 2)
-    true = GroupSession.send_early
+    true = GroupSession.begin_bucket
     broken: set[int] = set()
     lock = threading.Lock()
 
@@ -205,9 +205,9 @@ def test_an_aborted_round_is_tried_again_with_the_same_gradient(
             breaks = plan.step % 2 == 1 and plan.step not in broken and bucket == 1
             broken.update({plan.step} if breaks else ())
         if breaks:
-            self._driver.command(io.Broke("the test wants it"))
+            self._driver.command(io.RoundFailed("the test wants it"))
 
-    monkeypatch.setattr(GroupSession, "send_early", send_early)
+    monkeypatch.setattr(GroupSession, "begin_bucket", send_early)
     torn = together(lambda grid, number: train(grid, exchange, seed=3), 2)
     assert broken == {1, 3, 5, 7}
     assert {digest for digest, _ in torn} == {digest for digest, _ in plain}
@@ -321,4 +321,4 @@ def test_workers_must_agree(new_group: Any) -> None:
     ],
 )
 def test_cut(sizes: Any, most: int, least: int, bounds: Any) -> None:
-    assert cut(sizes, most, least) == bounds
+    assert bucket_bounds(sizes, most, least) == bounds

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.optim.overlap_trial import TRIAL_STEPS, WARM_UP_STEPS, Trial
+from gridtrain.optim.overlap_trial import TRIAL_STEPS, WARM_UP_STEPS, OverlapTrial
 from gridtrain.protocol import member_io as io
 from gridtrain.runtime.api import GroupSession
 
@@ -41,9 +41,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Attempted]:
 
 def early_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Backward and exchange take so long with overlap, 1 s without."""
-    true = Trial.took
+    true = OverlapTrial.record_duration
     monkeypatch.setattr(
-        Trial, "took", lambda self, plan, _: true(self, plan, seconds if self.early(plan) else 1.0)
+        OverlapTrial, "took", lambda self, plan, _: true(self, plan, seconds if self.early(plan) else 1.0)
     )
 
 
@@ -81,7 +81,7 @@ def train(grid: gridtrain.Grid, data: list[Tensor], exchange: Any, steps: int, o
         total += batch.mean(0)
         optimizer.step()
     residual = optimizer.residual_state().get("residual", torch.zeros(sum(SIZES)))
-    return model.flat(), residual, total, optimizer.overlaps
+    return model.flat(), residual, total, optimizer.is_overlapping
 
 
 def all_alike(seen: list[Attempted]) -> None:
@@ -109,7 +109,7 @@ def test_nothing_is_lost_when_the_way_changes(
             broken = plan.step in breaks
             breaks.discard(plan.step)
         if broken:
-            self._driver.command(io.Broke("the test wants it"))
+            self._driver.command(io.RoundFailed("the test wants it"))
         return true(self, plan, *rest)
 
     monkeypatch.setattr(GroupSession, "run", run)
@@ -170,7 +170,7 @@ def test_who_joins_later_cuts_as_the_others_do(
                 late.append(group.start(body))
             optimizer.step()
             if len({step for _, step, who, _, size in seen if who == name and size == 3}) == DECIDED + 3:
-                return model.flat(), optimizer.overlaps
+                return model.flat(), optimizer.is_overlapping
         return None
 
     late: list[int] = []

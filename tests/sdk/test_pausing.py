@@ -17,10 +17,10 @@ from torch import nn
 
 import gridtrain
 from gridtrain.optim.grid import Grid
-from gridtrain.optim.pausing import Pauses
-from gridtrain.runtime.owner import SPENT, Unled, Wish
+from gridtrain.optim.pausing import PauseController
+from gridtrain.runtime.owner import BUDGET_EXHAUSTED, AgentDirective, NoAgent
 from gridtrain.testing import FakeSensors
-from gridtrain_worker.controls import Controls, Rules, pairs
+from gridtrain_worker.controls import Rules, TrainingPolicy, parse_pairs
 
 WITHIN_S = 60.0
 DATA = [torch.full((8,), float(i % 7) - 3.0) for i in range(64)]
@@ -43,7 +43,7 @@ class Scene:
     def __init__(self, new_group: Any, exchange: Any, steps: int = STEPS, **group: Any) -> None:
         self.group = new_group(workers=3, **group)
         self.exchange, self.steps = exchange, steps
-        self.owner = Unled()
+        self.owner = NoAgent()
         self.seen: dict[str, list[tuple[int, int]]] = {}
         self.models: dict[str, np.ndarray] = {}
         self.changed = threading.Condition()
@@ -92,7 +92,7 @@ class Scene:
             while not self.changed.wait_for(true, 0.05):
                 assert all(error is None for error in self.results.values()), self.results
                 self._waited = getattr(self, "_waited", 0) + 1
-                assert self._waited < 20 * WITHIN_S, (self.seen, self.owner.told[-3:], self.most_step)
+                assert self._waited < 20 * WITHIN_S, (self.seen, self.owner.reported[-3:], self.most_step)
 
     def step_by_step(self, true: Callable[[], bool]) -> None:
         """As `until`; the others take a step when the first of them waits, and ten a second at most.
@@ -116,7 +116,7 @@ class Scene:
         return self.seen.get(name, [(-1, 0)])[-1]
 
     def is_paused(self) -> bool:
-        return bool(self.owner.told) and self.owner.told[-1]["state"] == "paused"
+        return bool(self.owner.reported) and self.owner.reported[-1]["state"] == "paused"
 
     def resting(self) -> list[dict[str, Any]]:
         lines = self.group.snapshot()["resting"]
@@ -132,11 +132,11 @@ def test_one_is_paused_two_go_on_and_it_comes_back(
     worker-0   3 workers     2 workers        3 workers                the same model
     worker-1   battery -->   paused           mains --> joins          the same model
     worker-2   3 workers     2 workers        3 workers                the same model"""
-    controls, sensors = Controls(Rules().changed(pairs(["battery=pause"]))), FakeSensors(on_battery=False)
+    controls, sensors = TrainingPolicy(Rules().with_settings(parse_pairs(["battery=pause"]))), FakeSensors(on_battery=False)
 
     def lead(scene: Scene) -> None:
         decision = controls.decide(sensors.read(()), 0, NOON)
-        scene.owner.wish = Wish(run=decision.run, reason=decision.text())
+        scene.owner.directive = AgentDirective(run=decision.may_train, reason=decision.text())
 
     scene = Scene(new_group, EXCHANGES[kind])
     with scene.group:
@@ -151,11 +151,11 @@ def test_one_is_paused_two_go_on_and_it_comes_back(
         (line,) = scene.resting()
         assert (line["name"], line["state"]) == ("worker-1", "paused")
         assert line["reason"] == "paused by its owner: battery"
-        assert scene.owner.told[-1] == {"state": "paused", "reason": "battery"}
+        assert scene.owner.reported[-1] == {"state": "paused", "reason": "battery"}
 
         sensors.say(on_battery=False)
         lead(scene)
-        scene.until(lambda: scene.owner.told[-1]["state"] != "paused")
+        scene.until(lambda: scene.owner.reported[-1]["state"] != "paused")
         scene.step_by_step(lambda: scene.last("worker-1")[0] > paused_at)
         scene.let_go_on_to(STEPS)
         for thread in threads:
@@ -212,11 +212,11 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_what_it_holds(new_group:
         scene.let_go_on_to(6)
         scene.until(lambda: scene.last("one")[0] >= 6)
         before = residuals[-1]
-        scene.owner.wish = Wish(run=False, reason="its owner said so")
+        scene.owner.directive = AgentDirective(run=False, reason="its owner said so")
         scene.let_go_on_to(12)
         scene.until(scene.is_paused)
         paused = [step for step, _ in scene.seen["one"]]
-        scene.owner.wish = Wish()
+        scene.owner.directive = AgentDirective()
         thread.join(WITHIN_S)
         assert done == [None]
     steps = [step for step, _ in scene.seen["one"]]
@@ -230,7 +230,7 @@ def test_stop_after_the_step_ends_the_loop_and_leaves(new_group: Any) -> None:
     with scene.group:
         threads = scene.start()
         scene.until(lambda: scene.last("worker-1")[0] >= 5)
-        scene.owner.wish = replace(scene.owner.wish, stop=True)
+        scene.owner.directive = replace(scene.owner.directive, stop=True)
         scene.let_go_on_to(20)
         for thread in threads:
             thread.join(WITHIN_S)
@@ -245,11 +245,11 @@ def test_who_rests_until_the_run_is_finished_ends_too(
     with scene.group:
         threads = scene.start()
         scene.until(lambda: scene.last("worker-1")[0] >= 5)
-        scene.owner.wish = Wish(run=False, reason="hot")
+        scene.owner.directive = AgentDirective(run=False, reason="hot")
         scene.let_go_on_to(10)
         threads[0].join(WITHIN_S)
         threads[2].join(WITHIN_S)
-        scene.owner.wish = Wish()
+        scene.owner.directive = AgentDirective()
         threads[1].join(WITHIN_S)
     assert scene.results == {f"worker-{number}": None for number in range(3)}
     assert "the run was finished while this worker was paused" in caplog.text
@@ -270,13 +270,13 @@ def test_the_days_bytes_are_never_exceeded(new_group: Any) -> None:
         threads = scene.start()
         scene.until(lambda: scene.last("worker-1")[0] >= 5)
         budget = grids["worker-1"].moved_bytes() + 150_000
-        scene.owner.wish = Wish(most_bytes=budget)
+        scene.owner.directive = AgentDirective(most_bytes=budget)
         scene.let_go_on_to(STEPS)
         threads[0].join(WITHIN_S)
         threads[2].join(WITHIN_S)
         spent = grids["worker-1"].moved_bytes()
         paused = scene.is_paused()
-        scene.owner.wish = Wish()
+        scene.owner.directive = AgentDirective()
         threads[1].join(WITHIN_S)
     assert scene.results == {f"worker-{number}": None for number in range(3)}
     assert spent <= budget
@@ -285,26 +285,26 @@ def test_the_days_bytes_are_never_exceeded(new_group: Any) -> None:
 
 def test_the_agent_is_told_that_a_step_does_not_fit() -> None:
     """A little of the day is left: without a word the agent would take the script's end for a failure."""
-    session, owner = SimpleNamespace(moved_bytes=900_000), Unled()
+    session, owner = SimpleNamespace(moved_bytes=900_000), NoAgent()
     asked: list[Callable[[], str]] = []
     session.spend_while = asked.append
-    Pauses(session, owner, lambda: None, lambda up, down: None)  # type: ignore[arg-type,return-value]
-    owner.wish = Wish(most_bytes=10_000_000)
-    assert asked[0]() == "" and not owner.told
-    owner.wish = Wish(most_bytes=910_000)
+    PauseController(session, owner, lambda: None, lambda up, down: None)  # type: ignore[arg-type,return-value]
+    owner.directive = AgentDirective(most_bytes=10_000_000)
+    assert asked[0]() == "" and not owner.reported
+    owner.directive = AgentDirective(most_bytes=910_000)
     assert asked[0]() == "paused in the middle of a step: the day's bytes are used up"
-    assert owner.told == [{"state": SPENT}]
+    assert owner.reported == [{"state": BUDGET_EXHAUSTED}]
 
 
 def test_a_cap_is_obeyed_in_the_middle_of_a_step() -> None:
     """Also while a newcomer takes over the state, which may last for hours: no turn begins then."""
-    session, owner = SimpleNamespace(moved_bytes=0), Unled()
+    session, owner = SimpleNamespace(moved_bytes=0), NoAgent()
     asked: list[Callable[[], str]] = []
     limits: list[tuple[float | None, float | None]] = []
     session.spend_while = asked.append
-    Pauses(session, owner, lambda: None, lambda up, down: limits.append((up, down)))  # type: ignore[arg-type,return-value]
-    owner.wish = Wish(upload_Bps=1e6)
+    PauseController(session, owner, lambda: None, lambda up, down: limits.append((up, down)))  # type: ignore[arg-type,return-value]
+    owner.directive = AgentDirective(upload_Bps=1e6)
     assert asked[0]() == "" == asked[0]()
-    owner.wish = Wish(download_Bps=2e6)
+    owner.directive = AgentDirective(download_Bps=2e6)
     assert asked[0]() == ""
     assert limits == [(None, None), (1e6, None), (None, 2e6)]

@@ -18,7 +18,7 @@ from gridtrain.config import Deadlines
 from gridtrain.optim import sampler
 from gridtrain.protocol.messages import LedgerSpec, Span
 from gridtrain.protocol.sharing import SAMPLES_FIGURE, SECONDS_FIGURE
-from gridtrain.runtime.pace import Pace
+from gridtrain.runtime.pace import ComputeRate
 
 WHOLE, STEPS, SIZE = 64, 90, 640
 SOON = Deadlines(beat_s=0.02, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, connect_s=5.0, reshare_s=0.5)
@@ -54,7 +54,7 @@ def alone(linear: bool) -> list[float]:
     for step in range(STEPS):
         indices = sampler.sample_indices(spec, [Span(step * WHOLE, (step + 1) * WHOLE)])
         optimizer.zero_grad()
-        loss_of(model, sampler.fetch(samples, indices), linear).backward()
+        loss_of(model, sampler.fetch_batch(samples, indices), linear).backward()
         optimizer.step()
     return nn.utils.parameters_to_vector(model.parameters()).tolist()
 
@@ -107,11 +107,11 @@ def test_the_result_is_exact_where_the_shares_are_powers_of_two(
     """16 each, then 32, 16, 8 and 8, as the speeds are told to be; means over them do not round."""
     speeds = {"worker-0": 4.0, "worker-1": 2.0, "worker-2": 1.0, "worker-3": 1.0}
 
-    def figures(pace: Pace) -> dict[str, float]:
+    def figures(pace: ComputeRate) -> dict[str, float]:
         samples = float(pace._samples)
         return {SAMPLES_FIGURE: samples, SECONDS_FIGURE: samples / speeds[threading.current_thread().name]}
 
-    monkeypatch.setattr(Pace, "figures", figures)
+    monkeypatch.setattr(ComputeRate, "figures", figures)
     parameters, taken = in_a_group(new_group, True, lambda number, count: 0.02, workers=4)
     shares_of = [tuple(shares[step] for shares in taken) for step in range(STEPS)]
     assert set(shares_of) == {(16, 16, 16, 16), (32, 16, 8, 8)}

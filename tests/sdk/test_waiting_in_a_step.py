@@ -22,8 +22,8 @@ from torch import nn
 import gridtrain
 from gridtrain.optim.grid import Grid
 from gridtrain.runtime.local import LocalGroup
-from gridtrain.runtime.owner import Unled, Wish
-from gridtrain.runtime.picture import Picture
+from gridtrain.runtime.owner import AgentDirective, NoAgent
+from gridtrain.runtime.picture import WorkerSnapshot
 
 DATA = [torch.full((8,), float(i % 7) - 3.0) for i in range(64)]
 STEPS = 10
@@ -34,7 +34,7 @@ EXCHANGES = {
 }
 
 
-class Told(Unled):
+class Told(NoAgent):
     """An owner that says at once what it was told."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Told(Unled):
         self.paused = threading.Event()
 
     def tell(self, **state: Any) -> None:
-        super().tell(**state)
+        super().report(**state)
         if state["state"] == "paused":
             self.paused.set()
 
@@ -75,7 +75,7 @@ class Scene:
             step = grid.step
             if step == 6 and call == self.calls - 1 and not self.waits.is_set():
                 self.both.wait(WITHIN_S)
-                gone = grid._session._driver.wait(lambda p: p.open_round is None, WITHIN_S)
+                gone = grid._session._io_loop.wait(lambda p: p.open_round is None, WITHIN_S)
                 assert gone is not None
                 self.waits.set()
             if name == "worker-0":
@@ -93,7 +93,7 @@ def test_who_waits_in_a_step_hears_its_owner(tmp_path: Path, kind: str) -> None:
     scene, owner = Scene(*EXCHANGES[kind]), Told()
     ends: dict[str, BaseException | None] = {}
 
-    def work(name: str, owner: Unled | None) -> None:
+    def work(name: str, owner: NoAgent | None) -> None:
         try:
             with group.join(name, export_dir=str(tmp_path), owner=owner) as grid:
                 scene.train(grid, name)
@@ -111,11 +111,11 @@ def test_who_waits_in_a_step_hears_its_owner(tmp_path: Path, kind: str) -> None:
         scene.both.wait(WITHIN_S)
         group.hub.kill(group.keys["worker-1"])
         assert scene.waits.wait(WITHIN_S), ends
-        owner.wish = Wish(run=False, reason="its owner said so")
+        owner.directive = AgentDirective(run=False, reason="its owner said so")
         assert owner.paused.wait(WITHIN_S), ends
         assert scene.committed[-1] == 5, "the step was not done"
         scene.goes_on.set()
-        owner.wish = Wish()
+        owner.directive = AgentDirective()
         last.start()
         for name, thread in (("worker-0", first), ("worker-2", last)):
             thread.join(WITHIN_S)
@@ -152,7 +152,7 @@ def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind:
             optimizer.step()
             at[name] = grid.step
 
-    def work(name: str, owner: Unled | None) -> None:
+    def work(name: str, owner: NoAgent | None) -> None:
         try:
             with group.join(name, export_dir=str(tmp_path), owner=owner) as grid:
                 sessions[name] = grid._session
@@ -171,17 +171,17 @@ def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind:
         driver = sessions["other"]._driver
         assert driver.look().rank == 1
 
-        def waits(here: Picture) -> bool:
+        def waits(here: WorkerSnapshot) -> bool:
             return bool(here.applied == 5 and here.open_round is None and driver.rounds._submitted)
 
         assert driver.wait(waits, WITHIN_S), ends
         group.hub.kill(group.keys["root"])
         assert driver.wait(lambda here: here.doomed is not None, WITHIN_S), ends
-        owner.wish = Wish(run=False, reason="its owner said so")
+        owner.directive = AgentDirective(run=False, reason="its owner said so")
         assert owner.paused.wait(WITHIN_S / 2), ends
         assert at["other"] == 6, "the step was not done"
         scene.goes_on.set()
         dies.set()
-        owner.wish = Wish(stop=True)
+        owner.directive = AgentDirective(stop=True)
         other.join(WITHIN_S)
         assert not other.is_alive() and "other" not in ends

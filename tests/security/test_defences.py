@@ -16,17 +16,17 @@ import pytest
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import MOST_STALE, Attempts, Seat
-from gridtrain.protocol.collective import AddSlice, Arrived, Source
-from gridtrain.protocol.handover import Handover
-from gridtrain.protocol.means import Means
-from gridtrain.protocol.member_io import MeanKnown
-from gridtrain.protocol.ring import Ring
-from gridtrain.protocol.round import Decided, DecisionCame, Prepared, Round, VoteCame
-from gridtrain.runtime.buffers import DenseWorkspace
-from gridtrain.runtime.handover import Inheritance
-from gridtrain.runtime.statefeed import MAX_ASKS, StateIntake, StateOutlet, cut
-from gridtrain.testing.defences import DEFENCES, without
+from gridtrain.protocol.attempts import MAX_STALE_MESSAGES, Attempts, RankAssignment
+from gridtrain.protocol.collective import AddSlice, PayloadReceived, Provenance
+from gridtrain.protocol.handover import ResidualTransfer
+from gridtrain.protocol.means import ScalarMeans
+from gridtrain.protocol.member_io import DeliverMean
+from gridtrain.protocol.ring import RingAllReduce
+from gridtrain.protocol.round import Decided, DecisionReceived, Prepared, TwoPhaseCommit, VoteReceived
+from gridtrain.runtime.buffers import DenseRingBuffer
+from gridtrain.runtime.handover import IncomingResiduals
+from gridtrain.runtime.statefeed import MAX_STATE_REQUESTS, BlobReceiver, BlobSender, split_blocks
+from gridtrain.testing.defences import DEFENCES, disable_defences
 from gridtrain.wire.codec import MAX_PAYLOAD_BYTES, decode
 from gridtrain.wire.sparse import ValueKind, encode
 from gridtrain.wire.sparse import decode as decode_sparse
@@ -141,58 +141,58 @@ def a_scale_beyond_float32() -> Any:
 
 def a_slice_of_one_value_for_all() -> Any:
     """Broadcast over the segment: one value is added to all."""
-    work = DenseWorkspace(floats(1, 2, 3, 4), 2)
-    work.apply(AddSlice(0, 0, floats(9).tobytes(), Source(1, 1, 2, 1)))
+    work = DenseRingBuffer(floats(1, 2, 3, 4), 2)
+    work.apply(AddSlice(0, 0, floats(9).tobytes(), Provenance(1, 1, 2, 1)))
     return work.update_N.tolist() != [1, 2, 3, 4] or None
 
 
 def a_nan_in_the_sum() -> Any:
-    work = DenseWorkspace(floats(1, 2, 3, 4), 2)
-    work.apply(AddSlice(0, 0, floats(np.nan, 0).tobytes(), Source(1, 1, 2, 1)))
+    work = DenseRingBuffer(floats(1, 2, 3, 4), 2)
+    work.apply(AddSlice(0, 0, floats(np.nan, 0).tobytes(), Provenance(1, 1, 2, 1)))
     return np.isnan(work.update_N).any() or None
 
 
 def anothers_turn() -> Any:
     """Rank 0 of three: what is due comes from rank 2; rank 1 sends it."""
-    ring = Ring(0, 3, slices=1, skip=False)
+    ring = RingAllReduce(0, 3, slices=1, skip=False)
     ring.start(0.0)
-    return ring.handle(Arrived(1, m.Place(m.Phase.REDUCE, 0, 2), False, "mine"), 0.0)
+    return ring.handle(PayloadReceived(1, m.PayloadSlot(m.CollectivePhase.REDUCE, 0, 2), False, "mine"), 0.0)
 
 
 def a_state(blobs: list[bytes], *, total: int | None = None) -> list[m.StateBlock]:
-    blocks = cut(blobs)
+    blocks = split_blocks(blobs)
     return [m.StateBlock(1, 5, i, total or len(blocks), block) for i, block in enumerate(blocks)]
 
 
 def a_state_too_large() -> Any:
-    intake = StateIntake(max_bytes=1000)
+    intake = BlobReceiver(max_bytes=1000)
     for block in a_state([bytes(3000)]):
-        intake.take(block)
+        intake.receive(block)
     return intake.held_bytes > 1000 or None
 
 
 def a_state_with_a_false_total() -> Any:
-    intake = StateIntake(max_bytes=1000)
+    intake = BlobReceiver(max_bytes=1000)
     for block in a_state([b"abc"], total=40_000):
-        intake.take(block)
+        intake.receive(block)
     return "taken"
 
 
 def a_block_of_another_size() -> Any:
-    intake = StateIntake(max_bytes=1000)
+    intake = BlobReceiver(max_bytes=1000)
     table, block = a_state([b"abc"])
-    intake.take(table)
-    intake.take(m.StateBlock(1, 5, 1, block.total, bytes(2**20)))
+    intake.receive(table)
+    intake.receive(m.StateBlock(1, 5, 1, block.total, bytes(2**20)))
     return intake.held_bytes > 1000 or None
 
 
 def asking_again_and_again() -> Any:
-    outlet, wire = StateOutlet(), Wire()
-    outlet.fill(5, [b"own", bytes(1000)])
-    for _ in range(10 * MAX_ASKS):
-        outlet.ask(C, 1, 5)
-        outlet.pump(wire)  # type: ignore[arg-type]
-    return wire.sent > 3 * MAX_ASKS or None
+    outlet, wire = BlobSender(), Wire()
+    outlet.store(5, [b"own", bytes(1000)])
+    for _ in range(10 * MAX_STATE_REQUESTS):
+        outlet.request(C, 1, 5)
+        outlet.send_pending(wire)  # type: ignore[arg-type]
+    return wire.sent > 3 * MAX_STATE_REQUESTS or None
 
 
 class Wire:
@@ -210,54 +210,54 @@ class Wire:
 # -- the vote --------------------------------------------------------------------------------------
 
 
-def round_of(rank: int) -> Round:
-    return Round(ROUND, rank, 3, patience_s=5.0, now_s=0.0)
+def round_of(rank: int) -> TwoPhaseCommit:
+    return TwoPhaseCommit(ROUND, rank, 3, patience_s=5.0, now_s=0.0)
 
 
 def a_vote_at_a_member() -> Any:
     """Two votes NO at a member that is not the root, and it aborts what the root may commit."""
-    return round_of(1).handle(VoteCame(2, False, b"", ""), 0.0)
+    return round_of(1).handle(VoteReceived(2, False, b"", ""), 0.0)
 
 
 def a_commit_of_a_member() -> Any:
     mine = round_of(1)
     mine.handle(Prepared(b"u"), 0.0)
-    return mine.handle(DecisionCame(2, m.Verdict.COMMIT, ""), 0.0)
+    return mine.handle(DecisionReceived(2, m.Verdict.COMMIT, ""), 0.0)
 
 
 def another_vote_afterwards() -> Any:
     root = round_of(0)
-    root.handle(VoteCame(2, True, b"u", ""), 0.0)
-    root.handle(VoteCame(2, True, b"v", ""), 0.0)
-    root.handle(VoteCame(1, True, b"v", ""), 0.0)
+    root.handle(VoteReceived(2, True, b"u", ""), 0.0)
+    root.handle(VoteReceived(2, True, b"v", ""), 0.0)
+    root.handle(VoteReceived(1, True, b"v", ""), 0.0)
     decided = root.handle(Prepared(b"v"), 0.0)
     return [effect for effect in decided if isinstance(effect, Decided)] or None
 
 
 def attempts_of_rank_1(voted: bool = False) -> Attempts:
-    mine = Attempts(Seat(B, 1, 5, ROSTER), step=7)
+    mine = Attempts(RankAssignment(B, 1, 5, ROSTER), step=7)
     if voted:
-        mine.submit(ROUND, {m.Channel(): Ring(1, 3, 1, False)}, 5.0, 0.0)
+        mine.submit(ROUND, {m.Channel(): RingAllReduce(1, 3, 1, False)}, 5.0, 0.0)
         mine.advance(Prepared(b"u"), 0.0)
     return mine
 
 
 def data(round_id: m.RoundId, payload: bytes = b"") -> m.Data:
-    return m.Data(round_id, m.Channel(), m.Place(m.Phase.REDUCE), False, payload)
+    return m.Data(round_id, m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), False, payload)
 
 
 def a_step_that_others_did_not_commit() -> Any:
     """Rank 2 pretends to be at the next step; the root has decided nothing."""
     mine = attempts_of_rank_1(voted=True)
     mine.receive(C, data(m.RoundId(1, 5, 8, 0)), 100, 0.0)
-    return None if mine.prepared is not None else "applied alone"
+    return None if mine.prepared_attempt is not None else "applied alone"
 
 
 def held_of(round_id: m.RoundId, count: int = 1, nbytes: int = 100) -> Any:
     mine = attempts_of_rank_1(voted=True)
     for _ in range(count):
         mine.receive(C, data(round_id), nbytes, 0.0)
-    return mine.held_bytes(C) or None
+    return mine.early_bytes(C) or None
 
 
 def a_generation_that_never_comes() -> Any:
@@ -271,7 +271,7 @@ def a_round_that_is_over() -> Any:
 def what_is_over_at_line_rate() -> Any:
     """Nothing is held of it, but reading it costs as much as reading what counts."""
     mine = attempts_of_rank_1(voted=True)
-    for _ in range(MOST_STALE + 1):
+    for _ in range(MAX_STALE_MESSAGES + 1):
         mine.receive(C, data(m.RoundId(1, 4, 6, 0)), 100, 0.0)
     return "all of it was read"
 
@@ -285,26 +285,26 @@ def more_than_there_is_room_for() -> Any:
 
 
 def an_average_that_a_member_made() -> Any:
-    mine = Means(Seat(B, 1, 5, ROSTER))
-    mine.ask((7, 0), 1.0)
-    return MeanKnown(9.0) in mine.heard(C, m.MeanTell(1, 5, 7, 0, 9.0)) or None
+    mine = ScalarMeans(RankAssignment(B, 1, 5, ROSTER))
+    mine.request((7, 0), 1.0)
+    return DeliverMean(9.0) in mine.receive(C, m.MeanReply(1, 5, 7, 0, 9.0)) or None
 
 
 def numbers_for_steps_that_never_come() -> Any:
-    root = Means(Seat(A, 1, 5, ROSTER))
+    root = ScalarMeans(RankAssignment(A, 1, 5, ROSTER))
     for step in range(5000):
-        root.heard(C, m.MeanAsk(1, 5, 2**40 + step, 0, 1.0))
-    return len(root._asked) > 1000 or None
+        root.receive(C, m.MeanRequest(1, 5, 2**40 + step, 0, 1.0))
+    return len(root._values) > 1000 or None
 
 
 # -- a residual that is handed over --------------------------------------------------------------------
 
 
 def handed_over(payload: bytes, total: int = 1) -> Any:
-    heir = Inheritance()
-    heir.allow(N)
-    taken = heir.take(C, m.HandOver(1, 5, 6, b"", 0, total, payload), 3)
-    return taken or heir._arriving or None
+    heir = IncomingResiduals()
+    heir.set_length(N)
+    taken = heir.receive_piece(C, m.ResidualBlock(1, 5, 6, b"", 0, total, payload), 3)
+    return taken or heir._incoming or None
 
 
 def a_residual_larger_than_the_model() -> Any:
@@ -318,7 +318,7 @@ def a_residual_too_large_to_travel() -> Any:
 def a_residual_from_afar() -> Any:
     """Of four, rank 0 gives to rank 2, which is no neighbour."""
     four = (*ROSTER, m.Member(b"d" * 32, "", "", 1, False))
-    return Handover().piece(Seat(C, 1, 5, four), A, m.HandOver(1, 5, 6, b"", 0, 1, b""), 6, True)
+    return ResidualTransfer().receive_block(RankAssignment(C, 1, 5, four), A, m.ResidualBlock(1, 5, 6, b"", 0, 1, b""), 6, True)
 
 
 ATTACKS: dict[str, Callable[[], Any]] = {
@@ -382,7 +382,7 @@ def test_the_attack_fails(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ATTACKS))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_without_the_defence_the_attack_succeeds(name: str) -> None:
-    with without(name):
+    with disable_defences(name):
         assert harm_of(ATTACKS[name]) is not None
     assert harm_of(ATTACKS[name]) is None  # and it is back
 
@@ -393,9 +393,9 @@ def test_without_the_defence_the_attack_succeeds(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(DEFENCES))
 def test_every_defence_is_there(name: str) -> None:
     defence = DEFENCES[name]
-    holder, attribute = defence.place()
+    holder, attribute = defence.resolve()
     before = getattr(holder, attribute)
-    with without(name):
+    with disable_defences(name):
         assert getattr(holder, attribute) is not before
     assert getattr(holder, attribute) is before or getattr(holder, attribute) == before
     assert defence.name == name and defence.attack
@@ -408,7 +408,7 @@ def test_every_defence_of_the_protocol_is_attacked_here() -> None:
 
 
 def test_several_at_once_and_back_after_an_error() -> None:
-    with pytest.raises(ZeroDivisionError), without("turn", "one-vote"):
+    with pytest.raises(ZeroDivisionError), disable_defences("turn", "one-vote"):
         anothers_turn()
         1 / 0  # noqa: B018
     with pytest.raises(RemoteProtocolError):
@@ -416,12 +416,12 @@ def test_several_at_once_and_back_after_an_error() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"no defence 'tunr' -> choose from: .*turn"), without("tunr"):
+    with pytest.raises(ConfigError, match=r"no defence 'tunr' -> choose from: .*turn"), disable_defences("tunr"):
         pass
 
 
 def test_the_same_name_cannot_be_nested() -> None:
-    with without("turn"):
-        with pytest.raises(ConfigError, match="'turn' is away already"), without("turn"):
+    with disable_defences("turn"):
+        with pytest.raises(ConfigError, match="'turn' is away already"), disable_defences("turn"):
             pass
         assert anothers_turn()  # the outer block still holds

@@ -22,7 +22,7 @@ import gridtrain
 from gridtrain.errors import JoinRefused, LocalProtocolError
 from gridtrain.optim import state_sync
 from gridtrain.protocol import messages as m
-from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
+from gridtrain.runtime.buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.local import LocalGroup
 
 WITHIN_S = 60.0
@@ -91,10 +91,10 @@ class Run:
             optimizer.step()
             optimizer.zero_grad()
             sizes.append(grid.world_size)
-        return state_sync.digest(model, optimizer.inner).hex()[:12]
+        return state_sync.replica_digest(model, optimizer.inner).hex()[:12]
 
     def _turn_hostile(self, grid: gridtrain.Grid) -> None:
-        transport = grid._session._driver._transport
+        transport = grid._session._io_loop._transport
         honest = transport.send
 
         def send(peer: m.PeerId, message: m.Message) -> None:
@@ -131,7 +131,7 @@ def twice(message: m.Data) -> list[m.Data]:
 
 
 def elsewhere(message: m.Data) -> list[m.Data]:
-    return [replace(message, place=replace(message.place, hop=2**31 - 1))]
+    return [replace(message, slot=replace(message.slot, hop=2**31 - 1))]
 
 
 def unknown_channel(message: m.Data) -> list[m.Data]:
@@ -169,7 +169,7 @@ def test_our_own_bug_crashes_loudly(kind: str, monkeypatch: pytest.MonkeyPatch, 
     def buggy(self: Any, effect: Any) -> None:
         raise LocalProtocolError("a bug of ours")
 
-    for workspace in (DenseWorkspace, GatherWorkspace, ButterflyWorkspace):
+    for workspace in (DenseRingBuffer, AllGatherBuffer, ButterflyBuffer):
         monkeypatch.setattr(workspace, "apply", buggy)
     with (
         Run(tmp_path, EXCHANGES[kind], lambda message: [message], workers=2) as run,

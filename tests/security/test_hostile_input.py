@@ -19,36 +19,36 @@ import pytest
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.protocol import attempts, gtopk
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Attempts, Offended, Seat
-from gridtrain.protocol.collective import Arrived, CollectiveEffect, Complete, SendTo
-from gridtrain.protocol.gtopk import Butterfly
-from gridtrain.protocol.member_io import Fill, Post
-from gridtrain.protocol.ring import Ring
+from gridtrain.protocol.attempts import Attempts, EarlyViolation, RankAssignment
+from gridtrain.protocol.collective import CollectiveComplete, CollectiveEffect, PayloadReceived, SendTo
+from gridtrain.protocol.gtopk import ButterflyExchange
+from gridtrain.protocol.member_io import ApplyToBuffer, Send
+from gridtrain.protocol.ring import RingAllReduce
 from gridtrain.protocol.round import Prepared
-from gridtrain.protocol.tree import Tree
-from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace, Workspace
-from gridtrain.runtime.direct import DirectWorkspace
-from gridtrain.runtime.stars import DenseStarWorkspace, StarWorkspace, TreeWorkspace
-from gridtrain.runtime.statefeed import BLOCK_BYTES, MAX_BLOBS, StateIntake, cut
+from gridtrain.protocol.tree import TreeExchange
+from gridtrain.runtime.buffers import AllGatherBuffer, ButterflyBuffer, CollectiveBuffer, DenseRingBuffer
+from gridtrain.runtime.direct import DirectBuffer
+from gridtrain.runtime.stars import DenseStarBuffer, SparseStarBuffer, TreeBuffer
+from gridtrain.runtime.statefeed import BLOCK_BYTES, MAX_BLOBS, BlobReceiver, split_blocks
 from gridtrain.sparsify.merge import largest_summable
 from gridtrain.testing.collectives import CollectiveGroup
-from gridtrain.testing.defences import without
+from gridtrain.testing.defences import disable_defences
 from gridtrain.wire.sparse import ValueKind, decode, encode
 
 Seeds = Callable[[int], Iterator[int]]
 KINDS = ("dense", "topk", "gtopk", "tree", "star", "dense-star", "direct")
-DENSE: dict[str, Any] = {"dense": DenseWorkspace, "dense-star": DenseStarWorkspace, "direct": DirectWorkspace}
-MERGING = {"gtopk": ButterflyWorkspace, "tree": TreeWorkspace, "star": StarWorkspace}
+DENSE: dict[str, Any] = {"dense": DenseRingBuffer, "dense-star": DenseStarBuffer, "direct": DirectBuffer}
+MERGING = {"gtopk": ButterflyBuffer, "tree": TreeBuffer, "star": SparseStarBuffer}
 N, K = 48, 6
 
 
 # -- a group of collectives, one rank of which is hostile ------------------------------------------
 
 
-def workspaces_of(kind: str, world_size: int, rng: np.random.Generator, scale: float) -> list[Workspace]:
+def workspaces_of(kind: str, world_size: int, rng: np.random.Generator, scale: float) -> list[CollectiveBuffer]:
     """Everybody's contribution, as large as `scale` times what an honest member may bring."""
     limit = scale * largest_summable(world_size)
-    made: list[Workspace] = []
+    made: list[CollectiveBuffer] = []
     for rank in range(world_size):
         if kind in DENSE:
             vector = np.asarray(rng.uniform(-limit, limit, N), np.float32)
@@ -58,7 +58,7 @@ def workspaces_of(kind: str, world_size: int, rng: np.random.Generator, scale: f
         values = np.asarray(rng.choice([-limit, limit], K), np.float32)
         payload = encode(indices, values, n=N, kind=ValueKind.FP16)
         if kind == "topk":
-            made.append(GatherWorkspace(rank, world_size, payload, n=N, k=K, kind=ValueKind.FP16))
+            made.append(AllGatherBuffer(rank, world_size, payload, n=N, k=K, kind=ValueKind.FP16))
         else:
             made.append(MERGING[kind](payload, n=N, k=K, kind=ValueKind.FP16))
     return made
@@ -67,13 +67,13 @@ def workspaces_of(kind: str, world_size: int, rng: np.random.Generator, scale: f
 class HostileGroup(CollectiveGroup):
     """As the driver does it: what a workspace refuses ends the round there, and its sender is blamed."""
 
-    def __init__(self, workspaces: list[Workspace], seed: int, hostile: int, spoil: Any) -> None:
+    def __init__(self, workspaces: list[CollectiveBuffer], seed: int, hostile: int, spoil: Any) -> None:
         self.hostile, self.spoil = hostile, spoil
         self.blamed: set[int] = set()
         self.broken: set[int] = set()
         super().__init__(workspaces, seed=seed)
 
-    def _deliver(self, src: int, dst: int, message: Arrived) -> None:
+    def _deliver(self, src: int, dst: int, message: PayloadReceived) -> None:
         for copy in self.spoil(message) if src == self.hostile else [message]:
             if dst in self.broken or dst == self.hostile:
                 return
@@ -88,36 +88,36 @@ class HostileGroup(CollectiveGroup):
 
     def _execute(self, rank: int, effects: Any) -> None:
         for effect in effects:
-            before = state_of(self.workspaces[rank])
+            before = state_of(self.buffers[rank])
             try:
                 super()._execute(rank, [effect])
             except RemoteProtocolError as error:
                 overflow = "a sum of sparse payloads overflows" in error.reason
                 assert (overflow or f"rank {effect.source.rank}" in error.reason) and error.remedy
-                assert state_of(self.workspaces[rank]) == before, "nothing of it was applied"
+                assert state_of(self.buffers[rank]) == before, "nothing of it was applied"
                 self.blamed.add(effect.source.rank)
                 self.broken.add(rank)
                 return
 
 
-def state_of(workspace: Workspace) -> Any:
+def state_of(workspace: CollectiveBuffer) -> Any:
     match workspace:
-        case DenseWorkspace() | DenseStarWorkspace():
+        case DenseRingBuffer() | DenseStarBuffer():
             return workspace.update_N.tobytes()
-        case GatherWorkspace():
+        case AllGatherBuffer():
             return [payload and bytes(payload) for payload in workspace._payloads]
-        case StarWorkspace():
-            return bytes(workspace._payload), len(workspace.kept), sorted(workspace._parts)
-        case ButterflyWorkspace():
-            return bytes(workspace._payload), len(workspace.kept)
+        case SparseStarBuffer():
+            return bytes(workspace._payload), len(workspace.truncated), sorted(workspace._parts)
+        case ButterflyBuffer():
+            return bytes(workspace._payload), len(workspace.truncated)
     raise AssertionError(type(workspace))
 
 
-def with_payload(message: Arrived, payload: bytes) -> list[Arrived]:
+def with_payload(message: PayloadReceived, payload: bytes) -> list[PayloadReceived]:
     return [replace(message, payload=payload)]
 
 
-def flipped(message: Arrived, random: Random) -> list[Arrived]:
+def flipped(message: PayloadReceived, random: Random) -> list[PayloadReceived]:
     payload = bytearray(message.payload)
     for _ in range(random.randint(1, 4)):
         if payload:
@@ -125,11 +125,11 @@ def flipped(message: Arrived, random: Random) -> list[Arrived]:
     return with_payload(message, bytes(payload))
 
 
-def damaged(kind: str, what: str, random: Random) -> Callable[[Arrived], list[Arrived]]:
+def damaged(kind: str, what: str, random: Random) -> Callable[[PayloadReceived], list[PayloadReceived]]:
     """What the hostile rank makes of each message that it should send."""
 
-    def spoil(message: Arrived) -> list[Arrived]:
-        place = message.place
+    def spoil(message: PayloadReceived) -> list[PayloadReceived]:
+        place = message.slot
         if random.random() < 0.5:
             return [message]  # not always: it is to get far
         match what:
@@ -143,7 +143,7 @@ def damaged(kind: str, what: str, random: Random) -> Callable[[Arrived], list[Ar
                 return [message, message]
             case "elsewhere":
                 other = replace(place, **{random.choice(["hop", "segment", "slice"]): random.randrange(40)})
-                return [replace(message, place=other)]
+                return [replace(message, slot=other)]
             case "largest":
                 return with_payload(message, largest(kind, message))
         raise AssertionError(what)
@@ -151,7 +151,7 @@ def damaged(kind: str, what: str, random: Random) -> Callable[[Arrived], list[Ar
     return spoil
 
 
-def largest(kind: str, message: Arrived) -> bytes:
+def largest(kind: str, message: PayloadReceived) -> bytes:
     """Finite, well-formed, and as large as float32 can hold."""
     if kind in DENSE:
         return np.full(len(message.payload) // 4, np.finfo(np.float32).max, "<f4").tobytes()
@@ -189,7 +189,7 @@ def test_the_largest_honest_values_are_blamed_on_nobody(kind: str, seeds: Seeds)
         group = HostileGroup(made, seed, -1, None)
         group.run()
         assert not group.blamed and not group.broken, f"seed {seed}"
-        assert len({workspace.seal() for workspace in made}) == 1, f"seed {seed}"
+        assert len({workspace.compute_digest() for workspace in made}) == 1, f"seed {seed}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,7 +200,7 @@ def test_values_at_the_very_bound_are_never_an_honest_members_fault(kind: str, s
         world_size = random.randint(3, 9)
         hostile = random.randrange(world_size)
 
-        def just_accepted(message: Arrived, world_size: int = world_size) -> list[Arrived]:
+        def just_accepted(message: PayloadReceived, world_size: int = world_size) -> list[PayloadReceived]:
             members = members_behind(kind, message, world_size)
             bound = members * largest_summable(world_size)
             factor = 1 + 2.0**-21 if kind in DENSE else 1.0
@@ -216,20 +216,20 @@ def test_values_at_the_very_bound_are_never_an_honest_members_fault(kind: str, s
         assert not group.blamed, f"seed {seed}: {group.blamed} blamed for what is within the bounds"
 
 
-def members_behind(kind: str, message: Arrived, world_size: int) -> int:
-    place = message.place
+def members_behind(kind: str, message: PayloadReceived, world_size: int) -> int:
+    place = message.slot
     match place.phase:
-        case m.Phase.REDUCE:
+        case m.CollectivePhase.REDUCE:
             return place.hop + 1
-        case m.Phase.SPREAD | m.Phase.FOLD:
+        case m.CollectivePhase.ALL_GATHER | m.CollectivePhase.FOLD:
             return 1
-        case m.Phase.SWAP:
+        case m.CollectivePhase.SWAP:
             partner = message.from_rank ^ (1 << place.hop)
-            (hop,) = [hop for hop in gtopk.schedule(partner, world_size) if hop.place == place]
-            return hop.members
-        case m.Phase.RAISE if kind == "tree":
+            (hop,) = [hop for hop in gtopk.schedule(partner, world_size) if hop.slot == place]
+            return hop.contributors
+        case m.CollectivePhase.TO_ROOT if kind == "tree":
             return min(1 << place.hop, world_size - message.from_rank)
-        case m.Phase.RAISE:
+        case m.CollectivePhase.TO_ROOT:
             return 1
     return world_size
 
@@ -242,14 +242,14 @@ def test_without_the_bound_an_honest_member_is_blamed_for_a_sum_that_overflows()
         world_size = random.randint(4, 9)
         hostile = random.randrange(world_size)
         made = workspaces_of("gtopk", world_size, np.random.default_rng(seed), 1.0)
-        with without("honest-values"):
+        with disable_defences("honest-values"):
             group = HostileGroup(made, seed, hostile, damaged("gtopk", "largest", random))
             group.run()
         framed += bool(group.blamed - {hostile})
     assert framed
 
 
-@pytest.mark.parametrize("core", [Butterfly, Tree])
+@pytest.mark.parametrize("core", [ButterflyExchange, TreeExchange])
 @pytest.mark.parametrize("world_size", range(1, 40))
 def test_the_members_behind_each_hop_are_those_that_were_merged(world_size: int, core: Any) -> None:
     """Counted by letting sets of ranks go through the exchange instead of payloads."""
@@ -262,12 +262,12 @@ def test_the_members_behind_each_hop_are_those_that_were_merged(world_size: int,
         rank, effect = queue.pop(0)
         match effect:
             case SendTo(to_rank, place, skip):
-                arrived = Arrived(rank, place, skip, set(mine[rank]))
+                arrived = PayloadReceived(rank, place, skip, set(mine[rank]))
                 queue += [(to_rank, e) for e in cores[to_rank].handle(arrived, 0.0)]
-            case Complete():
+            case CollectiveComplete():
                 assert mine[rank] == set(range(world_size))
             case _:
-                assert len(effect.payload) == effect.source.members  # type: ignore[union-attr]
+                assert len(effect.payload) == effect.provenance.contributors  # type: ignore[union-attr]
                 mine[rank] = mine[rank] | effect.payload  # type: ignore[union-attr]
 
 
@@ -301,16 +301,16 @@ def round_id(step: int = STEP, attempt: int = 0, generation: int = 5) -> m.Round
 
 
 def attempts_of(me: m.PeerId, roster: tuple[m.Member, ...] = ROSTER) -> Attempts:
-    return Attempts(Seat(me, 1, 5, roster), STEP)
+    return Attempts(RankAssignment(me, 1, 5, roster), STEP)
 
 
 def begin(mine: Attempts) -> list[Any]:
-    ring = Ring(mine.rank, mine.seat.world_size, 1, False)
+    ring = RingAllReduce(mine.rank, mine.rank_assignment.world_size, 1, False)
     return mine.submit(mine.next_round, {m.Channel(): ring}, 5.0, 0.0)
 
 
 def reduce(segment: int, hop: int = 0, *, at: m.RoundId | None = None, channel: int = 0) -> m.Data:
-    place = m.Place(m.Phase.REDUCE, hop, segment)
+    place = m.PayloadSlot(m.CollectivePhase.REDUCE, hop, segment)
     return m.Data(at or round_id(), m.Channel(index=channel), place, False, b"")
 
 
@@ -352,7 +352,7 @@ def test_what_no_honest_member_sends(me: m.PeerId, peer: m.PeerId, message: Any,
     with pytest.raises(RemoteProtocolError, match=words) as caught:
         mine.receive(peer, message, 100, 0.0)
     assert caught.value.remedy
-    assert mine.round is not None and mine.round.voted is None and mine.held_bytes(peer) == 0
+    assert mine.open_attempt is not None and mine.open_attempt.vote is None and mine.early_bytes(peer) == 0
 
 
 ROLES = [param for param in REFUSED if "vote" in str(param.id) or "decides" in str(param.id)]
@@ -379,7 +379,7 @@ HONEST_RACES = [
 def test_what_comes_late_is_dropped_without_blame(message: Any) -> None:
     mine = attempts_of(B)
     begin(mine)
-    assert mine.receive(C, message, 100, 0.0) == [] and mine.held_bytes(C) == 0
+    assert mine.receive(C, message, 100, 0.0) == [] and mine.early_bytes(C) == 0
 
 
 def test_the_same_payload_twice() -> None:
@@ -394,16 +394,16 @@ def test_a_payload_is_blamed_on_its_sender_also_when_it_is_merged_later() -> Non
     """Rank 1 of six waits for rank 5's fold; what ranks 0 and 3 sent before is merged after it."""
     roster = tuple(m.Member(bytes([65 + rank]) * 32, "", "", 1, False) for rank in range(6))
     peers = [member.peer for member in roster]
-    mine = Attempts(Seat(peers[1], 1, 5, roster), STEP)
+    mine = Attempts(RankAssignment(peers[1], 1, 5, roster), STEP)
 
-    def swap(phase: m.Phase, hop: int) -> m.Data:
-        return m.Data(round_id(), m.Channel(), m.Place(phase, hop), False, b"")
+    def swap(phase: m.CollectivePhase, hop: int) -> m.Data:
+        return m.Data(round_id(), m.Channel(), m.PayloadSlot(phase, hop), False, b"")
 
-    mine.receive(peers[0], swap(m.Phase.SWAP, 0), 100, 0.0)  # held here, then by the butterfly
-    mine.submit(mine.next_round, {m.Channel(): Butterfly(1, 6, False)}, 5.0, 0.0)
-    mine.receive(peers[3], swap(m.Phase.SWAP, 1), 100, 0.0)
-    effects = mine.receive(peers[5], swap(m.Phase.FOLD, 0), 100, 0.0)
-    assert [e.peer for e in effects if isinstance(e, Fill)] == [peers[5], peers[0], peers[3]]
+    mine.receive(peers[0], swap(m.CollectivePhase.SWAP, 0), 100, 0.0)  # held here, then by the butterfly
+    mine.submit(mine.next_round, {m.Channel(): ButterflyExchange(1, 6, False)}, 5.0, 0.0)
+    mine.receive(peers[3], swap(m.CollectivePhase.SWAP, 1), 100, 0.0)
+    effects = mine.receive(peers[5], swap(m.CollectivePhase.FOLD, 0), 100, 0.0)
+    assert [e.peer for e in effects if isinstance(e, ApplyToBuffer)] == [peers[5], peers[0], peers[3]]
 
 
 def test_an_early_payload_that_turns_out_wrong_costs_the_round_and_names_its_sender() -> None:
@@ -411,11 +411,11 @@ def test_an_early_payload_that_turns_out_wrong_costs_the_round_and_names_its_sen
     mine.receive(C, reduce(1), 100, 0.0)  # not its turn, but that shows only now
     mine.receive(C, reduce(0, at=round_id(STEP + 1)), 100, 0.0)
     effects = begin(mine)
-    (offended,) = [effect for effect in effects if isinstance(effect, Offended)]
+    (offended,) = [effect for effect in effects if isinstance(effect, EarlyViolation)]
     assert offended.peer == C and "rank 2 sent" in offended.reason
-    votes = [e.message for e in effects if isinstance(e, Post)]
+    votes = [e.message for e in effects if isinstance(e, Send)]
     assert [vote.yes for vote in votes if isinstance(vote, m.Vote)] == [False]
-    assert mine.held_bytes(C) == 0  # the rest of what it sent is gone, too
+    assert mine.early_bytes(C) == 0  # the rest of what it sent is gone, too
 
 
 def test_only_the_roots_next_step_proves_a_commit() -> None:
@@ -424,43 +424,43 @@ def test_only_the_roots_next_step_proves_a_commit() -> None:
     begin(mine)
     mine.advance(Prepared(b"u"), 0.0)
     mine.receive(C, reduce(0, at=round_id(STEP + 1)), 100, 0.0)
-    assert mine.prepared is not None
+    assert mine.prepared_attempt is not None
     mine.receive(A, reduce(0, at=round_id(STEP + 1)), 100, 0.0)
-    assert mine.prepared is None and mine.next_round == round_id(STEP + 1)
+    assert mine.prepared_attempt is None and mine.next_round == round_id(STEP + 1)
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "fits"), [(0, attempts.MAX_HELD_MESSAGES), (10 << 20, attempts.MAX_HELD_BYTES // (10 << 20))]
+    ("nbytes", "fits"), [(0, attempts.MAX_EARLY_MESSAGES), (10 << 20, attempts.MAX_EARLY_BYTES // (10 << 20))]
 )
 def test_one_member_cannot_fill_our_memory_or_crowd_out_another(nbytes: int, fits: int) -> None:
     mine = attempts_of(B)
     early = reduce(0, at=round_id(STEP + 1))
     for _ in range(fits):
         mine.receive(C, early, nbytes, 0.0)
-    assert mine.held_bytes(C) == fits * nbytes
+    assert mine.early_bytes(C) == fits * nbytes
     with pytest.raises(RemoteProtocolError, match=f"rank 2 has sent {fits + 1} early messages"):
         mine.receive(C, early, nbytes, 0.0)
-    assert mine.receive(A, early, 32 << 20, 0.0) == [] and mine.held_bytes(A) == 32 << 20
-    mine.forget(C)
-    assert mine.held_bytes(C) == 0 and mine.held_bytes(A) == 32 << 20
+    assert mine.receive(A, early, 32 << 20, 0.0) == [] and mine.early_bytes(A) == 32 << 20
+    mine.drop_early(C)
+    assert mine.early_bytes(C) == 0 and mine.early_bytes(A) == 32 << 20
 
 
 def test_what_was_held_is_free_once_its_round_is_open() -> None:
     mine = attempts_of(B)
     mine.receive(A, reduce(0), 1000, 0.0)
     mine.receive(A, reduce(0, at=round_id(STEP + 1)), 500, 0.0)
-    assert mine.held_bytes(A) == 1500
+    assert mine.early_bytes(A) == 1500
     begin(mine)
-    assert mine.held_bytes(A) == 500
+    assert mine.early_bytes(A) == 500
 
 
 def test_progress_of_a_step_that_nobody_is_at() -> None:
     mine = attempts_of(A)
     begin(mine)
-    mine.progressed(B, m.Progress(round_id(STEP + 1, attempt=2), 5), 1.0)
-    mine.progressed(B, m.Progress(round_id(2**62, generation=4), 6), 1.0)  # late: of another generation
+    mine.record_progress(B, m.RoundProgress(round_id(STEP + 1, attempt=2), 5), 1.0)
+    mine.record_progress(B, m.RoundProgress(round_id(2**62, generation=4), 6), 1.0)  # late: of another generation
     with pytest.raises(RemoteProtocolError, match="rank 1 is at step 4611686018427387904"):
-        mine.progressed(B, m.Progress(round_id(2**62), 7), 1.0)
+        mine.record_progress(B, m.RoundProgress(round_id(2**62), 7), 1.0)
 
 
 def test_progress_that_goes_back_and_forth_does_not_count_as_movement() -> None:
@@ -468,9 +468,9 @@ def test_progress_that_goes_back_and_forth_does_not_count_as_movement() -> None:
     mine = attempts_of(A)
     begin(mine)
     for now_s in range(1, 20):
-        mine.progressed(B, m.Progress(round_id(), now_s % 2 + 1), float(now_s))
-        mine.progressed(C, m.Progress(round_id(), 1), float(now_s))
-    assert mine.round is not None and mine.round._stirred_s < 3.0
+        mine.record_progress(B, m.RoundProgress(round_id(), now_s % 2 + 1), float(now_s))
+        mine.record_progress(C, m.RoundProgress(round_id(), 1), float(now_s))
+    assert mine.open_attempt is not None and mine.open_attempt._last_movement_s < 3.0
 
 
 # -- our own bugs ----------------------------------------------------------------------------------
@@ -484,7 +484,7 @@ class Buggy:
     def start(self, now_s: float) -> list[CollectiveEffect]:
         return []
 
-    def handle(self, event: Arrived, now_s: float) -> list[CollectiveEffect]:
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
         raise LocalProtocolError("a bug of ours")
 
     def waiting_for(self) -> frozenset[int]:
@@ -505,7 +505,7 @@ def test_our_own_bug_is_not_blamed_on_a_peer(early: bool) -> None:
 
 
 def blocks_of(*blobs: bytes, generation: int = 5, total: int | None = None) -> list[m.StateBlock]:
-    cuts = cut(blobs)
+    cuts = split_blocks(blobs)
     return [m.StateBlock(1, generation, i, total or len(cuts), block) for i, block in enumerate(cuts)]
 
 
@@ -513,36 +513,36 @@ BLOBS = (b"first", b"", bytes(BLOCK_BYTES + 3), b"x" * BLOCK_BYTES)
 
 
 def test_an_honest_state_arrives() -> None:
-    intake = StateIntake()
+    intake = BlobReceiver()
     for block in blocks_of(*BLOBS):
-        assert not intake.complete_for(5)
-        intake.take(block)
-    assert intake.complete_for(5) and not intake.complete_for(6)
-    assert intake.blobs() == (1, 5, list(BLOBS))
+        assert not intake.is_complete_for(5)
+        intake.receive(block)
+    assert intake.is_complete_for(5) and not intake.is_complete_for(6)
+    assert intake.take_blobs() == (1, 5, list(BLOBS))
     assert intake.held_bytes == 0
 
 
 def test_a_connection_that_breaks_is_nobodys_offence() -> None:
     """0 1 | 3 of the old connection, the table again, and all of it; then some of it twice."""
-    intake, blocks = StateIntake(), blocks_of(*BLOBS)
+    intake, blocks = BlobReceiver(), blocks_of(*BLOBS)
     for block in (blocks[0], blocks[1], blocks[3], *blocks, blocks[0], blocks[2]):
-        intake.take(block)
-    assert intake.blobs() == (1, 5, list(BLOBS))
+        intake.receive(block)
+    assert intake.take_blobs() == (1, 5, list(BLOBS))
 
 
 def test_a_block_without_its_table_is_dropped() -> None:
-    intake, blocks = StateIntake(), blocks_of(*BLOBS)
-    intake.take(blocks[2])
-    assert intake.held_bytes == 0 and not intake.complete_for(5)
+    intake, blocks = BlobReceiver(), blocks_of(*BLOBS)
+    intake.receive(blocks[2])
+    assert intake.held_bytes == 0 and not intake.is_complete_for(5)
 
 
 def test_a_newer_generation_begins_anew() -> None:
-    intake = StateIntake()
-    intake.take(blocks_of(*BLOBS)[0])
+    intake = BlobReceiver()
+    intake.receive(blocks_of(*BLOBS)[0])
     for block in blocks_of(b"new", generation=6):
-        intake.take(block)
-    intake.take(blocks_of(*BLOBS)[1])  # of the old one, late
-    assert intake.blobs() == (1, 6, [b"new"])
+        intake.receive(block)
+    intake.receive(blocks_of(*BLOBS)[1])  # of the old one, late
+    assert intake.take_blobs() == (1, 6, [b"new"])
 
 
 LIES = [
@@ -571,13 +571,13 @@ LIES = [
 
 @pytest.mark.parametrize(("blocks", "words"), LIES)
 def test_a_state_that_lies_about_itself(blocks: list[m.StateBlock], words: str) -> None:
-    intake = StateIntake(max_bytes=1000)
+    intake = BlobReceiver(max_bytes=1000)
     with pytest.raises(RemoteProtocolError, match=words) as caught:
         for block in blocks:
-            intake.take(block)
-    assert caught.value.remedy and intake.held_bytes <= 16 and not intake.complete_for(5)
+            intake.receive(block)
+    assert caught.value.remedy and intake.held_bytes <= 16 and not intake.is_complete_for(5)
 
 
 def test_a_state_that_is_not_there_is_not_read() -> None:
     with pytest.raises(LocalProtocolError, match="read before"):
-        StateIntake().blobs()
+        BlobReceiver().take_blobs()

@@ -16,7 +16,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.protocol.invitation import RUN_NAME, Invitation
 from gridtrain.runtime.local import LocalGroup
 from gridtrain.runtime.naming import state_directory
-from gridtrain.runtime.operator import Contact
+from gridtrain.runtime.operator import CoordinatorEndpoint
 from gridtrain_coordinator.serving import Settings, default_state
 
 HOSTILE = [
@@ -60,7 +60,7 @@ def test_a_run_of_such_a_name_is_neither_made_nor_asked_for_nor_invited_to(run: 
     with pytest.raises(ConfigError, match="run's name"):
         Settings(run=run)
     with pytest.raises(ConfigError, match="run's name"):
-        Contact.find(run)
+        CoordinatorEndpoint.find(run)
     with pytest.raises(ConfigError, match="run's name"):
         Invitation("tcp://h:1", bytes(32), bytes(range(32)), run)
     assert not base.exists()

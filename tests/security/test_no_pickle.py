@@ -23,17 +23,17 @@ from torch import nn
 
 from gridtrain.errors import GridtrainError, RemoteProtocolError
 from gridtrain.optim import state_sync
-from gridtrain.protocol.collective import AddSlice, Source, StoreOf
+from gridtrain.protocol.collective import AddSlice, Provenance, StoreFromRank
 from gridtrain.protocol.invitation import parse
 from gridtrain.protocol.messages import StateBlock
-from gridtrain.runtime.buffers import DenseWorkspace, GatherWorkspace
-from gridtrain.runtime.client import _parsed
-from gridtrain.runtime.statefeed import StateIntake, cut
+from gridtrain.runtime.buffers import AllGatherBuffer, DenseRingBuffer
+from gridtrain.runtime.client import _parse_status
+from gridtrain.runtime.statefeed import BlobReceiver, split_blocks
 from gridtrain.transport.curve import Identity
 from gridtrain.wire.codec import decode
 from gridtrain.wire.sparse import ValueKind, encode
 from gridtrain.wire.sparse import decode as decode_sparse
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.store import JournalStore
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("gridtrain", "coordinator", "worker", "examples")
@@ -203,7 +203,7 @@ class Bomb:
 
 
 N = 64
-FROM_1 = Source(1, 1, 2, 1)
+FROM_1 = Provenance(1, 1, 2, 1)
 
 
 def model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -221,13 +221,13 @@ def as_payload_of_a_sparse_exchange(bomb: bytes, _: Path) -> None:
 
 def as_payload_of_a_gather(bomb: bytes, _: Path) -> None:
     own = encode(*state_of_nothing(), n=N, kind=ValueKind.FP16)
-    GatherWorkspace(0, 2, own, n=N, k=N, kind=ValueKind.FP16).apply(StoreOf(1, bomb, FROM_1))
+    AllGatherBuffer(0, 2, own, n=N, k=N, kind=ValueKind.FP16).apply(StoreFromRank(1, bomb, FROM_1))
 
 
 def as_a_dense_slice(bomb: bytes, _: Path) -> None:
     import numpy as np
 
-    DenseWorkspace(np.zeros(N, np.float32), 2).apply(AddSlice(0, 0, bomb, FROM_1))
+    DenseRingBuffer(np.zeros(N, np.float32), 2).apply(AddSlice(0, 0, bomb, FROM_1))
 
 
 def state_of_nothing() -> Any:
@@ -237,26 +237,26 @@ def state_of_nothing() -> Any:
 
 
 def as_blocks_of_a_state(bomb: bytes, _: Path) -> None:
-    intake = StateIntake()
-    for index, block in enumerate(blocks := cut([bomb])):
-        intake.take(StateBlock(1, 1, index, len(blocks), block))
-    _, _, blobs = intake.blobs()
-    state_sync.restore(blobs, *model(), {})
+    intake = BlobReceiver()
+    for index, block in enumerate(blocks := split_blocks([bomb])):
+        intake.receive(StateBlock(1, 1, index, len(blocks), block))
+    _, _, blobs = intake.take_blobs()
+    state_sync.restore_state(blobs, *model(), {})
 
 
 def as_the_table_of_a_state(bomb: bytes, _: Path) -> None:
-    StateIntake().take(StateBlock(1, 1, 0, 2, bomb))
+    BlobReceiver().receive(StateBlock(1, 1, 0, 2, bomb))
 
 
 def as_a_states_json(bomb: bytes, _: Path) -> None:
-    state_sync.restore([struct.pack("<2Q", len(bomb), 0), bomb], *model(), {})
+    state_sync.restore_state([struct.pack("<2Q", len(bomb), 0), bomb], *model(), {})
 
 
 def as_a_states_tensors(bomb: bytes, _: Path) -> None:
     net, optimizer = model()
-    own, common = state_sync.capture(net, optimizer, {})
+    own, common = state_sync.capture_state(net, optimizer, {})
     text, _tensors = opened(common)
-    state_sync.restore([own, part(text, bomb)], net, optimizer, {})
+    state_sync.restore_state([own, part(text, bomb)], net, optimizer, {})
 
 
 def opened(a_part: bytes) -> tuple[bytes, bytes]:
@@ -270,7 +270,7 @@ def part(text: bytes, tensors: bytes) -> bytes:
 
 
 def as_a_status(bomb: bytes, _: Path) -> None:
-    _parsed("tcp://h:1", bomb)
+    _parse_status("tcp://h:1", bomb)
 
 
 def as_an_invitation(bomb: bytes, _: Path) -> None:
@@ -288,7 +288,7 @@ def as_a_journal(bomb: bytes, folder: Path) -> None:
     path = folder / "journal.sqlite"
     path.write_bytes(bomb)
     path.chmod(0o600)
-    Store.open(path)
+    JournalStore.open(path)
 
 
 PLACES: list[Callable[[bytes, Path], None]] = [
@@ -349,18 +349,18 @@ def test_a_part_of_a_state_that_is_something_else_is_refused(key: str, junk: Any
     import json
 
     net, optimizer = model()
-    before = state_sync.digest(net, optimizer)
+    before = state_sync.replica_digest(net, optimizer)
     if (key, junk) in [("buffers", {"dict": []}), ("trackers", {})]:
         return  # that is what they are here
-    state = state_sync.capture(net, optimizer, {})
+    state = state_sync.capture_state(net, optimizer, {})
     which = 0 if key in ("buffers", "trackers") else 1
     text, tensors = opened(state[which])
     document = json.loads(text)
     document[key] = junk
     state[which] = part(json.dumps(document).encode(), tensors)
     with pytest.raises(RemoteProtocolError):
-        state_sync.restore(state, net, optimizer, {})
-    assert state_sync.digest(net, optimizer) == before
+        state_sync.restore_state(state, net, optimizer, {})
+    assert state_sync.replica_digest(net, optimizer) == before
 
 
 @pytest.mark.parametrize("junk", [*JUNK, {"dict": [[True, 1], ["a", 1]]}], ids=repr)
@@ -371,7 +371,7 @@ def test_a_part_of_an_optimizers_state_that_is_something_else_is_refused(at: str
     net, optimizer = model()
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    own, common = state_sync.capture(net, optimizer, {})
+    own, common = state_sync.capture_state(net, optimizer, {})
     text, tensors = opened(common)
     document = json.loads(text)
     for entry in document["optimizer"]["dict"]:
@@ -381,7 +381,7 @@ def test_a_part_of_an_optimizers_state_that_is_something_else_is_refused(at: str
     if (at, junk) == ("state", {"dict": []}):
         return  # an optimizer that has not made a step
     with pytest.raises(RemoteProtocolError):
-        state_sync.restore([own, part(changed, tensors)], net, optimizer, {})
+        state_sync.restore_state([own, part(changed, tensors)], net, optimizer, {})
 
 
 @pytest.mark.parametrize("junk", [*JUNK, [{"lr": 1.0}], {"list": [{"dict": [["params", 5]]}]}], ids=repr)
@@ -389,9 +389,9 @@ def test_settings_that_are_something_else_are_refused(junk: Any) -> None:
     import json
 
     net, optimizer = model()
-    (own,) = state_sync.capture(net, optimizer, {}, whole=False)
+    (own,) = state_sync.capture_state(net, optimizer, {}, whole=False)
     text, tensors = opened(own)
     document = json.loads(text) | {"settings": junk}
     with pytest.raises(RemoteProtocolError):
-        state_sync.restore([part(json.dumps(document).encode(), tensors)], net, optimizer, {})
+        state_sync.restore_state([part(json.dumps(document).encode(), tensors)], net, optimizer, {})
     assert isinstance(optimizer.param_groups[0]["lr"], float)

@@ -18,8 +18,8 @@ from typing import Any
 from gridtrain.config import Auto
 from gridtrain.protocol import allgather, direct, gtopk, ring
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.exchanging import FIRST_FIGURE
-from gridtrain.protocol.roads import DIRECT
+from gridtrain.protocol.exchanging import FIRST_STEP_FIGURE
+from gridtrain.protocol.roads import DIRECT_DENSE
 from gridtrain.protocol.sharing import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain.sim.world import SimWorker, World
 
@@ -29,11 +29,11 @@ AUTO = Auto(density=0.05)
 DENSE, GTOPK, TOPK = (exchange.describe() for exchange in AUTO.exchanges(120_576))
 EDGES = {
     DENSE: ring.neighbours,
-    DIRECT: direct.neighbours,
+    DIRECT_DENSE: direct.neighbours,
     GTOPK: gtopk.neighbours,
     TOPK: allgather.neighbours,
 }
-KINDS = {DENSE: "dense", DIRECT: "direct", GTOPK: "gtopk", TOPK: "topk"}
+KINDS = {DENSE: "dense", DIRECT_DENSE: "direct", GTOPK: "gtopk", TOPK: "topk"}
 ON_DENSE_ROADS = ("dense", "direct")
 RATE_Bps = 12.5e6
 SLOW_s, FAST_s = 3.0, 0.001  # computing of a sample: dense is little beside the one, much beside the other
@@ -76,7 +76,7 @@ class AutoWorld(World):
         if not worker.has_computed:
             return ()
         pace_s = self.pace_s()
-        return (FIRST_FIGURE, 3 * pace_s), (SAMPLES_FIGURE, 100.0), (SECONDS_FIGURE, 100 * pace_s)
+        return (FIRST_STEP_FIGURE, 3 * pace_s), (SAMPLES_FIGURE, 100.0), (SECONDS_FIGURE, 100 * pace_s)
 
     def rates_Bps(self, peer: m.PeerId, others: Sequence[m.PeerId]) -> Any:
         return tuple((other, RATE_Bps, RATE_Bps) for other in others)
@@ -87,7 +87,7 @@ def build(seed: int, workers: int, **more: Any) -> tuple[AutoWorld, Any, dict[m.
     used: dict[m.RoundId, str] = {}
     facts = (("model", "120576 parameters in 4 tensors"), ("exchange", AUTO.describe()))
     follows = Random(seed).random() < 0.5
-    setup = m.Setup(facts, m.LedgerSpec(group.SAMPLES, 1, epochs=2), 3, None, follows=follows)
+    setup = m.Setup(facts, m.LedgerSpec(group.SAMPLES, 1, epochs=2), 3, None, can_catch_up=follows)
     min_workers = more.pop("min_workers", 1)
 
     def made() -> Trainer:

@@ -2,14 +2,14 @@
 
 import pytest
 
-from gridtrain.sim.network import Link, Network
+from gridtrain.sim.network import LinkProperties, VirtualNetwork
 
-EXACT = Link(delay_s=(1.0, 1.0))
+EXACT = LinkProperties(delay_s=(1.0, 1.0))
 
 
 def network_of(*nodes, seed=0, link=EXACT):
     """A network and what its nodes receive, as lines of text."""
-    network, transcript = Network(seed, link), []
+    network, transcript = VirtualNetwork(seed, link), []
 
     def deliver(src, dst, message):
         transcript.append(f"{network.clock.now_s:g} {src} -> {dst}: {message}")
@@ -55,7 +55,7 @@ def test_a_receiver_can_answer_at_once():
 
 
 def test_messages_queue_for_the_bandwidth_of_their_direction():
-    network, transcript = network_of("a", "b", link=Link(delay_s=(1.0, 1.0), bandwidth_Bps=100.0))
+    network, transcript = network_of("a", "b", link=LinkProperties(delay_s=(1.0, 1.0), bandwidth_Bps=100.0))
     network.send("a", "b", "first", nbytes=200)
     network.send("a", "b", "second", nbytes=50)
     network.send("b", "a", "other way", nbytes=100)
@@ -64,7 +64,7 @@ def test_messages_queue_for_the_bandwidth_of_their_direction():
 
 
 def arrivals(seed, **link):
-    network, transcript = network_of("a", "b", seed=seed, link=Link(delay_s=(0.0, 1.0), **link))
+    network, transcript = network_of("a", "b", seed=seed, link=LinkProperties(delay_s=(0.0, 1.0), **link))
     for number in range(10):
         network.send("a", "b", number)
     run(network)
@@ -87,7 +87,7 @@ def test_some_are_lost_some_come_twice():
 
 def test_a_link_can_be_set_for_one_direction():
     network, transcript = network_of("a", "b")
-    network.set_link("a", "b", Link(delay_s=(5.0, 5.0)))
+    network.set_link("a", "b", LinkProperties(delay_s=(5.0, 5.0)))
     network.send("a", "b", "slow")
     network.send("b", "a", "fast")
     run(network)
@@ -109,7 +109,7 @@ def test_a_crash_ends_a_nodes_timers_and_what_it_would_send_or_receive():
 @pytest.mark.parametrize("heal_at_s", [0.2, 0.9])
 def test_a_partition_loses_what_is_sent_into_it(heal_at_s):
     network, transcript = network_of("a", "b", "c")
-    network.call_at(0.1, lambda: network.cut(["a"], ["b", "c"]))
+    network.call_at(0.1, lambda: network.partition(["a"], ["b", "c"]))
     network.call_at(0.15, lambda: network.send("a", "b", "lost"))
     network.call_at(0.15, lambda: network.send("b", "c", "same side"))
     network.call_at(heal_at_s, network.heal)
@@ -121,7 +121,7 @@ def test_a_partition_loses_what_is_sent_into_it(heal_at_s):
 def test_a_partition_loses_what_is_in_flight():
     network, transcript = network_of("a", "b")
     network.send("a", "b", "in flight")
-    network.call_at(0.5, lambda: network.cut(["a"], ["b"]))
+    network.call_at(0.5, lambda: network.partition(["a"], ["b"]))
     network.call_at(2.0, network.heal)
     run(network)
     assert transcript == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gridtrain.sim.coverage import RULES, Coverage
+from gridtrain.sim.coverage import RULES, CommitCoverage
 from gridtrain.sim.world import COORDINATOR, SimWorker, World
 
 
@@ -51,7 +51,7 @@ def test_only_the_side_with_the_coordinator_makes_generations_and_the_other_come
     assert all(worker.core.applied <= commits_before[worker.peer] + 1 for worker in there), (
         "and commits nothing"
     )
-    assert all("coordinator" in worker.core.paused or worker.core.paused for worker in there)
+    assert all("coordinator" in worker.core.pause_reason or worker.core.pause_reason for worker in there)
     world.run(120.0)
     group.check(world, book)
     assert len({worker.core.history for worker in world.alive}) == 1, "all four hold the run's end"
@@ -63,7 +63,7 @@ def test_a_link_that_is_deaf_one_way_ends_as_one_that_is_cut() -> None:
     world.partition({deaf.peer}, 3.0, one_way=True)
     world.run(120.0)
     group.check(world, book)
-    assert deaf.core.finished
+    assert deaf.core.is_finished
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -93,12 +93,12 @@ def test_a_newcomer_that_reaches_nobody_follows_over_a_relay(seed: int) -> None:
 
 def test_an_old_coordinator_that_lives_on_is_not_obeyed_and_raises_no_term() -> None:
     world, book = running(3)
-    world.take_over()
+    world.fail_over_coordinator()
     world.run(world.now_s + 0.3)
-    ghost = world._ghost
+    ghost = world._stale_coordinator
     assert ghost is not None and {worker.core.term for worker in world.alive} == {2}
     for worker in world.alive[:2]:
-        world.haunt(worker.peer, 0.5)
+        world.connect_to_stale_coordinator(worker.peer, 0.5)
     world.run(world.now_s + 0.4)
     assert world.coverage.reached["11 a lower term is refused"] == 2
     assert ghost.term == 1 and world.coordinator.term == 2
@@ -120,17 +120,17 @@ def test_a_coordinator_that_stood_still_blames_nobody(for_s: float) -> None:
 def test_a_worker_that_stood_still_blames_nobody(rank: int) -> None:
     """It is the one that goes, or comes back: the others stay throughout."""
     world, book = running(4)
-    sleeper = next(w for w in world.alive if w.core.seat is not None and w.core.seat.rank == rank)
+    sleeper = next(w for w in world.alive if w.core.rank_assignment is not None and w.core.rank_assignment.rank == rank)
     others = [worker for worker in world.alive if worker is not sleeper]
     sleeper.freeze(3.0)
     world.run(120.0)
     group.check(world, book)
     assert len(world.log.refused) == (not sleeper.alive), world.log.refused
-    assert all(worker.core.finished for worker in others)
+    assert all(worker.core.is_finished for worker in others)
 
 
 def test_only_rules_that_exist_are_counted() -> None:
-    coverage = Coverage()
+    coverage = CommitCoverage()
     coverage.mark(RULES[0])
     with pytest.raises(KeyError):
         coverage.mark("14 anything goes")
@@ -142,7 +142,7 @@ def test_a_group_cut_off_from_its_coordinator_goes_on_while_nobody_fails() -> No
     world, book = running(3)
     world.partition({COORDINATOR}, 60.0)
     world.run(40.0)
-    finished = [worker.core.finished for worker in world.alive]
-    assert all(finished), [worker.core.paused for worker in world.alive]
+    finished = [worker.core.is_finished for worker in world.alive]
+    assert all(finished), [worker.core.pause_reason for worker in world.alive]
     world.run(200.0)
     group.check(world, book)

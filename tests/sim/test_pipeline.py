@@ -20,10 +20,10 @@ import pytest
 
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership_io import RunPhase
-from gridtrain.protocol.recutting import cuts_of, gaps
-from gridtrain.protocol.seats import Seats
+from gridtrain.protocol.recutting import defined_cuts, uncovered_spans
+from gridtrain.protocol.seats import RankLayout
 from gridtrain.sim import rebirths
-from gridtrain.sim.pipeline import StagedWorker, StagedWorld, weight_of
+from gridtrain.sim.pipeline import StagedWorker, StagedWorld, layer_weight
 from gridtrain.sim.world import COORDINATOR
 
 SAMPLES, EPOCHS, MANY = 60, 2, 60
@@ -54,11 +54,11 @@ def crash(world: StagedWorld, peer: m.PeerId) -> None:
 
 
 def members(world: StagedWorld) -> list[StagedWorker]:
-    return [w for w in world.alive if isinstance(w, StagedWorker) and w.core.synced]
+    return [w for w in world.alive if isinstance(w, StagedWorker) and w.core.is_synced]
 
 
 def at_stage(world: StagedWorld, stage: int) -> list[StagedWorker]:
-    return [w for w in members(world) if w.core.seat is not None and w.core.seat.stage == stage]
+    return [w for w in members(world) if w.core.rank_assignment is not None and w.core.rank_assignment.stage == stage]
 
 
 class Trouble:
@@ -68,7 +68,7 @@ class Trouble:
         self.world, self.random = world, random
 
     def plan(self, events: int) -> None:
-        rebirths.plan(self.world, self.world._seed, partial(members, self.world), within_s=5.0)
+        rebirths.schedule_restarts(self.world, self.world._seed, partial(members, self.world), within_s=5.0)
         within_s = self.random.choice((0.6, 1.5, 4.0))
         for _ in range(events):
             what = self.random.choice(list(FAULTS))
@@ -84,9 +84,9 @@ class Trouble:
 
     def come_back(self, worker: object, with_disk: bool) -> None:
         assert isinstance(worker, StagedWorker)
-        if not worker.alive and not worker.left and not worker.came_back and len(self.world.alive) < 12:
-            worker.came_back = True
-            self.world.join_with(worker.shelf if with_disk else {})
+        if not worker.alive and not worker.left and not worker.has_returned and len(self.world.alive) < 12:
+            worker.has_returned = True
+            self.world.join_with(worker.stored_checkpoints if with_disk else {})
 
     def some(self) -> StagedWorker | None:
         here = members(self.world)
@@ -103,8 +103,8 @@ class Trouble:
     def crash_a_stage(self) -> None:
         """All replicas of one stage."""
         if worker := self.some():
-            assert worker.core.seat is not None or not worker.core.synced
-            stage = worker.core.seat.stage if worker.core.seat is not None else 0
+            assert worker.core.rank_assignment is not None or not worker.core.is_synced
+            stage = worker.core.rank_assignment.stage if worker.core.rank_assignment is not None else 0
             for other in at_stage(self.world, stage):
                 crash(self.world, other.peer)
 
@@ -116,7 +116,7 @@ class Trouble:
 
     def leave(self) -> None:
         if worker := self.some():
-            (self.world.hand_over if self.random.random() < 0.7 else self.world.leave)(worker.peer)
+            (self.world.leave_gracefully if self.random.random() < 0.7 else self.world.leave)(worker.peer)
 
     def break_edge(self) -> None:
         here = members(self.world)
@@ -193,7 +193,7 @@ FAULTS: dict[str, Callable[[Trouble], None]] = {
 
 def model_of(sizes: Sequence[int], *cuts: int) -> m.StagedModel:
     """Blocks of so many bytes, which are held twice: with their gradients."""
-    return m.StagedModel(cuts, tuple(m.Block(size, size) for size in sizes), copies=1.0)
+    return m.StagedModel(cuts, tuple(m.LayerCosts(size, size) for size in sizes), copies=1.0)
 
 
 def fits(world: StagedWorld) -> str:
@@ -217,21 +217,21 @@ def may_go_on(world: StagedWorld, stages: int) -> str:
     short = len(world.alive) < stages
     if (short or world.setup.model is not None) and not fits(world):
         return ""
-    blocks = cuts_of(world.setup)[-1]
+    blocks = defined_cuts(world.setup)[-1]
     of: dict[tuple[int, bytes], list[m.Span]] = defaultdict(list)
     voices: Counter[tuple[int, bytes]] = Counter()
-    believed = {state[:2] for state in world.coordinator._disks.witnesses._known}
+    believed = {state[:2] for state in world.coordinator._checkpoints.quorum._confirmed}
     for worker in world.alive:
         assert isinstance(worker, StagedWorker)
-        for held in worker.shelf:
-            of[held.applied, held.history].append(held.blocks)
-        voices.update({(held.applied, held.history) for held in worker.shelf})
-        seat = worker.core.seat
-        if worker.core.synced and seat is not None:
-            of[worker.core.applied, worker.core.history].append(seat.blocks)
+        for held in worker.stored_checkpoints:
+            of[held.applied, held.history].append(held.layers)
+        voices.update({(held.applied, held.history) for held in worker.stored_checkpoints})
+        seat = worker.core.rank_assignment
+        if worker.core.is_synced and seat is not None:
+            of[worker.core.applied, worker.core.history].append(seat.layers)
             believed.add((worker.core.applied, worker.core.history))
     believed |= {at for at, count in voices.items() if 2 * count > len(world.alive)}
-    whole = [at for at, known in of.items() if not gaps(known, blocks) and at in believed]
+    whole = [at for at, known in of.items() if not uncovered_spans(known, blocks) and at in believed]
     whole = [at for at in whole if at[0] >= 0 or not short]  # before the first step all are waited for
     return f"every stage of {max(whole)[0]} is here; {fits(world)}" if whole else ""
 
@@ -256,7 +256,7 @@ def check(world: StagedWorld, stages: int) -> None:
         why = may_go_on(world, stages)
         assert not why, f"{why}, but: {snapshot}"
         return
-    over = [w for w in members(world) if w.core.finished and w.core.seat is not None]
+    over = [w for w in members(world) if w.core.is_finished and w.core.rank_assignment is not None]
     assert len({(w.core.applied, w.core.history) for w in over}) <= 1, "stages are at different steps"
     if not over:
         return  # the last one died after the end
@@ -275,9 +275,9 @@ def check(world: StagedWorld, stages: int) -> None:
     assert not wrong and len(seen) == samples, f"not counted once: {wrong}"
     for worker in over:
         blocks = worker.trainer.blocks
-        assert worker.core.seat is not None and blocks == worker.core.seat.blocks
+        assert worker.core.rank_assignment is not None and blocks == worker.core.rank_assignment.layers
         for block, number in zip(range(blocks.start, blocks.stop), worker.trainer.state, strict=True):
-            assert number == sum(weight_of(p, block) for p in counted), f"block {block}"
+            assert number == sum(layer_weight(p, block) for p in counted), f"block {block}"
 
 
 def history(seed: int) -> tuple[StagedWorld, int]:
@@ -354,9 +354,9 @@ def sweep(
         counts["pauses"] += world.pauses
         counts["reloads"] += world.reloads
         counts["merges"] += world.merges
-        counts["cut anew"] += sum(a != b for a, b in pairwise(world.cuts))
-        counts["to more"] += sum(len(a) < len(b) for a, b in pairwise(world.cuts))
-        counts["to fewer"] += sum(len(a) > len(b) for a, b in pairwise(world.cuts))
+        counts["cut anew"] += sum(a != b for a, b in pairwise(world.stage_bounds))
+        counts["to more"] += sum(len(a) < len(b) for a, b in pairwise(world.stage_bounds))
+        counts["to fewer"] += sum(len(a) > len(b) for a, b in pairwise(world.stage_bounds))
         for name in ("crashes", "joins", "generations", "state_transfers", "aborts", "restarts"):
             counts[name] += getattr(world.log, name)
         late += [notice.took_s for notice in world.notices]
@@ -387,7 +387,7 @@ def test_any_stage_dies_and_a_spare_takes_its_seat(stage: int, when_s: float) ->
     world.run(60.0)
     check(world, 4)
     assert world.finished and not world.lost_steps
-    assert len(world.coordinator.run.roster) == 8, "the spare is in it"
+    assert len(world.coordinator.run.member_list) == 8, "the spare is in it"
     assert max(notice.took_s for notice in world.notices) < 2.0
 
 
@@ -397,7 +397,7 @@ def test_without_a_spare_the_other_replica_goes_on_alone() -> None:
     world.run(60.0)
     check(world, 2)
     assert world.finished and not world.lost_steps
-    assert len(world.coordinator.run.roster) == 2
+    assert len(world.coordinator.run.member_list) == 2
 
 
 def test_the_only_holder_dies_and_a_newcomer_goes_on_from_the_copy_on_the_next_stages_disk() -> None:
@@ -422,14 +422,14 @@ def test_survivors_go_on_with_fewer_stages_and_with_all_when_somebody_comes() ->
     world = build(9, 3, 3, model_of([1] * 6, 0, 2, 4, 6))
     world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
     world.run(8.0)  # loading takes up to 3 s
-    assert world.cuts == [(0, 2, 4, 6), (0, 3, 6)] and world.merges == 2
+    assert world.stage_bounds == [(0, 2, 4, 6), (0, 3, 6)] and world.merges == 2
     assert world.coordinator.phase is RunPhase.TRAINING and len(world.lost_steps) == 1
     since, to = world.lost_steps[0]
     assert since is not None and 0 < since - to <= 4, "checkpoints are 4 steps apart"
     world.join()
     world.run(120.0)
     check(world, 3)
-    assert world.cuts[1:] == [(0, 3, 6), (0, 2, 4, 6)]
+    assert world.stage_bounds[1:] == [(0, 3, 6), (0, 2, 4, 6)]
     assert world.finished and len(world.lost_steps) == 1, "the way back costs no step"
 
 
@@ -439,7 +439,7 @@ def test_a_quick_rejoiner_saves_the_new_cut() -> None:
     world.at(3.0, world.join)
     world.run(120.0)
     check(world, 3)
-    assert world.finished and set(world.cuts) == {(0, 2, 4, 6)}
+    assert world.finished and set(world.stage_bounds) == {(0, 2, 4, 6)}
 
 
 def test_where_it_does_not_fit_the_run_waits_and_says_why() -> None:
@@ -453,7 +453,7 @@ def test_where_it_does_not_fit_the_run_waits_and_says_why() -> None:
     world.join()
     world.run(120.0)
     check(world, 3)
-    assert world.finished and set(world.cuts) == {(0, 2, 4, 6)}
+    assert world.finished and set(world.stage_bounds) == {(0, 2, 4, 6)}
 
 
 def test_who_comes_back_while_the_run_is_paused_brings_its_state_and_nothing_is_lost() -> None:
@@ -482,5 +482,5 @@ def test_a_power_cut_is_survived_by_the_disks() -> None:
 
 
 def test_a_seat_is_at_each_step_one_stage() -> None:
-    seats = Seats.of(4, 8)
+    seats = RankLayout.for_world_size(4, 8)
     assert [seats.stage_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]

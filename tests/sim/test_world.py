@@ -19,12 +19,12 @@ import pytest
 
 from gridtrain.protocol import allgather, direct, gtopk, ring, star, tree
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Seat
-from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
-from gridtrain.runtime.direct import DirectWorkspace
-from gridtrain.runtime.stars import DenseStarWorkspace, StarWorkspace, TreeWorkspace
+from gridtrain.protocol.attempts import RankAssignment
+from gridtrain.runtime.buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
+from gridtrain.runtime.direct import DirectBuffer
+from gridtrain.runtime.stars import DenseStarBuffer, SparseStarBuffer, TreeBuffer
 from gridtrain.sim import rebirths
-from gridtrain.sim.coverage import table, unreached
+from gridtrain.sim.coverage import table, unreached_rules
 from gridtrain.sim.world import COORDINATOR, SimWorker, Submission, World
 from gridtrain.testing.collectives import CollectiveGroup
 from gridtrain.wire.sparse import ValueKind, decode, encode
@@ -33,7 +33,7 @@ N, K = 24, 5
 SAMPLES = 60
 KINDS = ("dense", "topk", "gtopk")
 FORMAT: Any = {"n": N, "kind": ValueKind.FP16}
-DENSE: dict[str, Any] = {"dense": DenseWorkspace, "direct": DirectWorkspace, "dense-star": DenseStarWorkspace}
+DENSE: dict[str, Any] = {"dense": DenseRingBuffer, "direct": DirectBuffer, "dense-star": DenseStarBuffer}
 OTHER_KINDS = ("tree", "star", "direct", "dense-star")
 EDGES = {
     "dense": ring.neighbours,
@@ -44,7 +44,7 @@ EDGES = {
     "direct": direct.neighbours,
     "dense-star": star.neighbours,
 }
-MERGING = {"gtopk": ButterflyWorkspace, "tree": TreeWorkspace, "star": StarWorkspace}
+MERGING = {"gtopk": ButterflyBuffer, "tree": TreeBuffer, "star": SparseStarBuffer}
 WHAT_HAPPENS = (
     "aborts",
     "joins",
@@ -93,14 +93,14 @@ class ToyTrainer:
 
         @property
         def update(self) -> np.ndarray:
-            if isinstance(self.workspace, DenseWorkspace | DenseStarWorkspace):
+            if isinstance(self.workspace, DenseRingBuffer | DenseStarBuffer):
                 return self.workspace.update_N
             dense = np.zeros(N, np.float32)
             dense[self.workspace.update.indices] = self.workspace.update.values
             return dense
 
     def prepare(
-        self, round_id: m.RoundId, seat: Seat, spans: Sequence[m.Span], skip: bool
+        self, round_id: m.RoundId, seat: RankAssignment, spans: Sequence[m.Span], skip: bool
     ) -> dict[m.Channel, Any]:
         if round_id.attempt and self.kind == "dense":  # the ring goes on from what had arrived
             self.attempts[round_id] = self.attempt
@@ -121,7 +121,7 @@ class ToyTrainer:
             chosen = np.sort(np.lexsort((np.arange(N), -np.abs(acc)))[:K])
             payload = encode(chosen, acc[chosen], **FORMAT)
             numbers: Any = {"n": N, "k": K, "kind": ValueKind.FP16}
-            make: Callable[[], Any] = partial(GatherWorkspace, rank, world_size, payload, **numbers)
+            make: Callable[[], Any] = partial(AllGatherBuffer, rank, world_size, payload, **numbers)
             if self.kind != "topk":
                 make = partial(MERGING[self.kind], payload, **numbers)
             attempt = self.Attempt(rank, self.residual, contribution, make)
@@ -146,10 +146,10 @@ class ToyTrainer:
     def restore(self, state: Any) -> None:
         self.model = state
 
-    def surrender(self) -> Any:
+    def take_residual(self) -> Any:
         return self.residual.tobytes()
 
-    def inherit(self, residual: Any) -> None:
+    def add_residual(self, residual: Any) -> None:
         self.residual = self.residual + np.frombuffer(residual, np.float32)
 
 
@@ -161,7 +161,7 @@ def build(
         follows = Random(seed).random() < 0.5
     begins = Random(seed ^ 0xA11CE).choice((b"", b"as built"))  # all build the same model: do they say so?
     spec = m.LedgerSpec(SAMPLES, 1, epochs=2)
-    setup = m.Setup((("kind", kind),), spec, 3, None, follows=follows, begins=begins)
+    setup = m.Setup((("kind", kind),), spec, 3, None, can_catch_up=follows, initial_state_digest=begins)
     more = {
         "behind_nat": Random(seed).choice((0.0, 0.0, 0.5, 1.0)),
         "compute_s": (0.001, 0.1),
@@ -184,7 +184,7 @@ class Trouble:
 
     def plan(self, events: int) -> None:
         """Most of a calm run is over after a second or two: trouble comes early, and in bursts."""
-        rebirths.plan(self.world, self.world._seed, lambda: self.members, within_s=3.0)
+        rebirths.schedule_restarts(self.world, self.world._seed, lambda: self.members, within_s=3.0)
         if self.random.random() < 0.1:  # nothing else goes wrong: the rules that take a calm run are reached
             alone = self.random.choice((Trouble.miss_a_generation, Trouble.end_all))
             self.world.at(self.random.uniform(0.6, 0.9), partial(alone, self))
@@ -196,7 +196,7 @@ class Trouble:
 
     @property
     def members(self) -> list[SimWorker]:
-        return [worker for worker in self.world.alive if worker.core.synced]
+        return [worker for worker in self.world.alive if worker.core.is_synced]
 
     def some(self) -> SimWorker | None:
         members = self.members
@@ -213,7 +213,7 @@ class Trouble:
     def leave(self) -> None:
         if len(self.members) >= 2:
             peer = self.random.choice(self.members).peer
-            (self.world.hand_over if self.in_order else self.world.leave)(peer)
+            (self.world.leave_gracefully if self.in_order else self.world.leave)(peer)
 
     def break_edge(self) -> None:
         if len(self.members) >= 2:
@@ -294,12 +294,12 @@ class Trouble:
 
     def take_over(self) -> None:
         """A standby takes over, and the old coordinator goes on; some find the way back to it."""
-        self.world.take_over()
+        self.world.fail_over_coordinator()
         for worker in self.world.alive:
             if self.random.random() < 0.4:
                 for_s = self.random.uniform(0.1, 2.0)
                 when_s = self.world.now_s + self.random.uniform(0.05, 3.0)
-                self.world.at(when_s, partial(self.world.haunt, worker.peer, for_s))
+                self.world.at(when_s, partial(self.world.connect_to_stale_coordinator, worker.peer, for_s))
 
 
 FAULTS: dict[str, Callable[[Trouble], None]] = {
@@ -377,7 +377,7 @@ def divided(world: World) -> bool:
     workers each (decision 0017), or by one whose backup knew of no member."""
     if world.log.blank_backups:
         return True
-    if not world.log.take_overs:
+    if not world.log.coordinator_failovers:
         return False
     workers_of: dict[m.RoundId, set[m.PeerId]] = defaultdict(set)
     for peer, round_id, _ in world.log.commits:
@@ -397,7 +397,7 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None
     assert world.finished, (
         f"not finished after {world.now_s:.1f} s: {world.coordinator.snapshot(world.now_s)}"
     )
-    survivors = [w for w in world.alive if w.core.finished]  # not who was away when the run ended
+    survivors = [w for w in world.alive if w.core.is_finished]  # not who was away when the run ended
     if not survivors:
         return  # the last one died after the end
     check_residuals(world)
@@ -444,14 +444,14 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None
 def check_residuals(world: World) -> None:
     """What a leaver handed over counts once or not at all; nothing vanishes in silence."""
     log = world.log
-    leavers = [leaver for leaver, _ in log.inherited]
+    leavers = [leaver for leaver, _ in log.added_residuals]
     assert len(leavers) == len(set(leavers)), "inherited twice"
-    assert set(log.inherited) <= set(log.acknowledged)
+    assert set(log.added_residuals) <= set(log.acknowledged)
     for leaver, heir in log.acknowledged:
-        assert not world.workers[leaver].alive or not world.workers[leaver].core.finished
-        told = (leaver, heir) in log.inherited or (leaver, heir) in log.void
-        told = told or heir in world.reborn  # it died, and what it held with it
-        assert told or not world.workers[heir].alive or world.workers[heir].holds(leaver), "it vanished"
+        assert not world.workers[leaver].alive or not world.workers[leaver].core.is_finished
+        told = (leaver, heir) in log.added_residuals or (leaver, heir) in log.void_residuals
+        told = told or heir in world.restarted_processes  # it died, and what it held with it
+        assert told or not world.workers[heir].alive or world.workers[heir].has_residual_of(leaver), "it vanished"
 
 
 def once_acknowledged(world: World, do: Callable[[], None]) -> None:
@@ -468,19 +468,19 @@ def test_who_leaves_in_order_leaves_its_residual_behind(kind: str) -> None:
     for first, second in permutations(range(3), 2):
         world, book = build(3, kind, workers=3, behind_nat=0.0)
         peers = sorted(world.workers)
-        world.at(3.8, partial(world.hand_over, peers[first]))
-        world.at(3.8, partial(once_acknowledged, world, partial(world.hand_over, peers[second])))
+        world.at(3.8, partial(world.leave_gracefully, peers[first]))
+        world.at(3.8, partial(once_acknowledged, world, partial(world.leave_gracefully, peers[second])))
         world.run(60.0)
         check(world, book)
         rounds = {round_id for _, round_id, _ in world.log.commits}
         counted = with_what_was_there(world.log.submissions, book, rounds)
         # Void where the step that it left in was committed with what it had brought: it was counted already.
         brought_all = {peer for peer, round_id in counted if round_id not in rounds}
-        assert world.log.inherited and {leaver for leaver, _ in world.log.void} <= brought_all
-        if (peers[first], peers[second]) in world.log.inherited:
+        assert world.log.added_residuals and {leaver for leaver, _ in world.log.void_residuals} <= brought_all
+        if (peers[first], peers[second]) in world.log.added_residuals:
             passed_on += 1
-            assert len(world.log.inherited) == 2
-            (last,) = [worker for worker in world.alive if worker.core.finished]
+            assert len(world.log.added_residuals) == 2
+            (last,) = [worker for worker in world.alive if worker.core.is_finished]
             brought = sum(attempt.contribution for round_id in rounds for attempt in book[round_id])
             assert np.array_equal(brought, last.trainer.model + last.trainer.residual), "nothing is lost"
     assert passed_on, "the second one was the heir of the first one at least once"
@@ -524,7 +524,7 @@ def test_promises_hold_under_churn(seeds: Seeds) -> None:
     if len(reached) >= 750:  # a sweep in which nothing happened would prove nothing
         assert all(totals[name] > 0 for name in WHAT_HAPPENS), dict(totals)
         assert totals["rollbacks"] < 0.2 * len(reached)
-        assert unreached(reached) == []
+        assert unreached_rules(reached) == []
 
 
 def test_promises_hold_on_the_other_topologies(seeds: Seeds) -> None:

@@ -30,7 +30,7 @@ def test_the_benchmark_measures_every_case_and_writes_both_files(tmp_path, monke
 def test_each_step_of_a_case_is_one_of_error_feedback():
     """What is selected leaves the residual, the rest stays: the benchmark measures what training does."""
     vectors = selection.Vectors(2000, torch.device("cpu"))
-    steps = selection.Steps(vectors, 20, lambda: selection.selection_on(torch.device("cpu")), weight=0.5)
+    steps = selection.Steps(vectors, 20, lambda: selection.make_selection(torch.device("cpu")), weight=0.5)
     steps.step()
     expected = vectors.gradients[1] * 0.5
     expected[expected.abs().topk(20).indices] = 0.0

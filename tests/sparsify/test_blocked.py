@@ -6,8 +6,8 @@ import torch
 
 from gridtrain.errors import LocalProtocolError
 from gridtrain.sparsify import blocked, select
-from gridtrain.sparsify.blocked import BlockedSelection, BlockedSum, bits_value, value_bits
-from gridtrain.sparsify.select import HostSelection, TensorSelection, Terms
+from gridtrain.sparsify.blocked import BlockwiseSum, CpuSelection, value_bits, value_from_bits
+from gridtrain.sparsify.select import AccumulationTerms, HostSelection, TensorSelection
 
 INFINITE_BITS = 0x7F80_0000
 
@@ -22,7 +22,7 @@ def by_sorting(acc, k, floor=0.0):
 
 
 def by_blocks(acc, k, hint, floor=0.0):
-    selection = BlockedSelection()
+    selection = CpuSelection()
     selection.hint.bits = hint
     return selection.select(acc, k, None, floor)
 
@@ -116,7 +116,7 @@ def test_each_block_is_computed_once_and_in_order(monkeypatch, hint):
         filled.append((start, stop))
         acc[start:stop] = np.arange(start, stop)
 
-    selection = BlockedSelection()
+    selection = CpuSelection()
     selection.hint.bits = hint
     assert selection.select(acc, 2, fill).tolist() == [98, 99]
     assert filled == [(0, 32), (32, 64), (64, 96), (96, 100)]
@@ -125,11 +125,11 @@ def test_each_block_is_computed_once_and_in_order(monkeypatch, hint):
 
 def test_a_threshold_is_carried_over_and_found_again():
     rng = np.random.default_rng(4)
-    selection = BlockedSelection()
+    selection = CpuSelection()
     for _ in range(5):
         selection.select(rng.standard_normal(100_000, dtype=np.float32), 1000)
     assert selection.hint.misses == 0
-    assert 2.0 < bits_value(selection.hint.bits) < 2.576  # the 0.01 quantile of |x| is 2.576
+    assert 2.0 < value_from_bits(selection.hint.bits) < 2.576  # the 0.01 quantile of |x| is 2.576
     selection.select(rng.standard_normal(100_000, dtype=np.float32) * np.float32(0.1), 1000)
     assert selection.hint.misses == 1
     selection.select(rng.standard_normal(100_000, dtype=np.float32) * np.float32(0.1), 1000)
@@ -150,9 +150,9 @@ def test_the_sum_has_the_bits_of_whole_vector_operations(momentum, weight):
     expected = residual + (new_u if momentum else contribution)
     for selection in (HostSelection(), TensorSelection()):
         acc_N, new_u_N = torch.full((n,), torch.nan), torch.full((n,), torch.nan)
-        terms = Terms(residual, gradient, acc_N, weight)
+        terms = AccumulationTerms(residual, gradient, acc_N, weight)
         if momentum:
-            terms = Terms(residual, gradient, acc_N, weight, u, new_u_N, momentum)
+            terms = AccumulationTerms(residual, gradient, acc_N, weight, u, new_u_N, momentum)
         selected = selection.select(terms, 50)
         assert torch.equal(acc_N, expected)
         assert not momentum or torch.equal(new_u_N, new_u)
@@ -164,5 +164,5 @@ def test_the_sum_has_the_bits_of_whole_vector_operations(momentum, weight):
 def test_without_samples_the_gradient_is_not_read():
     residual = np.array([1.0, -2.0], np.float32)
     acc = np.empty(2, np.float32)
-    BlockedSum(residual, np.full(2, np.nan, np.float32), acc, weight=0.0)(0, 2)
+    BlockwiseSum(residual, np.full(2, np.nan, np.float32), acc, weight=0.0)(0, 2)
     assert acc.tolist() == [1.0, -2.0]

@@ -16,8 +16,8 @@ import torch
 
 from gridtrain.sparsify import device as device_module
 from gridtrain.sparsify.blocked import value_bits
-from gridtrain.sparsify.device import KernelSelection, kernels_agree, selection_on
-from gridtrain.sparsify.select import HostSelection, TensorSelection, Terms
+from gridtrain.sparsify.device import CudaSelection, are_kernels_correct, make_selection
+from gridtrain.sparsify.select import AccumulationTerms, HostSelection, TensorSelection
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,8 +45,8 @@ def terms_of(vectors, device, weight, momentum):
     residual_N, gradient_N, u_N = (vector.to(device) for vector in vectors)
     acc_N, new_u_N = torch.full_like(residual_N, 7.0), torch.full_like(residual_N, 7.0)
     if not momentum:
-        return Terms(residual_N, gradient_N, acc_N, weight)
-    return Terms(residual_N, gradient_N, acc_N, weight, u_N, new_u_N, momentum)
+        return AccumulationTerms(residual_N, gradient_N, acc_N, weight)
+    return AccumulationTerms(residual_N, gradient_N, acc_N, weight, u_N, new_u_N, momentum)
 
 
 @needs_kernels
@@ -56,7 +56,7 @@ def terms_of(vectors, device, weight, momentum):
 def test_steps_are_those_of_the_host(device, n, weight, momentum):
     """Cold and with thresholds carried over, on a distribution that jumps up and down."""
     generator = torch.Generator().manual_seed(n)
-    kernel, host = KernelSelection(), HostSelection()
+    kernel, host = CudaSelection(), HostSelection()
     k = max(1, n // 100)
     for step, scale in enumerate((1.0, 1.0, 1000.0, 1e-6, 1.0)):
         vectors = torch.randn(3, n, generator=generator) * scale
@@ -73,7 +73,7 @@ def test_steps_are_those_of_the_host(device, n, weight, momentum):
 @pytest.mark.parametrize("hint", [0, value_bits(2.0), 0x7F800000])
 @pytest.mark.parametrize("kind", ["zeros", "equal", "one huge", "sorted", "integers", "infinite", "nan"])
 def test_no_hint_changes_a_result(device, monkeypatch, kind, hint, floor):
-    monkeypatch.setattr(device_module, "_ROOM_MIN", 16)  # so that keys do not all find room
+    monkeypatch.setattr(device_module, "_MIN_CAPACITY", 16)  # so that keys do not all find room
     n = 6000
     acc_N = {
         "zeros": torch.zeros(n),
@@ -85,7 +85,7 @@ def test_no_hint_changes_a_result(device, monkeypatch, kind, hint, floor):
         "nan": torch.cat((torch.tensor([torch.nan]), torch.ones(n - 1))),
     }[kind]
     for k in (1, 70, n):
-        kernel = KernelSelection()
+        kernel = CudaSelection()
         kernel.hint.bits = hint
         vectors = acc_N, torch.zeros(n), torch.zeros(n)
         mine, theirs = (terms_of(vectors, place, 1.0, 0.0) for place in (device, "cpu"))
@@ -96,25 +96,25 @@ def test_no_hint_changes_a_result(device, monkeypatch, kind, hint, floor):
 def test_parts_of_a_vector_need_no_alignment(device):
     vectors = torch.randn(3, 5000, generator=torch.Generator().manual_seed(5))[:, 3:4098]
     mine, theirs = (terms_of(vectors, place, 0.5, 0.9) for place in (device, "cpu"))
-    assert same(KernelSelection().select(mine, 40), HostSelection().select(theirs, 40))
+    assert same(CudaSelection().select(mine, 40), HostSelection().select(theirs, 40))
 
 
 @needs_kernels
 def test_the_check_before_first_use_lets_right_kernels_pass(device):
-    kernels_agree.cache_clear()
+    are_kernels_correct.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kernels_agree(device)
+        assert are_kernels_correct(device)
 
 
 @needs_kernels
 def test_the_check_before_first_use_finds_wrong_kernels(device, monkeypatch):
-    kernels_agree.cache_clear()
-    select = KernelSelection.select
-    monkeypatch.setattr(KernelSelection, "select", lambda self, terms, k: select(self, terms, k - 1))
+    are_kernels_correct.cache_clear()
+    select = CudaSelection.select
+    monkeypatch.setattr(CudaSelection, "select", lambda self, terms, k: select(self, terms, k - 1))
     with pytest.warns(UserWarning, match=r"its results differ from torch's.*torch's operations are used"):
-        assert not kernels_agree(device)
-    kernels_agree.cache_clear()
+        assert not are_kernels_correct(device)
+    are_kernels_correct.cache_clear()
 
 
 @needs_kernels
@@ -122,22 +122,22 @@ def test_a_launch_that_fails_leaves_torch(device, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no C compiler")
 
-    kernels_agree.cache_clear()
-    monkeypatch.setattr(KernelSelection, "_find", fail)
+    are_kernels_correct.cache_clear()
+    monkeypatch.setattr(CudaSelection, "_find", fail)
     with pytest.warns(UserWarning, match="RuntimeError: no C compiler"):
-        assert not kernels_agree(device)
-    kernels_agree.cache_clear()
+        assert not are_kernels_correct(device)
+    are_kernels_correct.cache_clear()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_gets_kernels_or_torch():
-    chosen = selection_on(torch.device("cuda"))
-    assert isinstance(chosen, KernelSelection if HAS_TRITON else TensorSelection)
+    chosen = make_selection(torch.device("cuda"))
+    assert isinstance(chosen, CudaSelection if HAS_TRITON else TensorSelection)
 
 
 def test_host_memory_is_selected_from_by_numpy():
-    assert isinstance(selection_on(torch.device("cpu")), HostSelection)
+    assert isinstance(make_selection(torch.device("cpu")), HostSelection)
 
 
 @pytest.mark.skipif(

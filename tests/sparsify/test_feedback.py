@@ -135,7 +135,7 @@ def test_what_is_forgotten_is_zero_as_at_the_beginning(momentum):
     feedback = ErrorFeedback(4, "cpu", momentum)
     feedback.commit(feedback.prepare(vector(1, 2, 3, 4), 1, FP16), [])
     assert feedback.residual_N.any()
-    feedback.forget()
+    feedback.clear()
     fresh = ErrorFeedback(4, "cpu", momentum)
     assert all(torch.equal(value, fresh.state()[name]) for name, value in feedback.state().items())
 

@@ -58,9 +58,9 @@ def test_what_fp16_flushes_to_zero_is_kept():
 
 def test_each_kept_value_has_one_owner():
     merged = merge(sparse({i: float(i + 1) for i in range(16)}), sparse({}), n=16, k=4, kind=FP32)
-    owned = [merged.owned(4, residue)[0].tolist() for residue in range(4)]
+    owned = [merged.truncated_of_owner(4, residue)[0].tolist() for residue in range(4)]
     assert owned == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
-    assert merged.owned(1, 0)[0].tolist() == list(range(12))
+    assert merged.truncated_of_owner(1, 0)[0].tolist() == list(range(12))
 
 
 def test_nothing_and_nothing_is_nothing():

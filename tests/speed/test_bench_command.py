@@ -12,25 +12,33 @@ from rich.console import Console
 
 from gridtrain.cli.main import cli, main
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.speed.group import Repeat, Setting
-from gridtrain.speed.main import Exchanged, Found, Plan, check_memory, exchanged, sentences, show
+from gridtrain.speed.group import BenchSetting, ExchangeSample
+from gridtrain.speed.main import (
+    BenchPlan,
+    BenchResult,
+    ExchangeResult,
+    check_memory,
+    measure_exchange,
+    print_result,
+    summary_sentences,
+)
 
 pytest.importorskip("torch")
 
 LOCAL = {"copy_ns": 0.5, "select_ns": 5.0, "encode_ns": 12.0, "decode_ns": 20.0, "merge_ns": 100.0}
 
 
-def found(workers: tuple[int, ...] = (4,)) -> Found:
+def found(workers: tuple[int, ...] = (4,)) -> BenchResult:
     exchanges = [
-        Exchanged(exchange, P, 0.1, 0.02, sent_bytes)
+        ExchangeResult(exchange, P, 0.1, 0.02, sent_bytes)
         for P in workers
         for exchange, sent_bytes in (("dense", 60e6), ("gtopk:density=0.01", 0.5e6))
     ]
-    return Found(Plan(10_000_000, workers=workers), 2, "", LOCAL, exchanges)
+    return BenchResult(BenchPlan(10_000_000, workers=workers), 2, "", LOCAL, exchanges)
 
 
 def test_sentences_say_what_the_figures_mean() -> None:
-    assert sentences(found()) == [
+    assert summary_sentences(found()) == [
         "Selecting takes 50.0 ms a step on one CPU thread, 10.0 times a plain copy.",
         "On a line of 20Mbit a step among 4 workers takes at least 24.0 s dense and 0.20 s with gTop-k, "
         "for the bytes alone.",
@@ -40,7 +48,7 @@ def test_sentences_say_what_the_figures_mean() -> None:
 
 def test_the_tables() -> None:
     console = Console(width=120, file=io.StringIO(), record=True)
-    show(found(), console)
+    print_result(found(), console)
     text = console.export_text()
     assert "10,000,000 parameters (40.0 MB of gradient), density 0.01; 2 CPU cores, no GPU" in text
     assert "select what to send, one CPU thread" in text
@@ -88,25 +96,25 @@ def test_options_that_cannot_work(
 
 
 def test_vectors_that_do_not_fit_are_refused_before_anything_is_measured() -> None:
-    check_memory(Plan(1_000_000, workers=(2, 4)), memory_bytes=64_000_000)
+    check_memory(BenchPlan(1_000_000, workers=(2, 4)), memory_bytes=64_000_000)
     with pytest.raises(ConfigError, match=r"1,000,001 parameters for 4 local workers need about 0.1 GB"):
-        check_memory(Plan(1_000_001, workers=(2, 4)), memory_bytes=64_000_000)
-    check_memory(Plan(4_000_000, workers=()), memory_bytes=64_000_000)
+        check_memory(BenchPlan(1_000_001, workers=(2, 4)), memory_bytes=64_000_000)
+    check_memory(BenchPlan(4_000_000, workers=()), memory_bytes=64_000_000)
 
 
-def repeat(seconds: float, aborts: int) -> Repeat:
+def repeat(seconds: float, aborts: int) -> ExchangeSample:
     each = [seconds, seconds]
-    return Repeat(seconds, each, [8, 8], each, [1, 1], [8, 8], each, each, each, aborts)
+    return ExchangeSample(seconds, each, [8, 8], each, [1, 1], [8, 8], each, each, each, aborts)
 
 
 def test_repeats_with_aborted_attempts_are_left_out_and_counted() -> None:
-    setting = Setting("dense", 2, 1000)
-    made = exchanged(setting, [repeat(1.0, 0), repeat(90.0, 1), repeat(80.0, 2), repeat(2.0, 0)])
+    setting = BenchSetting("dense", 2, 1000)
+    made = measure_exchange(setting, [repeat(1.0, 0), repeat(90.0, 1), repeat(80.0, 2), repeat(2.0, 0)])
     assert (made.seconds, made.cpu_s, made.repeats, made.left_out) == (1.5, 1.5, 2, 2)
     shown = found()
     shown.exchanges[0] = replace(shown.exchanges[0], repeats=3, left_out=2)
-    assert sentences(shown)[-1] == (
+    assert summary_sentences(shown)[-1] == (
         "dense among 4 workers: 2 of 5 repeats had aborted attempts and are left out."
     )
     with pytest.raises(GridtrainError, match="aborted in each of 1 repeats"):
-        exchanged(setting, [repeat(90.0, 1)])
+        measure_exchange(setting, [repeat(90.0, 1)])

@@ -13,15 +13,15 @@ import zmq
 
 from gridtrain.protocol.messages import Message, PeerId, Ping
 from gridtrain.transport.base import (
-    Denied,
+    ConnectionDenied,
+    ConnectionRole,
     PeerDown,
     PeerUp,
-    Reached,
+    ReachResult,
     Received,
-    Standing,
     Transport,
     TransportEvent,
-    Violation,
+    TransportViolation,
 )
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
@@ -46,15 +46,15 @@ class Door:
     """A gate that a test can open and close; it starts open for everybody."""
 
     def __init__(self) -> None:
-        self.standings: dict[PeerId, Standing] = {}
-        self.otherwise = Standing.PEER
+        self.standings: dict[PeerId, ConnectionRole] = {}
+        self.otherwise = ConnectionRole.MEMBER
 
-    def __call__(self, peer: PeerId) -> Standing:
+    def __call__(self, peer: PeerId) -> ConnectionRole:
         return self.standings.get(peer, self.otherwise)
 
-    def only(self, **standings: Standing) -> None:
+    def only(self, **standings: ConnectionRole) -> None:
         """By name; everybody else is a stranger from now on."""
-        self.otherwise = Standing.STRANGER
+        self.otherwise = ConnectionRole.STRANGER
         self.standings = {key(name): standing for name, standing in standings.items()}
 
 
@@ -92,11 +92,11 @@ class Endpoint:
                     lines.append(f"Ping {nonce} from {who}")
                 case Received(message=message):
                     lines.append(f"{type(message).__name__} from {who}")
-                case Violation():
+                case TransportViolation():
                     lines.append(f"violation {who}")
-                case Denied():
+                case ConnectionDenied():
                     lines.append(f"denied {who}")
-                case Reached(address=address):
+                case ReachResult(address=address):
                     lines.append(f"reached {who}" if address else f"not reached {who}")
         return lines
 

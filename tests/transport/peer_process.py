@@ -8,12 +8,12 @@ The keys are hexadecimal, and worth nothing: they are a test's.
 
 import sys
 
-from gridtrain.transport.base import open_gate
+from gridtrain.transport.base import allow_all
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.zeromq import ZeroMQTransport
 
 identity = Identity.from_secret(bytes.fromhex(sys.argv[1]))
-transport = ZeroMQTransport(identity, "gridtrain test", gate=open_gate)
+transport = ZeroMQTransport(identity, "gridtrain test", gate=allow_all)
 if sys.argv[2] == "dial":
     transport.dial(bytes.fromhex(sys.argv[4]), sys.argv[3])
 else:

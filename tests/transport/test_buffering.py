@@ -27,7 +27,7 @@ needs_lowat = pytest.mark.skipif(LOWAT is None, reason="this system has no TCP_N
     ],
 )
 def test_a_fixed_buffer_is_asked_for_where_it_is_larger_than_a_growing_one(wmem_max, grows_to, asked):
-    assert buffering.worth_asking_for(wmem_max, grows_to) == asked
+    assert buffering.buffer_bytes_to_request(wmem_max, grows_to) == asked
 
 
 def waiting_bytes(fd: int) -> int:
@@ -48,11 +48,11 @@ def test_only_the_connection_that_was_meant_gets_other_buffers():
         with near, far:
             remote, port = far.getsockname(), server.getsockname()[1]
             before = waiting_bytes(near.fileno())
-            descriptors.widen(near.fileno(), (remote[0], remote[1] + 1), {port})  # reused for another peer
-            descriptors.widen(near.fileno(), remote, {port + 1})  # reused by another server
-            assert waiting_bytes(near.fileno()) == before != buffering.NOT_SENT_BYTES
-            descriptors.widen(near.fileno(), remote, {port})
-            assert waiting_bytes(near.fileno()) == buffering.NOT_SENT_BYTES
+            descriptors.enlarge_buffers(near.fileno(), (remote[0], remote[1] + 1), {port})  # reused for another peer
+            descriptors.enlarge_buffers(near.fileno(), remote, {port + 1})  # reused by another server
+            assert waiting_bytes(near.fileno()) == before != buffering.MAX_UNSENT_BYTES
+            descriptors.enlarge_buffers(near.fileno(), remote, {port})
+            assert waiting_bytes(near.fileno()) == buffering.MAX_UNSENT_BYTES
             far.sendall(b"x")
             assert near.recv(1) == b"x"
 
@@ -63,7 +63,7 @@ def test_both_ends_of_an_edge_have_them(zeromq_net):
         return {
             fd
             for fd in map(int, os.listdir("/proc/self/fd"))
-            if waiting_bytes(fd) == buffering.NOT_SENT_BYTES
+            if waiting_bytes(fd) == buffering.MAX_UNSENT_BYTES
         }
 
     before = widened()

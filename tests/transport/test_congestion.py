@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gridtrain.transport import congestion, descriptors
-from gridtrain.transport.congestion import Losses
+from gridtrain.transport.congestion import LossMonitor
 
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 has_both = AVAILABLE.exists() and {"bbr", "cubic"} <= set(AVAILABLE.read_text().split())
@@ -26,17 +26,17 @@ has_both = AVAILABLE.exists() and {"bbr", "cubic"} <= set(AVAILABLE.read_text().
     ],
 )
 def test_a_short_line_is_not_left_to_bbr(control, round_trip_s, asked):
-    assert congestion.better_control(control, round_trip_s) == asked
+    assert congestion.preferred_control(control, round_trip_s) == asked
 
 
 def looks(text: str) -> list[bool]:
     """One answer for each letter: "." nothing was lost, "x" a frame was, "X" with a large window, "-" hardly
     anything was sent."""
-    losses, answers, segments, lost = Losses(), [], 0, 0
+    losses, answers, segments, lost = LossMonitor(), [], 0, 0
     for letter in text:
         segments += 1 if letter == "-" else 1000
         lost += letter in "xX"
-        answers.append(losses.saw(segments, lost, window=400 if letter == "X" else 38))
+        answers.append(losses.record(segments, lost, window=400 if letter == "X" else 38))
     return answers
 
 
@@ -59,8 +59,8 @@ def test_a_line_is_bad_if_it_loses_again_and_again(text, bad):
 
 
 def test_the_kernels_counts_begin_anew():
-    losses = Losses(segments=(1 << 32) - 10, retransmitted=(1 << 32) - 1)
-    assert [losses.saw(1000 * look, look, window=10) for look in range(1, 7)] == [*[False] * 5, True]
+    losses = LossMonitor(segments=(1 << 32) - 10, retransmitted=(1 << 32) - 1)
+    assert [losses.record(1000 * look, look, window=10) for look in range(1, 7)] == [*[False] * 5, True]
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_a_connection_has_cubic_until_it_shows_losses(ends):
     assert congestion.control_of(near) == "bbr"
     assert descriptors.choose_control(fd, remote, {port})
     assert congestion.control_of(near) == "cubic"
-    losses = Losses(segments=-1000, retransmitted=-1)
-    losses.looks.extend([True] * (congestion.BAD_LOOKS - 1))
+    losses = LossMonitor(segments=-1000, retransmitted=-1)
+    losses.recent.extend([True] * (congestion.BAD_LOOKS - 1))
     assert not descriptors.watch_losses(fd, remote, losses, {port + 1})
     assert descriptors.watch_losses(fd, remote, losses, {port})
     assert congestion.control_of(near) == "bbr"

@@ -10,23 +10,23 @@ import pytest
 
 from gridtrain.errors import LocalProtocolError, TransportError
 from gridtrain.protocol.messages import (
-    Beat,
     Channel,
+    CollectivePhase,
     Data,
     Enrol,
     Enrolled,
+    Heartbeat,
     Leave,
-    Phase,
+    PayloadSlot,
     Ping,
-    Place,
     RoundId,
 )
 from gridtrain.transport import admission
-from gridtrain.transport.base import Denied, PeerDown, PeerUp, Reached, Received, Standing
+from gridtrain.transport.base import ConnectionDenied, ConnectionRole, PeerDown, PeerUp, ReachResult, Received
 
 
 def data(index: int, payload: object = b"x") -> Data:
-    return Data(RoundId(1, 1, 0, 0), Channel(), Place(Phase.REDUCE, segment=index), False, payload)
+    return Data(RoundId(1, 1, 0, 0), Channel(), PayloadSlot(CollectivePhase.REDUCE, segment=index), False, payload)
 
 
 def segments(endpoint) -> list[int]:
@@ -84,7 +84,7 @@ def test_what_is_out_of_bounds_fails_where_it_is_sent(net):
     """Over memory as over sockets: a group in one process shows what would break between machines."""
     anna, bert = net.pair()
     with pytest.raises(LocalProtocolError, match=r"^cannot send: Beat\.figures\[0\] is float nan, must be a"):
-        anna.transport.send(bert.key, Beat(1, 0, 0, (("loss", float("nan")),)))
+        anna.transport.send(bert.key, Heartbeat(1, 0, 0, (("loss", float("nan")),)))
     anna.transport.send(bert.key, Ping(1))
     net.until(lambda: bert.got(), anna, bert)
     assert bert.story() == ["up anna", "Ping 1 from anna"]
@@ -188,20 +188,20 @@ def test_where_a_connection_comes_from(net):
 
 def test_a_stranger_is_denied_until_it_is_let_in(proving_net):
     anna, bert = proving_net.add("anna"), proving_net.add("bert")
-    bert.door.only(carl=Standing.PEER)
+    bert.door.only(carl=ConnectionRole.MEMBER)
     address = bert.transport.listen(proving_net.address("bert"))
     anna.transport.dial(bert.key, address)
-    proving_net.until(lambda: len(anna.of(Denied)) >= 2, anna, bert)
-    assert set(anna.of(Denied)) == {Denied(bert.key, address)}
+    proving_net.until(lambda: len(anna.of(ConnectionDenied)) >= 2, anna, bert)
+    assert set(anna.of(ConnectionDenied)) == {ConnectionDenied(bert.key, address)}
     assert anna.of(PeerUp) == bert.events == []
-    bert.door.only(anna=Standing.PEER)
+    bert.door.only(anna=ConnectionRole.MEMBER)
     proving_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
     assert bert.story() == ["up anna"]
 
 
 def test_a_stranger_gets_nothing_where_it_cannot_be_told(plain_net):
     anna, bert, carl = (plain_net.add(name) for name in ("anna", "bert", "carl"))
-    bert.door.only(carl=Standing.PEER)
+    bert.door.only(carl=ConnectionRole.MEMBER)
     address = bert.transport.listen(plain_net.address("bert"))
     anna.transport.dial(bert.key, address)
     anna.events += anna.transport.poll(0.05)
@@ -252,7 +252,7 @@ def test_who_is_removed_after_hanging_up_is_cut_by_its_next_message(net):
 def reception(net, guests: int):
     """A coordinator, and `guests` who all hold the same invitation."""
     host = net.add("coordinator")
-    host.door.only(invitation=Standing.GUEST)
+    host.door.only(invitation=ConnectionRole.PENDING_MEMBER)
     address = host.transport.listen(net.address("coordinator"))
     made = [net.add("invitation") for _ in range(guests)]
     for guest in made:
@@ -296,7 +296,7 @@ def test_a_guest_whose_invitation_has_ended_is_not_heard(net):
 
 def test_a_guest_is_never_taken_for_a_peer(net):
     host, (guest,) = reception(net, 1)
-    host.door.only(invitation=Standing.PEER)
+    host.door.only(invitation=ConnectionRole.MEMBER)
     guest.transport.send(host.key, Enrol(b"k" * 32))
     net.until(lambda: len(host.of(PeerUp)) == 2, guest, host)  # it has come again, as a peer
     assert host.story() == ["up guest invitation", "down guest invitation", "up invitation"]
@@ -321,8 +321,8 @@ def test_the_first_address_that_answers_with_the_peers_key(net):
     closed.transport.close()
     bert_at = bert.transport.listen(net.address("bert again"))
     anna.transport.reach(bert.key, [address, "nonsense", bert_at], 5.0)
-    net.until(lambda: anna.of(Reached), anna, bert)
-    assert anna.of(Reached) == [Reached(bert.key, bert_at)]
+    net.until(lambda: anna.of(ReachResult), anna, bert)
+    assert anna.of(ReachResult) == [ReachResult(bert.key, bert_at)]
     anna.transport.send(bert.key, Ping(1))
     net.until(lambda: bert.got(), anna, bert)
     assert bert.story() == ["up anna", "Ping 1 from anna"]  # the connection that there was, untouched
@@ -336,16 +336,16 @@ def test_nobody_can_be_reached_at_the_wrong_addresses(net):
     for addresses in ([], wrong, [carls]):
         anna.events.clear()
         anna.transport.reach(bert.key, addresses, 1.0)
-        net.until(lambda: anna.of(Reached), anna, carl)
-        assert anna.events == [Reached(bert.key, "")]
+        net.until(lambda: anna.of(ReachResult), anna, carl)
+        assert anna.events == [ReachResult(bert.key, "")]
 
 
 def test_who_does_not_let_us_in_is_not_reached(net):
     anna, bert = net.add("anna"), net.add("bert")
     bert.door.only()
     anna.transport.reach(bert.key, [bert.transport.listen(net.address("bert"))], 1.0)
-    net.until(lambda: anna.of(Reached), anna, bert)
-    assert anna.events == [Reached(bert.key, "")] and bert.events == []
+    net.until(lambda: anna.of(ReachResult), anna, bert)
+    assert anna.events == [ReachResult(bert.key, "")] and bert.events == []
 
 
 def test_each_question_has_its_own_answer(net):
@@ -354,8 +354,8 @@ def test_each_question_has_its_own_answer(net):
     for _ in range(100):
         anna.transport.reach(bert.key, [address], 10.0)
     anna.transport.hang_up(bert.key)  # does not take the answers away
-    net.until(lambda: len(anna.of(Reached)) == 100, anna, bert)
-    assert set(anna.events) == {Reached(bert.key, address)}
+    net.until(lambda: len(anna.of(ReachResult)) == 100, anna, bert)
+    assert set(anna.events) == {ReachResult(bert.key, address)}
 
 
 def test_a_hidden_endpoint_can_dial_and_not_be_dialled(memory_net):
@@ -364,8 +364,8 @@ def test_a_hidden_endpoint_can_dial_and_not_be_dialled(memory_net):
     memory_net.hub.hide(bert.key)
     anna.transport.reach(bert.key, [berts], 1.0)
     anna.transport.dial(bert.key, berts)
-    memory_net.until(lambda: anna.of(Reached), anna, bert)
-    assert anna.events == [Reached(bert.key, "")] and bert.events == []
+    memory_net.until(lambda: anna.of(ReachResult), anna, bert)
+    assert anna.events == [ReachResult(bert.key, "")] and bert.events == []
     bert.transport.dial(anna.key, annas)
     memory_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
     carl = memory_net.add("carl")

@@ -11,19 +11,19 @@ import pytest
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import (
     Channel,
+    CollectivePhase,
     Credit,
     Data,
     Message,
-    Phase,
+    PayloadSlot,
     Ping,
-    Place,
     RoundId,
     StateBlock,
     StatusReply,
 )
-from gridtrain.testing.defences import without
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, TransportEvent, Violation
-from gridtrain.transport.credits import CreditTransport, credit_bytes
+from gridtrain.testing.defences import disable_defences
+from gridtrain.transport.base import PeerDown, PeerUp, Received, Transport, TransportEvent, TransportViolation
+from gridtrain.transport.credits import FlowControlTransport, credit_bytes
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
 
 WINDOW_BYTES = 64 * 1024
@@ -31,7 +31,7 @@ CHUNK_BYTES = 8 * 1024
 
 
 def data(index: int, payload: object = bytes(CHUNK_BYTES)) -> Data:
-    return Data(RoundId(1, 1, 0, 0), Channel(), Place(Phase.REDUCE, segment=index), False, payload)
+    return Data(RoundId(1, 1, 0, 0), Channel(), PayloadSlot(CollectivePhase.REDUCE, segment=index), False, payload)
 
 
 class Side:
@@ -47,19 +47,19 @@ class Side:
 
     def finish(self, count: int | None = None) -> None:
         """The loop deals with the oldest `count` messages (all)."""
-        assert isinstance(self.transport, CreditTransport)
+        assert isinstance(self.transport, FlowControlTransport)
         for event in self.undone[:count]:
-            self.transport.done(event.peer, event.nbytes)
+            self.transport.mark_processed(event.peer, event.nbytes)
         del self.undone[:count]
 
     def got(self, kind: type[Message] = Data) -> list[Message]:
         return [e.message for e in self.events if isinstance(e, Received) and isinstance(e.message, kind)]
 
     def segments(self) -> list[int]:
-        return [message.place.segment for message in self.got(Data)]
+        return [message.slot.segment for message in self.got(Data)]
 
     def violations(self) -> list[str]:
-        return [event.reason for event in self.events if isinstance(event, Violation)]
+        return [event.reason for event in self.events if isinstance(event, TransportViolation)]
 
 
 class Pair:
@@ -74,7 +74,7 @@ class Pair:
         inner = MemoryTransport(name.encode().ljust(32, b"."), self.hub)
         transport: Transport = inner
         if not raw:
-            transport = CreditTransport(inner, **{"window_bytes": WINDOW_BYTES, **self.options})  # type: ignore[arg-type]
+            transport = FlowControlTransport(inner, **{"window_bytes": WINDOW_BYTES, **self.options})  # type: ignore[arg-type]
         self.sides.append(Side(name, transport))
         return self.sides[-1]
 
@@ -296,7 +296,7 @@ def test_credit_is_no_event_and_a_guest_gets_none(pair):
     anna, bert = pair.join(pair.add("anna"), pair.add("bert", raw=True))
     assert anna.got(Credit) == [] and bert.got(Credit) == [Credit(0)]
     sent = anna.transport.traffic.sent_messages["Credit"]
-    anna.transport._handle(PeerUp(b"g" * 32, guest_of=b"i" * 32), [])
+    anna.transport._handle(PeerUp(b"g" * 32, pending_key=b"i" * 32), [])
     assert anna.transport.traffic.sent_messages["Credit"] == sent
 
 
@@ -332,11 +332,11 @@ def test_a_sender_that_does_not_wait_is_a_violation_and_fills_no_memory(pair):
     held_bytes = sum(event.nbytes for event in bert.undone)
     assert held_bytes <= 2 * (WINDOW_BYTES + ONE)
     assert "are under way; the window has 65536" in bert.violations()[0]
-    assert {event.peer for event in bert.events if isinstance(event, Violation)} == {anna.key}
+    assert {event.peer for event in bert.events if isinstance(event, TransportViolation)} == {anna.key}
 
 
 def test_without_the_defence_it_fills_the_memory(pair):
-    with without("credits"):
+    with disable_defences("credits"):
         _, bert = flood(pair)
     assert len(bert.undone) == 20 * FULL
     assert sum(event.nbytes for event in bert.undone) >= 20 * FULL * ONE

@@ -14,9 +14,9 @@ import pytest
 import zmq
 
 from gridtrain.errors import ConfigError, TransportError
-from gridtrain.protocol.messages import Channel, Data, Phase, Place, RoundId
-from gridtrain.transport.base import PeerUp, open_gate
-from gridtrain.transport.curve import Identity, claim
+from gridtrain.protocol.messages import Channel, CollectivePhase, Data, PayloadSlot, RoundId
+from gridtrain.transport.base import PeerUp, allow_all
+from gridtrain.transport.curve import Identity, claim_identity
 from gridtrain.transport.zeromq import ZeroMQTransport
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -63,13 +63,13 @@ def test_a_secret_has_32_bytes(nbytes):
 def test_a_key_file_is_its_owners_alone_whatever_the_umask(tmp_path):
     old = os.umask(0o000)
     try:
-        identity = Identity.kept_in(tmp_path / "state" / "own.key")
+        identity = Identity.load_or_create(tmp_path / "state" / "own.key")
     finally:
         os.umask(old)
     file, folder = tmp_path / "state" / "own.key", tmp_path / "state"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert Identity.kept_in(file) == Identity.read(file) == identity
+    assert Identity.load_or_create(file) == Identity.read(file) == identity
     assert [path.name for path in folder.iterdir()] == ["own.key"]  # nothing half-written is left
 
 
@@ -86,7 +86,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path):
 )
 def test_a_damaged_key_file_says_so_and_shows_nothing(tmp_path, damage):
     path = tmp_path / "own.key"
-    identity = Identity.kept_in(path)
+    identity = Identity.load_or_create(path)
     text = path.read_bytes()
     damaged = {"cut": text[:-3], "more": text.strip() + b"00\n", "other": text.replace(b"secret", b"public")}
     path.write_bytes(damaged[damage] if isinstance(damage, str) else damage)
@@ -97,7 +97,7 @@ def test_a_damaged_key_file_says_so_and_shows_nothing(tmp_path, damage):
 
 
 def test_a_key_file_is_never_overwritten(tmp_path):
-    first = Identity.kept_in(tmp_path / "own.key")
+    first = Identity.load_or_create(tmp_path / "own.key")
     with pytest.raises(FileExistsError):
         Identity.generate().write(tmp_path / "own.key")
     assert Identity.read(tmp_path / "own.key") == first
@@ -145,13 +145,13 @@ def test_two_workers_of_a_machine_are_two_peers_and_the_same_two_after_a_restart
 def test_an_identity_is_free_again_when_its_process_was_killed(tmp_path):
     (process,) = in_processes(1, CLAIM, tmp_path)
     key = process.stdout.readline().strip()
-    with claim(tmp_path) as (other, _):
+    with claim_identity(tmp_path) as (other, _):
         assert other.public.hex() != key
     process.kill()
     process.wait(timeout=60)
     process.stdin.close()
     process.stdout.close()
-    with claim(tmp_path) as (again, _):
+    with claim_identity(tmp_path) as (again, _):
         assert again.public.hex() == key
 
 
@@ -163,14 +163,14 @@ def test_an_old_libzmq_is_refused(monkeypatch, version):
     monkeypatch.setattr(zmq, "zmq_version_info", lambda: version)
     monkeypatch.setattr(zmq, "zmq_version", lambda: ".".join(map(str, version)))
     with pytest.raises(ConfigError, match=r"is too old; encryption needs 4\.3\.5 or newer -> install pyzmq"):
-        ZeroMQTransport(Identity.generate(), "test", gate=open_gate)
-    ZeroMQTransport(Identity.generate(), "test", gate=open_gate, encrypted=False).close()
+        ZeroMQTransport(Identity.generate(), "test", gate=allow_all)
+    ZeroMQTransport(Identity.generate(), "test", gate=allow_all, encrypted=False).close()
 
 
 def test_a_libzmq_without_curve_is_refused(monkeypatch):
     monkeypatch.setattr(zmq, "has", lambda capability: capability != "curve")
     with pytest.raises(ConfigError, match="has no CURVE"):
-        ZeroMQTransport(Identity.generate(), "test", gate=open_gate)
+        ZeroMQTransport(Identity.generate(), "test", gate=allow_all)
 
 
 def test_nobody_is_let_in_by_default():
@@ -243,7 +243,7 @@ def tapped(net):
     tap = Wiretap(bert.transport.listen("tcp://127.0.0.1:0"))
     anna.transport.dial(bert.key, tap.address)
     net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
-    place = Place(Phase.REDUCE)
+    place = PayloadSlot(CollectivePhase.REDUCE)
     payload = b"a gradient, say " * 4096
     anna.transport.send(bert.key, Data(RoundId(1, 1, 0, 0), Channel(), place, False, payload))
     net.until(lambda: bert.got(), bert, anna)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from gridtrain.testing.defences import without
+from gridtrain.testing.defences import disable_defences
 from gridtrain.transport import descriptors, doorway
 from gridtrain.transport.base import PeerDown, PeerUp
 from gridtrain.transport.doorway import (
@@ -20,20 +20,20 @@ from gridtrain.transport.doorway import (
     MOST_AT_ALL,
     MOST_HALF_OPEN,
     MOST_OF_ONE_RANGE,
-    Doorway,
+    HalfOpenConnections,
     address_range,
 )
 
 HOME, ELSEWHERE = "198.51.100.7", "203.0.113.9"
 
 
-def overstayers(made: Doorway, heard_s: float, now_s: float = 0.0) -> list[int]:
-    return doorway.overstayers(made, heard_s, now_s)
+def overstayers(made: HalfOpenConnections, heard_s: float, now_s: float = 0.0) -> list[int]:
+    return doorway.connections_to_cut(made, heard_s, now_s)
 
 
-def crowd(made: Doorway, host: str, fds: range, now_s: float = 0.0) -> None:
+def crowd(made: HalfOpenConnections, host: str, fds: range, now_s: float = 0.0) -> None:
     for fd in fds:
-        made.accepted(fd, host, now_s)
+        made.add(fd, host, now_s)
 
 
 # -- the rules -----------------------------------------------------------------------------------
@@ -55,9 +55,9 @@ def test_address_ranges(host, name):
 
 
 def test_who_says_nothing_is_cut_after_its_time():
-    made = Doorway()
-    made.accepted(1, HOME, 0.0)
-    made.accepted(2, HOME, 1.0)
+    made = HalfOpenConnections()
+    made.add(1, HOME, 0.0)
+    made.add(2, HOME, 1.0)
     assert made.due_s() == HALF_OPEN_S
     assert overstayers(made, HALF_OPEN_S - 0.01) == []
     assert overstayers(made, HALF_OPEN_S) == [1]
@@ -66,53 +66,53 @@ def test_who_says_nothing_is_cut_after_its_time():
 
 
 def test_who_greets_or_goes_does_not_wait_any_more():
-    made = Doorway()
+    made = HalfOpenConnections()
     crowd(made, HOME, range(3))
-    assert made.left(0) and made.left(1) and not made.left(1)
+    assert made.remove(0) and made.remove(1) and not made.remove(1)
     assert overstayers(made, HALF_OPEN_S) == [2]
     assert len(made) == 0 and made.due_s() == float("inf")
 
 
 def test_while_nothing_is_read_nobody_is_too_late():
     """Under a download cap a greeting may lie unread for long: only what was heard until then counts."""
-    made = Doorway()
-    made.accepted(1, HOME, 10.0)
+    made = HalfOpenConnections()
+    made.add(1, HOME, 10.0)
     assert overstayers(made, heard_s=9.0) == []  # it is much later, but nothing was read since 9.0
 
 
 def test_a_household_may_come_all_at_once_and_no_more():
-    made = Doorway()
+    made = HalfOpenConnections()
     crowd(made, HOME, range(MOST_OF_ONE_RANGE))
     assert overstayers(made, 0.0) == []
-    made.accepted(1000, HOME, 0.0)
-    made.accepted(1001, ELSEWHERE, 0.0)
+    made.add(1000, HOME, 0.0)
+    made.add(1001, ELSEWHERE, 0.0)
     assert overstayers(made, 0.0) == [0]  # the oldest of that range
 
 
 def test_when_the_doorway_is_full_the_largest_crowd_loses_its_oldest():
-    made = Doorway()
+    made = HalfOpenConnections()
     groups = MOST_HALF_OPEN // 50
     for group in range(groups):
         crowd(made, f"10.0.{group}.1", range(group * 100, group * 100 + 50))
     rest = MOST_HALF_OPEN - groups * 50
     crowd(made, HOME, range(10_000, 10_000 + rest))
     assert overstayers(made, 0.0) == []
-    made.accepted(20_000, ELSEWHERE, 0.0)
+    made.add(20_000, ELSEWHERE, 0.0)
     (cut,) = overstayers(made, 0.0)
     assert cut in {group * 100 for group in range(groups)}
     assert 20_000 in made
 
 
 def test_a_reused_descriptor_is_a_new_connection():
-    made = Doorway()
-    made.accepted(1, HOME, 0.0)
-    made.accepted(1, ELSEWHERE, 3.0)
+    made = HalfOpenConnections()
+    made.add(1, HOME, 0.0)
+    made.add(1, ELSEWHERE, 3.0)
     assert len(made) == 1
     assert overstayers(made, HALF_OPEN_S) == []
 
 
 def test_beyond_the_soft_limits_the_pace_is_moderate_and_the_latest_have_time():
-    made = Doorway()
+    made = HalfOpenConnections()
     crowd(made, HOME, range(1500))
     first = overstayers(made, 0.0, now_s=0.0)
     assert first == list(range(int(CUTS_PER_S)))
@@ -123,7 +123,7 @@ def test_beyond_the_soft_limits_the_pace_is_moderate_and_the_latest_have_time():
 
 
 def test_beyond_the_hard_limit_there_is_no_pace():
-    made = Doorway()
+    made = HalfOpenConnections()
     crowd(made, HOME, range(MOST_AT_ALL))
     overstayers(made, 0.0)
     crowd(made, HOME, range(10_000, 10_000 + MOST_AT_ALL))
@@ -148,9 +148,9 @@ def connection():
 
 def test_cutting_ends_the_connection_and_leaves_the_descriptor_to_its_owner(connection):
     near, far, port = connection
-    remote = descriptors.remote_of(near.fileno(), {port})
+    remote = descriptors.remote_address(near.fileno(), {port})
     assert remote == far.getsockname()
-    assert descriptors.cut(near.fileno(), remote, {port})
+    assert descriptors.shut_down(near.fileno(), remote, {port})
     assert far.recv(1) == b""
     os.fstat(near.fileno())  # still open: libzmq closes it itself
 
@@ -158,14 +158,14 @@ def test_cutting_ends_the_connection_and_leaves_the_descriptor_to_its_owner(conn
 def test_only_the_connection_that_was_meant_is_cut(connection, tmp_path):
     near, far, port = connection
     remote = far.getsockname()
-    assert not descriptors.cut(near.fileno(), (remote[0], remote[1] + 1), {port})  # reused for another peer
-    assert not descriptors.cut(near.fileno(), remote, {port + 1})  # reused by another server
-    assert not descriptors.cut(far.fileno(), remote, {port})  # a connection that we made
+    assert not descriptors.shut_down(near.fileno(), (remote[0], remote[1] + 1), {port})  # reused for another peer
+    assert not descriptors.shut_down(near.fileno(), remote, {port + 1})  # reused by another server
+    assert not descriptors.shut_down(far.fileno(), remote, {port})  # a connection that we made
     with open(tmp_path / "journal", "w") as file:
-        assert not descriptors.cut(file.fileno(), remote, {port})
+        assert not descriptors.shut_down(file.fileno(), remote, {port})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
-        assert descriptors.remote_of(other.fileno(), {port}) is None
-    assert descriptors.remote_of(10**6, {port}) is None
+        assert descriptors.remote_address(other.fileno(), {port}) is None
+    assert descriptors.remote_address(10**6, {port}) is None
     near.send(b"x")
     assert far.recv(1) == b"x"
 
@@ -299,7 +299,7 @@ def test_silent_connections_are_cut_and_a_greeted_one_stays(zeromq_net, besieged
 def test_without_the_limits_a_silent_crowd_stays(zeromq_net, besieged, monkeypatch):
     """What the limits are for: each of these holds a descriptor for as long as libzmq lets it."""
     monkeypatch.setattr(doorway, "HALF_OPEN_S", 0.1)
-    with without("half-open"):
+    with disable_defences("half-open"):
         bert, _ = besieged(SILENT)
         end_s = time.monotonic() + 0.5
         zeromq_net.until(lambda: time.monotonic() > end_s, bert)

@@ -9,7 +9,7 @@ import pytest
 from gridtrain.protocol.messages import Ping
 from gridtrain.transport.base import PeerDown, PeerUp
 from gridtrain.transport.curve import Identity
-from gridtrain.transport.memory import EndpointKilled, Fault, FaultPlan, MemoryHub
+from gridtrain.transport.memory import EndpointKilled, FaultPlan, MemoryHub, MessageFault
 
 ANNA, BERT = (
     Identity.from_secret(hashlib.blake2b(name, digest_size=32).digest()).public for name in (b"anna", b"bert")
@@ -20,7 +20,7 @@ ANNA, BERT = (
 def pair(memory_net):
     """`pair(fault, ..)`: anna has dialled bert over a network with these faults."""
 
-    def make(*faults: Fault, seed: int = 0):
+    def make(*faults: MessageFault, seed: int = 0):
         memory_net.hub = MemoryHub(FaultPlan(*faults, seed=seed))
         return memory_net.pair()
 
@@ -40,20 +40,20 @@ def nonces(endpoint) -> list[int]:
 
 
 def test_a_dropped_message_is_lost_on_that_edge_alone(memory_net, pair):
-    anna, bert = pair(Fault("drop", source=ANNA, target=BERT, kind="Ping", after=1, times=2))
+    anna, bert = pair(MessageFault("drop", source=ANNA, target=BERT, kind="Ping", after=1, times=2))
     exchange(memory_net, anna, bert, 5)
     assert nonces(bert) == [0, 3, 4]
     assert nonces(anna) == [100]
 
 
 def test_a_duplicate_comes_twice(memory_net, pair):
-    anna, bert = pair(Fault("duplicate", source=ANNA, after=1, times=1))
+    anna, bert = pair(MessageFault("duplicate", source=ANNA, after=1, times=1))
     exchange(memory_net, anna, bert, 3)
     assert nonces(bert) == [0, 1, 1, 2]
 
 
 def test_delays_reorder(memory_net, pair):
-    anna, bert = pair(Fault("delay", source=ANNA, delay_s=0.05), seed=3)
+    anna, bert = pair(MessageFault("delay", source=ANNA, delay_s=0.05), seed=3)
     exchange(memory_net, anna, bert, 10)
     memory_net.until(lambda: len(bert.got()) == 10, bert)
     assert sorted(nonces(bert)) == list(range(10))
@@ -62,14 +62,14 @@ def test_delays_reorder(memory_net, pair):
 
 def test_the_same_seed_has_the_same_faults(seeds):
     for seed in seeds(20):
-        plans = [FaultPlan(Fault("drop", probability=0.5), seed=seed) for _ in range(2)]
-        fates = [plan.fate(ANNA, BERT, "Ping") for plan in plans for _ in range(50)]
+        plans = [FaultPlan(MessageFault("drop", probability=0.5), seed=seed) for _ in range(2)]
+        fates = [plan.next_outcome(ANNA, BERT, "Ping") for plan in plans for _ in range(50)]
         # What happens on another edge in between changes nothing.
-        other = FaultPlan(Fault("drop", probability=0.5), seed=seed)
+        other = FaultPlan(MessageFault("drop", probability=0.5), seed=seed)
         mixed = []
         for _ in range(50):
-            other.fate(BERT, ANNA, "Ping")
-            mixed.append(other.fate(ANNA, BERT, "Ping"))
+            other.next_outcome(BERT, ANNA, "Ping")
+            mixed.append(other.next_outcome(ANNA, BERT, "Ping"))
         assert fates[:50] == fates[50:] == mixed, f"seed {seed}"
 
 
@@ -85,7 +85,7 @@ def test_a_cut_edge_is_down_on_both_sides_until_it_is_healed(memory_net, pair):
 
 
 def test_a_cut_at_the_third_message(memory_net, pair):
-    anna, bert = pair(Fault("cut", source=ANNA, after=2, times=1))
+    anna, bert = pair(MessageFault("cut", source=ANNA, after=2, times=1))
     for nonce in range(3):
         anna.transport.send(bert.key, Ping(nonce))
     memory_net.until(lambda: bert.of(PeerDown), anna, bert)
@@ -93,7 +93,7 @@ def test_a_cut_at_the_third_message(memory_net, pair):
 
 
 def test_a_killed_endpoint_says_nothing_more_and_its_thread_ends(memory_net, pair):
-    anna, bert = pair(Fault("kill", source=ANNA, after=1))
+    anna, bert = pair(MessageFault("kill", source=ANNA, after=1))
     anna.transport.send(bert.key, Ping(0))
     with pytest.raises(EndpointKilled):
         anna.transport.send(bert.key, Ping(1))

@@ -17,9 +17,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Ping
-from gridtrain.testing.defences import without
+from gridtrain.testing.defences import disable_defences
 from gridtrain.transport import entrance, limits, sockets, zap
-from gridtrain.transport.base import PeerDown, PeerUp, Reached, Standing, Violation
+from gridtrain.transport.base import ConnectionRole, PeerDown, PeerUp, ReachResult, TransportViolation
 from gridtrain.wire import codec
 
 
@@ -68,7 +68,7 @@ HANDSHAKE = {
 
 def test_a_stranger_gets_nothing(zeromq_net, besieger):
     bert = zeromq_net.add("bert")
-    bert.door.only(anna=Standing.PEER)
+    bert.door.only(anna=ConnectionRole.MEMBER)
     dealer, monitor = besieger(bert, "stranger")
     dealer.send_multipart(hello(b"s" * 32))
     assert next_event(zeromq_net, monitor, HANDSHAKE, bert) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -80,13 +80,13 @@ def test_a_stranger_gets_nothing(zeromq_net, besieger):
 def away():
     """Takes defences away until the end of the test."""
     with ExitStack() as stack:
-        yield lambda name: stack.enter_context(without(name))
+        yield lambda name: stack.enter_context(disable_defences(name))
 
 
 def test_without_the_doorman_every_key_gets_through_the_handshake(zeromq_net, besieger, identity_of, away):
     away("zap")
     bert = zeromq_net.add("bert")
-    bert.door.only(anna=Standing.PEER)
+    bert.door.only(anna=ConnectionRole.MEMBER)
     dealer, monitor = besieger(bert, "stranger")
     assert next_event(zeromq_net, monitor, HANDSHAKE, bert) == zmq.EVENT_HANDSHAKE_SUCCEEDED
     # Still no word to it: the gate is asked again, for its Hello.
@@ -113,10 +113,10 @@ def test_without_the_doorman_every_key_gets_through_the_handshake(zeromq_net, be
 )
 def test_the_doorman_answers_for_curve_in_our_domain_alone(domain, mechanism, credentials):
     def everybody(key):
-        return Standing.PEER
+        return ConnectionRole.MEMBER
 
-    assert zap.verdict(everybody, b"gridtrain", b"CURVE", [b"k" * 32]) == (b"k" * 32).hex()
-    assert zap.verdict(everybody, domain, mechanism, credentials) == ""
+    assert zap.authenticate(everybody, b"gridtrain", b"CURVE", [b"k" * 32]) == (b"k" * 32).hex()
+    assert zap.authenticate(everybody, domain, mechanism, credentials) == ""
 
 
 def test_without_encryption_nobody_is_spoken_to(zeromq_net, raw):
@@ -143,8 +143,8 @@ def test_reaching_out_does_not_take_another_for_the_peer(zeromq_net, identity_of
     anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert")
     address = bert.transport.listen("tcp://127.0.0.1:0")
     anna.transport.reach(identity_of("carl").public, [address], 5.0)
-    zeromq_net.until(lambda: anna.of(Reached), anna, bert)
-    assert anna.events == [Reached(identity_of("carl").public, "")]
+    zeromq_net.until(lambda: anna.of(ReachResult), anna, bert)
+    assert anna.events == [ReachResult(identity_of("carl").public, "")]
 
 
 # -- whose words ---------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_a_member_cannot_greet_as_another(zeromq_net, besieger, identity_of):
     dealer.send_multipart(codec.encode(Ping(1)))
     next_event(zeromq_net, monitor, {zmq.EVENT_DISCONNECTED}, bert)
     mallory, anna = (identity_of(name).public.hex()[:8] for name in ("mallory", "anna"))
-    assert bert.events == [Violation(None, f"key {mallory} greets as {anna}")]
+    assert bert.events == [TransportViolation(None, f"key {mallory} greets as {anna}")]
     assert bert.transport.traffic.sent_messages == {}
 
 
@@ -201,7 +201,7 @@ def test_a_message_under_anothers_routing_id_is_nobodys(zeromq_net, besieger, id
     (mallorys,) = [routing_id for routing_id, link in links.items() if link is not annas]
     links[mallorys] = annas  # as if mallory's connection had come to anna's place
     dealer.send_multipart(codec.encode(Ping(666)))
-    zeromq_net.until(lambda: bert.of(Violation), bert, anna)
+    zeromq_net.until(lambda: bert.of(TransportViolation), bert, anna)
     assert bert.got() == []
 
 
@@ -234,7 +234,7 @@ def test_a_removed_member_that_floods_is_cut_for_good(zeromq_net):
 def test_the_gate_is_asked_for_each_message_and_not_more(zeromq_net, monkeypatch):
     anna, bert = zeromq_net.pair()
     asked = []
-    monkeypatch.setattr(bert.transport, "_gate", lambda key: asked.append(key) or Standing.PEER)
+    monkeypatch.setattr(bert.transport, "_gate", lambda key: asked.append(key) or ConnectionRole.MEMBER)
     for nonce in range(10):
         anna.transport.send(bert.key, Ping(nonce))
     zeromq_net.until(lambda: len(bert.got()) == 10, bert, anna)
@@ -257,7 +257,7 @@ def babble(net, besieger, identity_of, monkeypatch):
 def test_a_peer_that_talks_without_end_is_cut(zeromq_net, besieger, identity_of, monkeypatch):
     bert = babble(zeromq_net, besieger, identity_of, monkeypatch)
     assert len(bert.got()) == 200
-    (flood,) = bert.of(Violation)
+    (flood,) = bert.of(TransportViolation)
     assert flood.peer == identity_of("mallory").public and "that need no credit" in flood.reason
     assert [down.reason for down in bert.of(PeerDown)] == ["it floods this connection"]
 
@@ -265,7 +265,7 @@ def test_a_peer_that_talks_without_end_is_cut(zeromq_net, besieger, identity_of,
 def test_without_the_bound_all_that_it_says_is_kept(zeromq_net, besieger, identity_of, monkeypatch, away):
     away("flood")
     bert = babble(zeromq_net, besieger, identity_of, monkeypatch)
-    assert len(bert.got()) == 300 and bert.of(Violation) == []
+    assert len(bert.got()) == 300 and bert.of(TransportViolation) == []
 
 
 CRASH = """
@@ -336,7 +336,7 @@ def endless(net, mallory: bytes, monkeypatch, seconds):
 def test_a_message_that_never_ends_is_cut_off(plain_net, identity_of, monkeypatch):
     mallory = identity_of("mallory").public
     bert = endless(plain_net, mallory, monkeypatch, seconds=5.0)
-    (violation,) = bert.of(Violation)
+    (violation,) = bert.of(TransportViolation)
     assert violation.peer == mallory and "never ends a message" in violation.reason
     assert [down.reason for down in bert.of(PeerDown)] == ["it fills the memory"]
 
@@ -344,4 +344,4 @@ def test_a_message_that_never_ends_is_cut_off(plain_net, identity_of, monkeypatc
 def test_without_the_look_at_what_came_it_goes_on(plain_net, identity_of, monkeypatch, away):
     away("hoard")
     bert = endless(plain_net, identity_of("mallory").public, monkeypatch, seconds=1.0)
-    assert bert.of(PeerUp) and bert.of(Violation) == [] and bert.of(PeerDown) == []
+    assert bert.of(PeerUp) and bert.of(TransportViolation) == [] and bert.of(PeerDown) == []

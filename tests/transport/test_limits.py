@@ -6,8 +6,8 @@ import pytest
 
 from gridtrain.errors import ConfigError, TransportError
 from gridtrain.protocol.messages import Ping, StateBlock
-from gridtrain.transport.limits import LATENESS_S, Meter, Pacer, parse_rate
-from gridtrain.transport.outbox import Outbox, Parcel, is_bulk
+from gridtrain.transport.limits import MAX_LATENESS_S, DownloadLimiter, UploadLimiter, parse_rate
+from gridtrain.transport.outbox import QueuedMessage, SendQueue, is_bulk
 
 # -- rates ---------------------------------------------------------------------------------------
 
@@ -40,47 +40,47 @@ def test_what_is_no_rate_is_refused_with_examples(text):
 
 
 def test_bulk_leaves_one_after_the_other_without_a_burst():
-    pacer = Pacer(1000.0)
+    pacer = UploadLimiter(1000.0)
     # queued together at t = 10 after a long rest:  |--500--|--250--|
-    assert pacer.bulk(500, queued_s=10.0, now_s=10.0) == 10.5
-    assert pacer.bulk(250, queued_s=10.0, now_s=10.5) == 10.75
+    assert pacer.schedule_bulk(500, queued_s=10.0, now_s=10.0) == 10.5
+    assert pacer.schedule_bulk(250, queued_s=10.0, now_s=10.5) == 10.75
     # the line rests from 10.75 to 12: that time is not saved up
-    assert pacer.bulk(1000, queued_s=12.0, now_s=12.0) == 13.0
+    assert pacer.schedule_bulk(1000, queued_s=12.0, now_s=12.0) == 13.0
 
 
 def test_a_loop_that_wakes_a_little_late_does_not_slow_the_line():
-    pacer = Pacer(1000.0)
-    pacer.bulk(500, queued_s=0.0, now_s=0.0)
-    assert pacer.bulk(500, queued_s=0.0, now_s=0.5 + LATENESS_S / 2) == 1.0
+    pacer = UploadLimiter(1000.0)
+    pacer.schedule_bulk(500, queued_s=0.0, now_s=0.0)
+    assert pacer.schedule_bulk(500, queued_s=0.0, now_s=0.5 + MAX_LATENESS_S / 2) == 1.0
     # but what is missed by much is missed
-    assert pacer.bulk(500, queued_s=0.0, now_s=5.0) == pytest.approx(5.5 - LATENESS_S)
+    assert pacer.schedule_bulk(500, queued_s=0.0, now_s=5.0) == pytest.approx(5.5 - MAX_LATENESS_S)
 
 
 def test_control_goes_at_once_and_is_paid_for_by_later_bulk():
-    pacer = Pacer(1000.0)
-    pacer.bulk(500, queued_s=0.0, now_s=0.0)
-    pacer.control(100, now_s=0.2)
-    assert pacer.bulk(500, queued_s=0.0, now_s=0.5) == pytest.approx(1.1)
+    pacer = UploadLimiter(1000.0)
+    pacer.schedule_bulk(500, queued_s=0.0, now_s=0.0)
+    pacer.charge_control(100, now_s=0.2)
+    assert pacer.schedule_bulk(500, queued_s=0.0, now_s=0.5) == pytest.approx(1.1)
     assert pacer.control_free_s == pytest.approx(0.3)  # control alone keeps to the rate as well
 
 
 def test_no_cap_is_no_wait():
-    assert Pacer(None).bulk(10**12, queued_s=1.0, now_s=2.0) == 2.0
-    meter = Meter(None)
+    assert UploadLimiter(None).schedule_bulk(10**12, queued_s=1.0, now_s=2.0) == 2.0
+    meter = DownloadLimiter(None)
     meter.charge(10**12, now_s=1.0)
-    assert meter.may_read(1.0)
+    assert meter.can_read(1.0)
 
 
 # -- the download debt ---------------------------------------------------------------------------
 
 
 def test_a_message_is_delivered_then_its_time_is_waited_for():
-    meter = Meter(1000.0)
-    assert meter.may_read(5.0)
+    meter = DownloadLimiter(1000.0)
+    assert meter.can_read(5.0)
     meter.charge(500, now_s=5.0)
-    assert not meter.may_read(5.4)
-    assert meter.free_s == pytest.approx(5.5 - LATENESS_S)
-    assert meter.may_read(5.5)
+    assert not meter.can_read(5.4)
+    assert meter.free_s == pytest.approx(5.5 - MAX_LATENESS_S)
+    assert meter.can_read(5.5)
 
 
 # -- the outbox ----------------------------------------------------------------------------------
@@ -88,11 +88,11 @@ def test_a_message_is_delivered_then_its_time_is_waited_for():
 
 def parcel(
     peer: str, name: str, nbytes: int = 100, *, bulk: bool = True, queued_s: float = 0.0
-) -> Parcel[str]:
-    return Parcel(peer.encode() * 32, "Data", name, nbytes, bulk, queued_s)
+) -> QueuedMessage[str]:
+    return QueuedMessage(peer.encode() * 32, "Data", name, nbytes, bulk, queued_s)
 
 
-def drain(outbox: Outbox[str], now_s: float = 0.0) -> list[str]:
+def drain(outbox: SendQueue[str], now_s: float = 0.0) -> list[str]:
     taken = []
     while (item := outbox.take(now_s)) is not None:
         taken.append(item.body)
@@ -105,7 +105,7 @@ def test_only_data_and_state_wait_for_the_line():
 
 
 def test_peers_take_turns_and_control_goes_first():
-    outbox: Outbox[str] = Outbox(Pacer(None))
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(None))
     for item in (
         parcel("a", "a1"),
         parcel("a", "a2"),
@@ -116,11 +116,11 @@ def test_peers_take_turns_and_control_goes_first():
         outbox.put(item)
     outbox.put(parcel("b", "vote", bulk=False))
     assert drain(outbox) == ["vote", "a1", "b1", "a2", "b2", "a3"]
-    assert outbox.empty()
+    assert outbox.is_empty()
 
 
 def test_the_cap_is_shared_and_tells_when_the_next_one_leaves():
-    outbox: Outbox[str] = Outbox(Pacer(1000.0))
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(1000.0))
     outbox.put(parcel("a", "a1", 500))
     outbox.put(parcel("b", "b1", 500))
     assert drain(outbox, 0.0) == [] and outbox.due_s() == 0.5
@@ -131,15 +131,15 @@ def test_the_cap_is_shared_and_tells_when_the_next_one_leaves():
 
 
 def test_what_a_socket_refuses_stays_first_and_holds_up_nobody_else():
-    outbox: Outbox[str] = Outbox(Pacer(None))
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(None))
     for item in (parcel("a", "a1"), parcel("a", "a2"), parcel("b", "b1")):
         outbox.put(item)
     refused = outbox.take(0.0)
     assert refused is not None and refused.body == "a1"
-    outbox.refuse(refused)
+    outbox.put_back(refused)
     outbox.put(parcel("a", "vote", bulk=False))
     assert drain(outbox) == ["b1"]
-    assert outbox.blocked() == [b"a" * 32]
+    assert outbox.blocked_peers() == [b"a" * 32]
     assert outbox.backlog_bytes(b"a" * 32) == 300
     outbox.unblock(b"a" * 32)
     assert drain(outbox) == ["a1", "vote", "a2"]
@@ -147,7 +147,7 @@ def test_what_a_socket_refuses_stays_first_and_holds_up_nobody_else():
 
 
 def test_the_bound_is_per_peer_and_says_what_is_queued():
-    outbox: Outbox[str] = Outbox(Pacer(1.0), limit_bytes=250)
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(1.0), limit_bytes=250)
     outbox.put(parcel("a", "a1"))
     outbox.put(parcel("a", "a2"))
     with pytest.raises(TransportError, match="200 bytes wait, 100 more would exceed 250"):
@@ -156,10 +156,10 @@ def test_the_bound_is_per_peer_and_says_what_is_queued():
 
 
 def test_a_dropped_peer_leaves_nothing_even_on_the_line():
-    outbox: Outbox[str] = Outbox(Pacer(1000.0))
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(1000.0))
     outbox.put(parcel("a", "a1"))
     outbox.put(parcel("b", "b1"))
     assert drain(outbox, 0.0) == []  # a1 is on the line
-    outbox.drop(b"a" * 32)
+    outbox.clear_peer(b"a" * 32)
     assert drain(outbox, 0.0) == [] and drain(outbox, 0.2) == ["b1"]
-    assert outbox.empty()
+    assert outbox.is_empty()

@@ -11,16 +11,16 @@ import pytest
 from gridtrain.errors import LocalProtocolError, TransportError
 from gridtrain.protocol.messages import (
     Channel,
+    CollectivePhase,
     Data,
     Hello,
     Leave,
     Message,
-    Phase,
+    PayloadSlot,
     Ping,
-    Place,
-    Relay,
-    Relayed,
-    RelayLost,
+    RelayedMessage,
+    RelayFailed,
+    RelayRequest,
     RoundId,
 )
 from gridtrain.transport import forwarder
@@ -30,14 +30,14 @@ from gridtrain.transport.base import (
     Received,
     Transport,
     TransportEvent,
-    Violation,
-    open_gate,
+    TransportViolation,
+    allow_all,
 )
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.memory import MemoryHub, MemoryTransport
-from gridtrain.transport.outbox import MAX_SEALED_CONTROL_BYTES, SEALED_BULK, is_bulk
-from gridtrain.transport.relay import CONFIRM_S, RelayingTransport, nobody, relay_address
-from gridtrain.transport.stack import over
+from gridtrain.transport.outbox import ENCRYPTED_BULK, MAX_ENCRYPTED_CONTROL_BYTES, is_bulk
+from gridtrain.transport.relay import CONFIRM_S, RelayTransport, relay_address, relay_for_nobody
+from gridtrain.transport.stack import build_stack
 from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain.wire import codec
 
@@ -50,7 +50,7 @@ def everybody(origin: bytes, to: bytes) -> bool:
 
 
 def data(index: int, payload: object = b"x") -> Data:
-    return Data(RoundId(1, 1, 0, 0), Channel(), Place(Phase.REDUCE, segment=index), False, payload)
+    return Data(RoundId(1, 1, 0, 0), Channel(), PayloadSlot(CollectivePhase.REDUCE, segment=index), False, payload)
 
 
 class Party:
@@ -74,7 +74,7 @@ class Party:
                     lines.append(f"Ping {nonce} from {who}")
                 case Received(message=message):
                     lines.append(f"{type(message).__name__} from {who}")
-                case Violation():
+                case TransportViolation():
                     lines.append(f"violation {who}")
         return lines
 
@@ -101,9 +101,9 @@ class World:
         self.parties.append(party)
         return party
 
-    def relaying(self, name: str, may_relay: forwarder.MayRelay = nobody, **options: object) -> Party:
+    def relaying(self, name: str, may_relay: forwarder.RelayPolicy = relay_for_nobody, **options: object) -> Party:
         return self.add(
-            name, lambda inner, identity: RelayingTransport(inner, identity, may_relay=may_relay), **options
+            name, lambda inner, identity: RelayTransport(inner, identity, may_relay=may_relay), **options
         )
 
     def turn(self, parties: list[Party] | None = None) -> None:
@@ -185,7 +185,7 @@ def test_order_is_kept_and_control_overtakes(world):
         anna.transport.send(bert.key, data(index, bytes(300_000)))
     anna.transport.send(bert.key, Ping(1))
     world.until(lambda: len(bert.got(Data)) == 6)
-    assert [message.place.segment for message in bert.got(Data)] == list(range(6))
+    assert [message.slot.segment for message in bert.got(Data)] == list(range(6))
     assert bert.about(anna)[:2] == ["up anna", "Ping 1 from anna"]
 
 
@@ -243,7 +243,7 @@ def test_one_side_starts_again_at_once(world):
     bert.transport.close()
     world.parties.remove(bert)
     inner = MemoryTransport(bert.key, world.hub)
-    again = Party("bert", bert.identity, RelayingTransport(inner, bert.identity), world)
+    again = Party("bert", bert.identity, RelayTransport(inner, bert.identity), world)
     world.parties.append(again)
     again.transport.dial(carl.key, "memory://carl")
     again.transport.dial(anna.key, relay_address(carl.key))
@@ -314,7 +314,7 @@ def test_an_address_that_cannot_work_is_an_error(world, address, problem):
 
 def test_the_keys_must_fit(world):
     with pytest.raises(LocalProtocolError, match="give both the same identity"):
-        RelayingTransport(MemoryTransport(b"k" * 32, world.hub), Identity.generate())
+        RelayTransport(MemoryTransport(b"k" * 32, world.hub), Identity.generate())
 
 
 # -- what a relay refuses ----------------------------------------------------------------------------
@@ -334,20 +334,20 @@ def test_a_relay_passes_on_only_between_those_it_may(world):
     carl.transport.listen("memory://carl")
     anna, bert, mallory = (raw(world, name, carl) for name in ("anna", "bert", "mallory"))
     allowed |= {anna.key, bert.key}
-    mallory.transport.send(carl.key, Relay(anna.key, b"hello"))
-    anna.transport.send(carl.key, Relay(mallory.key, b"hello"))
-    anna.transport.send(carl.key, Relay(anna.key, b"to myself"))
-    world.until(lambda: len(anna.got(RelayLost)) == 2 and mallory.got(RelayLost))
-    anna.transport.send(carl.key, Relay(bert.key, b"hello"))
-    world.until(lambda: bert.got(Relayed))
-    assert bert.got(Relayed) == [Relayed(anna.key, b"hello")]
-    assert not mallory.got(Relayed) and not anna.got(Relayed)
-    assert {lost.to for lost in anna.got(RelayLost)} == {mallory.key, anna.key}
-    assert anna.got(RelayLost)[0].reason == "I do not relay between you two"
+    mallory.transport.send(carl.key, RelayRequest(anna.key, b"hello"))
+    anna.transport.send(carl.key, RelayRequest(mallory.key, b"hello"))
+    anna.transport.send(carl.key, RelayRequest(anna.key, b"to myself"))
+    world.until(lambda: len(anna.got(RelayFailed)) == 2 and mallory.got(RelayFailed))
+    anna.transport.send(carl.key, RelayRequest(bert.key, b"hello"))
+    world.until(lambda: bert.got(RelayedMessage))
+    assert bert.got(RelayedMessage) == [RelayedMessage(anna.key, b"hello")]
+    assert not mallory.got(RelayedMessage) and not anna.got(RelayedMessage)
+    assert {lost.receivers for lost in anna.got(RelayFailed)} == {mallory.key, anna.key}
+    assert anna.got(RelayFailed)[0].reason == "I do not relay between you two"
     allowed.discard(bert.key)
-    anna.transport.send(carl.key, Relay(bert.key, b"again"))
-    world.until(lambda: len(anna.got(RelayLost)) == 3)
-    assert len(bert.got(Relayed)) == 1, "whoever is no member any more is cut off at once"
+    anna.transport.send(carl.key, RelayRequest(bert.key, b"again"))
+    world.until(lambda: len(anna.got(RelayFailed)) == 3)
+    assert len(bert.got(RelayedMessage)) == 1, "whoever is no member any more is cut off at once"
 
 
 def test_a_relay_holds_a_bounded_number_of_bytes(world, monkeypatch):
@@ -357,12 +357,12 @@ def test_a_relay_holds_a_bounded_number_of_bytes(world, monkeypatch):
     carl.transport.listen("memory://carl")
     anna, bert = raw(world, "anna", carl), raw(world, "bert", carl)
     for _ in range(40):
-        anna.transport.send(carl.key, Relay(bert.key, bytes(2**19)))
+        anna.transport.send(carl.key, RelayRequest(bert.key, bytes(2**19)))
         world.turn([anna, carl])  # bert does not read
         assert carl.transport.backlog_bytes(bert.key) <= 3 * 2**20
-    world.until(lambda: anna.got(RelayLost))
-    assert "wait for it" in anna.got(RelayLost)[0].reason
-    assert len(bert.got(Relayed)) < 12
+    world.until(lambda: anna.got(RelayFailed))
+    assert "wait for it" in anna.got(RelayFailed)[0].reason
+    assert len(bert.got(RelayedMessage)) < 12
 
 
 def test_refusals_are_few_however_many_messages_are_refused(world):
@@ -371,19 +371,19 @@ def test_refusals_are_few_however_many_messages_are_refused(world):
     anna = raw(world, "anna", carl)
     start_s = time.monotonic()
     for n in range(500):
-        anna.transport.send(carl.key, Relay(n.to_bytes(32, "big"), b""))
-        anna.transport.send(carl.key, Relay(bytes(32), b""))
+        anna.transport.send(carl.key, RelayRequest(n.to_bytes(32, "big"), b""))
+        anna.transport.send(carl.key, RelayRequest(bytes(32), b""))
     world.until(lambda: carl.transport.traffic.received_messages.get("Relay") == 1000)
     world.turn()
-    windows = 1 + (time.monotonic() - start_s) / forwarder.REFUSAL_S
-    assert 0 < len(anna.got(RelayLost)) <= forwarder.REFUSALS * windows
+    windows = 1 + (time.monotonic() - start_s) / forwarder.REFUSAL_INTERVAL_S
+    assert 0 < len(anna.got(RelayFailed)) <= forwarder.MAX_REFUSALS * windows
 
 
 def test_sealed_bulk_does_not_pass_for_control():
-    bulk, small = bytes([SEALED_BULK]), b"\2"
-    assert is_bulk(Relay(bytes(32), bulk + b"x")) and is_bulk(Relayed(bytes(32), memoryview(bulk)))
-    assert not is_bulk(Relay(bytes(32), small)) and not is_bulk(Relayed(bytes(32), b""))
-    assert is_bulk(Relay(bytes(32), small * (MAX_SEALED_CONTROL_BYTES + 1)))
+    bulk, small = bytes([ENCRYPTED_BULK]), b"\2"
+    assert is_bulk(RelayRequest(bytes(32), bulk + b"x")) and is_bulk(RelayedMessage(bytes(32), memoryview(bulk)))
+    assert not is_bulk(RelayRequest(bytes(32), small)) and not is_bulk(RelayedMessage(bytes(32), b""))
+    assert is_bulk(RelayRequest(bytes(32), small * (MAX_ENCRYPTED_CONTROL_BYTES + 1)))
 
 
 # -- a hostile relay ---------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ class Spy:
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
         for event in self.inner.poll(timeout_s):
-            if isinstance(event, Received) and isinstance(event.message, Relay):
+            if isinstance(event, Received) and isinstance(event.message, RelayRequest):
                 payload = bytes(event.message.payload)
                 self.seen.append(payload)
                 self.parcels.append((event.peer, event.message.to, payload))
@@ -418,7 +418,7 @@ class Spy:
 
     def deliver(self, parcels: list[Parcel]) -> None:
         for origin, to, payload in parcels:
-            self.inner.send(to, Relayed(origin, payload))
+            self.inner.send(to, RelayedMessage(origin, payload))
 
 
 def hostile(world: World, name: str = "carl") -> tuple[Party, Spy]:
@@ -523,8 +523,8 @@ def test_another_peer_cannot_speak_for_the_relay(world):
     mallory.transport.listen("memory://mallory")
     anna.transport.dial(mallory.key, "memory://mallory")
     world.until(lambda: mallory.transport.connected(anna.key))
-    mallory.transport.send(anna.key, RelayLost(bert.key, "gone"))
-    mallory.transport.send(anna.key, Relayed(bert.key, b"\1hello"))
+    mallory.transport.send(anna.key, RelayFailed(bert.key, "gone"))
+    mallory.transport.send(anna.key, RelayedMessage(bert.key, b"\1hello"))
     world.until(lambda: anna.transport.dropped["not expected"] == 2)
     assert anna.about(bert) == ["up bert"]
 
@@ -595,8 +595,8 @@ def _ping_through(party: Party, other: Party) -> bool:
     [
         ([b"\xc1"], "no msgpack"),
         ([codec.encode(Hello(bytes(32), 1, "x"))[0]], "Hello came sealed"),
-        ([codec.encode(RelayLost(bytes(32), "x"))[0]], "RelayLost came sealed"),
-        ([*codec.encode(Relay(bytes(32), b"x"))], "Relay came sealed"),
+        ([codec.encode(RelayFailed(bytes(32), "x"))[0]], "RelayLost came sealed"),
+        ([*codec.encode(RelayRequest(bytes(32), b"x"))], "Relay came sealed"),
     ],
     ids=["garbage", "hello", "relay-lost", "relay"],
 )
@@ -605,7 +605,7 @@ def test_nonsense_inside_the_seal_is_its_authors_fault(world, frames, reason):
     edge = anna.transport._edges[bert.key]
     anna.transport._post(edge, frames, bulk=False)
     world.until(lambda: "violation anna" in bert.story())
-    (violation,) = [event for event in bert.events if isinstance(event, Violation)]
+    (violation,) = [event for event in bert.events if isinstance(event, TransportViolation)]
     assert reason in violation.reason
     assert bert.about(anna) == ["up anna", "violation anna"]
 
@@ -619,8 +619,8 @@ def test_another_version_is_told_in_words(world, monkeypatch):
     for party, peer in ((anna, bert), (bert, anna)):
         party.transport.dial(carl.key, "memory://carl")
         party.transport.dial(peer.key, relay_address(carl.key))
-    world.until(lambda: [event for event in bert.events if isinstance(event, Violation)])
-    reason = next(event.reason for event in bert.events if isinstance(event, Violation))
+    world.until(lambda: [event for event in bert.events if isinstance(event, TransportViolation)])
+    reason = next(event.reason for event in bert.events if isinstance(event, TransportViolation))
     assert "peer speaks gridtrain protocol 99, this software speaks 2" in reason
     assert not bert.transport.connected(anna.key)
 
@@ -629,7 +629,7 @@ def test_another_version_is_told_in_words(world, monkeypatch):
 
 
 def stacked(inner: Transport, identity: Identity) -> Transport:
-    return over(inner, identity, may_relay=everybody, window_bytes=4 * 2**20)
+    return build_stack(inner, identity, may_relay=everybody, window_bytes=4 * 2**20)
 
 
 def move(world: World, anna: Party, bert: Party, count: int, payload: bytes) -> None:
@@ -645,7 +645,7 @@ def move(world: World, anna: Party, bert: Party, count: int, payload: bytes) -> 
         for party, other in ((anna, bert), (bert, anna)):
             for event in party.events:
                 if isinstance(event, Received) and isinstance(event.message, Data):
-                    assert event.message.place.segment == settled[party]
+                    assert event.message.slot.segment == settled[party]
                     assert bytes(event.message.payload) == payload
                     settled[party] += 1
                     party.transport.done(other.key, event.nbytes)  # type: ignore[attr-defined]
@@ -665,7 +665,7 @@ def test_the_stack_over_tcp(world):
     for name in ("anna", "bert", "carl"):
         identity = Identity.generate()
         world.names[identity.public] = name
-        inner = ZeroMQTransport(identity, "gridtrain test", gate=open_gate)
+        inner = ZeroMQTransport(identity, "gridtrain test", gate=allow_all)
         parties.append(Party(name, identity, stacked(inner, identity), world))
     world.parties += parties
     anna, bert, carl = parties
@@ -680,4 +680,4 @@ def test_the_stack_over_tcp(world):
     bert.transport.dial(carl.key, address)
     world.until(lambda: anna.transport.connected(bert.key) and bert.transport.connected(anna.key))
     move(world, anna, bert, 6, b"again" * 100_000)
-    assert not [event for party in parties for event in party.events if isinstance(event, Violation)]
+    assert not [event for party in parties for event in party.events if isinstance(event, TransportViolation)]

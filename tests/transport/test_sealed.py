@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from gridtrain.errors import RemoteProtocolError, TransportError
-from gridtrain.testing.defences import without
+from gridtrain.testing.defences import disable_defences
 from gridtrain.transport import sealed
 from gridtrain.transport.curve import Identity
-from gridtrain.transport.outbox import MAX_SEALED_CONTROL_BYTES
-from gridtrain.transport.sealed import Channel, NotTaken, Why
+from gridtrain.transport.outbox import MAX_ENCRYPTED_CONTROL_BYTES
+from gridtrain.transport.sealed import PacketRejected, RejectReason, SecureChannel
 from gridtrain.wire import codec
 
 Packet = bytes
@@ -22,29 +22,29 @@ class End:
     """A channel, and all that came out of it."""
 
     def __init__(self, mine: Identity, theirs: Identity, name: str) -> None:
-        self.channel = Channel(mine, theirs.public, name.encode())
+        self.channel = SecureChannel(mine, theirs.public, name.encode())
         self.greetings: list[bytes] = []
         self.got: list[list[bytes]] = []
-        self.refused: list[Why] = []
+        self.refused: list[RejectReason] = []
 
     def take(self, packet: Packet) -> list[Packet]:
         """Returns what it answers."""
         try:
             if sealed.is_offer(packet):
-                answer = self.channel.answer(packet)
+                answer = self.channel.handle_offer(packet)
                 if answer.greeting is not None:
                     self.greetings.append(answer.greeting)
                 return list(answer.packets)
-            frames = self.channel.open(packet)
+            frames = self.channel.decrypt(packet)
             if frames:
                 self.got.append([bytes(frame) for frame in frames])
-        except NotTaken as problem:
-            self.refused.append(problem.why)
+        except PacketRejected as problem:
+            self.refused.append(problem.reject_reason)
         return []
 
     def seal(self, *frames: bytes, bulk: bool = False) -> list[Packet]:
         assert self.channel.session is not None
-        return self.channel.session.seal(list(frames), bulk=bulk)
+        return self.channel.session.encrypt(list(frames), bulk=bulk)
 
 
 class Road:
@@ -69,10 +69,10 @@ class Road:
 
     def standing(self) -> bool:
         sessions = self.anna.channel.session, self.bert.channel.session
-        return all(session is not None and session.stands for session in sessions)
+        return all(session is not None and session.is_confirmed for session in sessions)
 
     def open(self) -> Road:
-        self.carry(self.bert, self.anna.channel.call())
+        self.carry(self.bert, self.anna.channel.make_call())
         assert self.standing()
         return self
 
@@ -96,7 +96,7 @@ def test_one_call_opens_a_session_and_carries_both_greetings(road):
 
 def test_both_call_at_once():
     road = Road()
-    to_bert, to_anna = road.anna.channel.call(), road.bert.channel.call()
+    to_bert, to_anna = road.anna.channel.make_call(), road.bert.channel.make_call()
     road.carry(road.anna, to_anna)
     road.carry(road.bert, to_bert)
     assert road.standing()
@@ -105,7 +105,7 @@ def test_both_call_at_once():
 
 def test_calling_again_before_an_answer_is_the_same_call(road):
     road = Road()
-    calls = [road.anna.channel.call() for _ in range(3)]
+    calls = [road.anna.channel.make_call() for _ in range(3)]
     road.carry(road.bert, *calls)
     assert road.standing() and len(road.bert.greetings) == 1
 
@@ -113,13 +113,13 @@ def test_calling_again_before_an_answer_is_the_same_call(road):
 def test_an_answer_that_was_lost_is_given_again():
     road = Road()
     road.seen.clear()
-    (from_bert,) = road.bert.take(road.anna.channel.call())
+    (from_bert,) = road.bert.take(road.anna.channel.make_call())
     opening = road.anna.take(from_bert)  # lost
     assert len(opening) == 2 and not road.standing()
-    road.carry(road.anna, road.bert.channel.call())
+    road.carry(road.anna, road.bert.channel.make_call())
     assert road.standing() and road.anna.greetings == [b"bert"]
     road.carry(road.bert, *road.anna.seal(b"after"), *opening)
-    assert road.bert.got == [[b"after"]] and road.bert.refused == [Why.REPLAYED]
+    assert road.bert.got == [[b"after"]] and road.bert.refused == [RejectReason.REPLAYED]
 
 
 @pytest.mark.parametrize("who", ["anna", "bert"])
@@ -165,7 +165,7 @@ def test_the_largest_message_of_the_protocol_goes_through(road):
 
 def test_control_fits_what_a_relay_lets_go_first(road):
     (packet,) = road.anna.seal(b"h" * (codec.MAX_HEADER_BYTES - 5))
-    assert packet[0] == sealed.Lane.CONTROL and len(packet) <= MAX_SEALED_CONTROL_BYTES
+    assert packet[0] == sealed.PacketClass.CONTROL and len(packet) <= MAX_ENCRYPTED_CONTROL_BYTES
 
 
 def test_control_may_overtake_bulk(road):
@@ -205,15 +205,15 @@ def test_one_flipped_bit_anywhere_is_noticed(road):
 @pytest.mark.parametrize(
     ("attack", "why"),
     [
-        (lambda packets: [packets[0], packets[0]], [Why.REPLAYED]),
-        (lambda packets: [packets[1]], [Why.LOST]),
-        (lambda packets: [packets[1], packets[0]], [Why.LOST]),
-        (lambda packets: [packets[0][:-1]], [Why.FORGED]),
-        (lambda packets: [packets[0] + b"\0"], [Why.FORGED]),
-        (lambda packets: [b""], [Why.FORGED]),
-        (lambda packets: [bytes([sealed.Lane.BULK]) + packets[0][1:]], [Why.FORGED]),  # control as bulk
-        (lambda packets: [b"\x09" + packets[0][1:]], [Why.FORGED]),
-        (lambda packets: [packets[0][:9] + packets[1][9:17] + packets[0][17:]], [Why.FORGED]),
+        (lambda packets: [packets[0], packets[0]], [RejectReason.REPLAYED]),
+        (lambda packets: [packets[1]], [RejectReason.LOST]),
+        (lambda packets: [packets[1], packets[0]], [RejectReason.LOST]),
+        (lambda packets: [packets[0][:-1]], [RejectReason.FORGED]),
+        (lambda packets: [packets[0] + b"\0"], [RejectReason.FORGED]),
+        (lambda packets: [b""], [RejectReason.FORGED]),
+        (lambda packets: [bytes([sealed.PacketClass.BULK]) + packets[0][1:]], [RejectReason.FORGED]),  # control as bulk
+        (lambda packets: [b"\x09" + packets[0][1:]], [RejectReason.FORGED]),
+        (lambda packets: [packets[0][:9] + packets[1][9:17] + packets[0][17:]], [RejectReason.FORGED]),
     ],
     ids=["repeat", "skip", "reorder", "cut", "append", "empty", "other-lane", "no-lane", "other-counter"],
 )
@@ -231,7 +231,7 @@ def test_reflecting(road):
     road.open()
     for packet in road.anna.seal(b"mine"):
         road.anna.take(packet)
-    assert road.anna.got == [] and road.anna.refused == [Why.FORGED, Why.FORGED]
+    assert road.anna.got == [] and road.anna.refused == [RejectReason.FORGED, RejectReason.FORGED]
 
 
 def test_a_recorded_session_means_nothing_to_the_next(road):
@@ -249,7 +249,7 @@ def test_a_recorded_session_means_nothing_to_the_next(road):
 def test_splicing_two_pairs(road):
     """carl and dora's bytes, given to bert as anna's, and anna's to dora."""
     other = Road().open()
-    for packet in (*other.anna.seal(b"for dora"), other.anna.channel.call()):
+    for packet in (*other.anna.seal(b"for dora"), other.anna.channel.make_call()):
         assert road.bert.take(packet) == []
     assert road.bert.got == [] and road.standing()
 
@@ -269,7 +269,7 @@ def test_an_old_call_does_not_end_a_session_that_stands(road):
 def test_an_answer_that_was_held_back_does_not_end_a_session_that_stands():
     """bert answered one call twice, with a restart in between; the relay brings the older answer last."""
     road = Road()
-    call = road.anna.channel.call()
+    call = road.anna.channel.make_call()
     (held,) = road.bert.take(call)
     road.bert.channel.reset()
     road.carry(road.bert, call)
@@ -308,7 +308,7 @@ def test_copies_of_everything_at_any_time_change_nothing(seed):
 
     for _ in range(6):
         caller = rng.choice(["anna", "bert"])
-        put(other(caller), [ends[caller].channel.call()])
+        put(other(caller), [ends[caller].channel.make_call()])
         deliver_all(0)
         assert road.standing()
         sessions = road.anna.channel.session, road.bert.channel.session
@@ -338,7 +338,7 @@ def test_whatever_a_relay_does_only_a_beginning_of_what_was_sent_comes_out(seed)
         choice = rng.random()
         session = end.channel.session
         if choice < 0.05:
-            pool.append(end.channel.call())
+            pool.append(end.channel.make_call())
         elif choice < 0.3 and session is not None:
             words = b"%d" % n
             said[end].add(words)
@@ -377,7 +377,7 @@ def test_nonsense_inside_is_the_peers_fault(road, plain):
     packet = road.anna.channel.session._box(plain, bulk=True)
     with pytest.raises(RemoteProtocolError) as raised:
         road.bert.channel.open(packet)
-    assert not isinstance(raised.value, NotTaken)
+    assert not isinstance(raised.value, PacketRejected)
 
 
 def test_pieces_without_end_are_refused(road):
@@ -390,7 +390,7 @@ def test_pieces_without_end_are_refused(road):
 def test_a_key_that_is_nobodys_is_refused():
     for key in (bytes(32), b"short"):
         with pytest.raises(TransportError, match="is no public key"):
-            Channel(Identity.generate(), key, b"")
+            SecureChannel(Identity.generate(), key, b"")
 
 
 # -- the defences can be switched off ----------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_the_attack_succeeds_only_without_the_defence(
     road = Road().open()
     attack(road)
     assert road.bert.got == defended
-    with without(name):
+    with disable_defences(name):
         road = Road().open()
         attack(road)
     assert road.bert.got == undefended

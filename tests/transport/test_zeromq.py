@@ -19,8 +19,8 @@ import zmq
 from gridtrain.errors import TransportError
 from gridtrain.protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, StateBlock
 from gridtrain.transport import sockets
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Violation, open_gate
-from gridtrain.transport.credits import CreditTransport
+from gridtrain.transport.base import PeerDown, PeerUp, Received, TransportViolation, allow_all
+from gridtrain.transport.credits import FlowControlTransport
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain.wire import codec
@@ -68,8 +68,8 @@ def test_a_greeted_peers_hostile_messages_are_violations(zeromq_net, mallory, ma
     dealer.send_multipart(greeting(mallory_key))
     zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, anna, bert)
     dealer.send_multipart(frames, copy=False)
-    zeromq_net.until(lambda: bert.of(Violation), anna, bert)
-    (violation,) = bert.of(Violation)
+    zeromq_net.until(lambda: bert.of(TransportViolation), anna, bert)
+    (violation,) = bert.of(TransportViolation)
     assert violation.peer == mallory_key
     assert len(violation.reason) < 300
     anna.transport.send(bert.key, Ping(1))
@@ -84,7 +84,7 @@ def test_who_is_hostile_before_it_greets_is_cut(zeromq_net, mallory, frames):
     for _ in range(3):
         dealer.send_multipart(frames, copy=False)
     zeromq_net.until(lambda: monitor.poll(0), anna, bert)
-    assert [violation.peer for violation in bert.of(Violation)] == [None]  # the rest is not looked at
+    assert [violation.peer for violation in bert.of(TransportViolation)] == [None]  # the rest is not looked at
     anna.transport.send(bert.key, Ping(1))
     zeromq_net.until(lambda: bert.got(), anna, bert)
 
@@ -106,7 +106,7 @@ def test_before_hello_nothing_is_listened_to(zeromq_net, mallory):
     dealer = mallory(bert)
     dealer.send_multipart(codec.encode(Ping(1)))
     zeromq_net.until(lambda: bert.events, bert)
-    assert bert.events == [Violation(None, "Ping before Hello")]
+    assert bert.events == [TransportViolation(None, "Ping before Hello")]
 
 
 def test_a_second_hello_does_not_rename_a_peer(zeromq_net, mallory, mallory_key):
@@ -166,7 +166,7 @@ def test_another_version_is_told_to_both_sides(zeromq_net, mallory, mallory_key)
     future.send_multipart(greeting(mallory_key, version=99))
     zeromq_net.until(lambda: anna.events, anna)
     assert anna.events == [
-        Violation(
+        TransportViolation(
             None,  # old or new software is no offence of the peer's
             "peer speaks gridtrain protocol 99, this software speaks 2 (the peer runs 'gridtrain 9.9') "
             "-> install the same version of gridtrain on both machines",
@@ -184,7 +184,7 @@ def test_a_joiner_learns_that_the_coordinator_speaks_another_version(zeromq_net,
     routing_id, *_ = coordinator.recv_multipart()
     coordinator.send_multipart([routing_id, *greeting(mallory_key, version=99)])
     zeromq_net.until(lambda: worker.events, worker)
-    (violation,) = worker.of(Violation)
+    (violation,) = worker.of(TransportViolation)
     assert "peer speaks gridtrain protocol 99, this software speaks 2" in violation.reason
 
 
@@ -202,8 +202,8 @@ def test_an_address_where_somebody_else_answers(zeromq_net):
 def test_an_address_where_somebody_else_answers_without_encryption(plain_net):
     anna, bert = plain_net.add("anna"), plain_net.add("bert")
     anna.transport.dial(b"c" * 32, bert.transport.listen("tcp://127.0.0.1:0"))
-    plain_net.until(lambda: anna.of(Violation), anna, bert)
-    assert f"answers with key {bert.key.hex()[:8]}" in anna.of(Violation)[0].reason
+    plain_net.until(lambda: anna.of(TransportViolation), anna, bert)
+    assert f"answers with key {bert.key.hex()[:8]}" in anna.of(TransportViolation)[0].reason
     assert not anna.transport.connected(bert.key)
 
 
@@ -283,7 +283,7 @@ def test_a_killed_process_is_noticed_at_once(zeromq_net, identity_of, who_dialle
                 anna.transport.dial(bert.public, process.stdout.readline().strip())
             zeromq_net.until(lambda: anna.of(PeerUp), anna, deadline_s=30.0)
             process.send_signal(signal.SIGKILL)
-            zeromq_net.until(lambda: anna.of(PeerDown), anna, deadline_s=sockets.SILENCE_S / 2)
+            zeromq_net.until(lambda: anna.of(PeerDown), anna, deadline_s=sockets.HEARTBEAT_TIMEOUT_S / 2)
         finally:
             process.kill()
     assert anna.story() == ["up bert", "down bert"]
@@ -304,7 +304,7 @@ def test_a_download_cap_slows_the_sender_instead_of_filling_memory(zeromq_net):
     rate_Bps, block_bytes = 1e6, 2**20
     anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert", download_Bps=rate_Bps)
     for end in (anna, bert):
-        end.transport = CreditTransport(end.transport, window_bytes=4 * 2**20)
+        end.transport = FlowControlTransport(end.transport, window_bytes=4 * 2**20)
     sender = anna.transport
     sender.dial(bert.key, bert.transport.listen("tcp://127.0.0.1:0"))
     zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), bert, anna)
@@ -334,7 +334,7 @@ def test_one_peers_giant_does_not_keep_the_others_from_being_heard(zeromq_net):
 
 def test_two_threads_play_ping_pong():
     """Also the way it is used: one thread for each transport."""
-    anna, bert = (ZeroMQTransport(Identity.generate(), "gridtrain test", gate=open_gate) for _ in range(2))
+    anna, bert = (ZeroMQTransport(Identity.generate(), "gridtrain test", gate=allow_all) for _ in range(2))
     anna.dial(bert.me, bert.listen("tcp://127.0.0.1:0"))
     stop = threading.Event()
 

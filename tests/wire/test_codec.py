@@ -35,8 +35,8 @@ def _of(index: int, total: int, most: int) -> tuple[int, int]:
 # A drawn value that breaks its record's rule is put right.
 PUT_RIGHT: dict[type, Callable[[Any], Any]] = {
     m.Span: lambda s: m.Span(min(s.start, s.stop), max(s.start, s.stop)),
-    m.Held: lambda h: replace(h, blocks=_some(h.blocks)),
-    m.PieceAsk: lambda ask: replace(ask, blocks=_some(ask.blocks)),
+    m.CheckpointInfo: lambda h: replace(h, blocks=_some(h.blocks)),
+    m.CheckpointRequest: lambda ask: replace(ask, blocks=_some(ask.blocks)),
     m.Member: lambda one: replace(
         one,
         pieces=tuple((_some(blocks), rank) for blocks, rank in one.pieces),
@@ -44,43 +44,43 @@ PUT_RIGHT: dict[type, Callable[[Any], Any]] = {
     ),
     m.StagedModel: lambda model: replace(model, cuts=(0, len(model.blocks) or 3)),
     m.LedgerSpec: lambda s: m.LedgerSpec(s.size, s.seed, s.epochs, 7 if s.epochs is None else None),
-    m.Roster: lambda r: m.Roster(r.term, r.generation, *_of(r.page, r.pages, 256), r.members),
-    m.HandOver: lambda h: replace(h, **dict(zip(("index", "total"), _of(h.index, h.total, 16), strict=True))),
+    m.MemberListPage: lambda r: m.MemberListPage(r.term, r.generation, *_of(r.page, r.pages, 256), r.members),
+    m.ResidualBlock: lambda h: replace(h, **dict(zip(("index", "total"), _of(h.index, h.total, 16), strict=True))),
     m.BundleBlock: lambda b: replace(
         b, **dict(zip(("index", "total"), _of(b.index, b.total, 8), strict=True))
     ),
-    m.Burst: lambda b: replace(b, index=b.index % m.BURSTS),
+    m.Burst: lambda b: replace(b, index=b.index % m.BURST_MESSAGES),
     m.StateBlock: lambda b: m.StateBlock(b.term, b.generation, *_of(b.index, b.total, 65536), b.payload),
-    m.Copy: lambda c: replace(c, **dict(zip(("index", "total"), _of(c.index, c.total, 65536), strict=True))),
+    m.CheckpointBlock: lambda c: replace(c, **dict(zip(("index", "total"), _of(c.index, c.total, 65536), strict=True))),
 }
 
 
-def values_of(kind: kinds.Kind) -> st.SearchStrategy[Any]:
+def values_of(kind: kinds.FieldType) -> st.SearchStrategy[Any]:
     match kind:
-        case kinds.Int(low=low, high=high):
+        case kinds.IntField(low=low, high=high):
             return st.one_of(st.integers(low, high), st.sampled_from([low, high]))
-        case kinds.Flag():
+        case kinds.BoolField():
             return st.booleans()
-        case kinds.Real(low=low, high=high):
+        case kinds.FloatField(low=low, high=high):
             return st.floats(low, high)
-        case kinds.Binary(low=low, high=high):
+        case kinds.BytesField(low=low, high=high):
             return st.binary(min_size=low, max_size=high)
-        case kinds.Text(max_bytes=max_bytes):
+        case kinds.TextField(max_bytes=max_bytes):
             alphabet = st.characters(codec="utf-8", exclude_categories=["Cc"])
             return st.text(alphabet, max_size=max_bytes // 4)
-        case kinds.Choice(words=words):
+        case kinds.WordField(words=words):
             return st.sampled_from(sorted(words))
-        case kinds.OneOf(enum=enum):
+        case kinds.EnumField(enum=enum):
             return st.sampled_from(enum)
-        case kinds.Maybe(kind=inner):
+        case kinds.OptionalField(item_type=inner):
             return st.none() | values_of(inner)
-        case kinds.Many(kind=inner):
+        case kinds.ListField(item_type=inner):
             return st.lists(values_of(inner), max_size=FEW).map(tuple)
-        case kinds.Group(kinds=inners):
+        case kinds.TupleField(item_types=inners):
             return st.tuples(*map(values_of, inners))
-        case kinds.Frame():
+        case kinds.PayloadField():
             return st.binary(max_size=100)
-        case kinds.Record(cls=cls, kinds=fields):
+        case kinds.RecordField(cls=cls, field_types=fields):
             drawn = st.builds(cls, **{name: values_of(inner) for name, inner in fields.items()})
             return drawn.map(PUT_RIGHT.get(cls, lambda value: value))
     raise AssertionError(f"no strategy for {type(kind).__name__}")
@@ -96,7 +96,7 @@ def test_every_message_has_a_code() -> None:
 
 
 @pytest.mark.parametrize("record", ALL_MESSAGES)
-def test_there_and_back(record: kinds.Record) -> None:
+def test_there_and_back(record: kinds.RecordField) -> None:
     @settings(max_examples=40)
     @given(values_of(record))
     def check(message: m.Message) -> None:
@@ -112,7 +112,7 @@ def test_there_and_back(record: kinds.Record) -> None:
 
 
 def data(payload: Any) -> m.Data:
-    return m.Data(m.RoundId(1, 2, 3, 0), m.Channel(), m.Place(m.Phase.REDUCE), False, payload)
+    return m.Data(m.RoundId(1, 2, 3, 0), m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), False, payload)
 
 
 def test_a_payload_is_not_copied_on_either_side() -> None:
@@ -162,15 +162,15 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
         pytest.param(m.Join("r", "a\x1b[2J", "tcp://h:1"), "Join.name is 5 bytes", id="terminal escape"),
         pytest.param(m.Join("r", "\ud800", "tcp://h:1"), "Join.name is str .* valid UTF-8", id="surrogate"),
         pytest.param(m.Join("r", "n", "é" * 65), "Join.address is 130 bytes", id="long in bytes"),
-        pytest.param(m.RunState("asleep", ""), "RunState.state is str 'asleep'", id="unknown state"),
+        pytest.param(m.RunStateUpdate("asleep", ""), "RunState.state is str 'asleep'", id="unknown state"),
         pytest.param(m.Decision(ROUND, 1, ""), "Decision.verdict is int 1", id="int for an enum"),  # type: ignore[arg-type]
-        pytest.param(m.Roster(1, 1, 2, 2, ()), "Roster is page 2 of 2", id="page over pages"),
+        pytest.param(m.MemberListPage(1, 1, 2, 2, ()), "Roster is page 2 of 2", id="page over pages"),
         pytest.param(m.StateBlock(1, 1, 3, 3, b""), "StateBlock is block 3 of 3", id="block over total"),
         pytest.param(
-            m.Beat(0, 0, 0, (("loss", float("nan")),)), r"Beat.figures\[0\] is float nan", id="NaN figure"
+            m.Heartbeat(0, 0, 0, (("loss", float("nan")),)), r"Beat.figures\[0\] is float nan", id="NaN figure"
         ),
         pytest.param(
-            m.Stalled(ROUND, (bytes(32), b"x"), 0.0, ""),
+            m.RoundStalled(ROUND, (bytes(32), b"x"), 0.0, ""),
             r"Stalled.suspects\[1\] is 1 bytes",
             id="path to the item",
         ),
@@ -180,7 +180,7 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
             id="two ends",
         ),
         pytest.param(
-            m.View(1, 1, 1, m.Verdict.ABORT, None, 0, b"", m.LedgerState(requeued=LONG_SPANS), ""),
+            m.MembershipView(1, 1, 1, m.Verdict.ABORT, None, 0, b"", m.LedgerState(requeued=LONG_SPANS), ""),
             "header of View takes 77.* at most 65536",
             id="header over 64 KiB",
         ),
@@ -198,7 +198,7 @@ def test_our_own_faults_are_loud(message: m.Message, words: str) -> None:
 
 
 def test_a_whole_number_is_a_float_too() -> None:
-    assert decode(encode(m.Beat(0, 0, 0, (("loss", 3),)))) == m.Beat(0, 0, 0, (("loss", 3.0),))
+    assert decode(encode(m.Heartbeat(0, 0, 0, (("loss", 3),)))) == m.Heartbeat(0, 0, 0, (("loss", 3.0),))
 
 
 def test_our_own_reasons_are_made_to_fit() -> None:
@@ -213,7 +213,7 @@ def test_our_own_reasons_are_made_to_fit() -> None:
 def test_a_full_page_of_a_roster_fits_a_header() -> None:
     member = m.Member(bytes(32), "n" * 64, "a" * 128, 2**31 - 1, True, 2**31 - 1, digest=bytes(64))
     last = schema.MAX_ROSTER_PAGES - 1
-    page = m.Roster(2**63 - 1, 2**63 - 1, last, schema.MAX_ROSTER_PAGES, (member,) * schema.MAX_ROSTER_PAGE)
+    page = m.MemberListPage(2**63 - 1, 2**63 - 1, last, schema.MAX_ROSTER_PAGES, (member,) * schema.MAX_ROSTER_PAGE)
     frames = encode(page)
     assert len(frames[0]) < MAX_HEADER_BYTES
     assert decode(frames) == page

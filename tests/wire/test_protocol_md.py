@@ -15,7 +15,7 @@ TEXT = (files("gridtrain.wire") / "PROTOCOL.md").read_text(encoding="utf-8")
 LEAVES = {
     kind.name: kind.bounds
     for kind in vars(schema).values()
-    if isinstance(kind, kinds.Kind) and hasattr(kind, "bounds")
+    if isinstance(kind, kinds.FieldType) and hasattr(kind, "bounds")
 }
 
 
@@ -34,8 +34,8 @@ def rows(first_heading: str) -> list[list[str]]:
     return found
 
 
-def fields(record: kinds.Record) -> str:
-    return "; ".join(f"`{name}`: {kind.name}" for name, kind in record.kinds.items()) or "none"
+def fields(record: kinds.RecordField) -> str:
+    return "; ".join(f"`{name}`: {kind.name}" for name, kind in record.field_types.items()) or "none"
 
 
 def test_every_message_is_documented_with_its_fields() -> None:
@@ -93,7 +93,7 @@ def test_sparse_example(example: str) -> None:
 
 def test_the_code_of_hello_never_changes() -> None:
     assert "`[1, peer, version, software]`" in TEXT
-    assert list(schema.MESSAGES[1].kinds) == ["peer", "version", "software"]
+    assert list(schema.MESSAGES[1].field_types) == ["peer", "version", "software"]
 
 
 def test_the_version_is_the_codes() -> None:

@@ -14,14 +14,14 @@ from gridtrain.wire import codec
 
 EDGES = (0, 1, 0x7F, 0x80, 0xFF, 0x100, 0xFFFF, 0x10000, 0x7FFFFFFF)
 LARGE = (*EDGES, 0x80000000, 0xFFFFFFFF, 0x100000000, 2**63 - 1)
-DATA = m.Data(m.RoundId(1, 2, 3, 0), m.Channel(), m.Place(m.Phase.REDUCE), False, b"abc")
+DATA = m.Data(m.RoundId(1, 2, 3, 0), m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), False, b"abc")
 
 
 def drawn(rng: random.Random) -> m.Data:
     return m.Data(
         m.RoundId(*(rng.choice(LARGE) for _ in range(4))),
         m.Channel(*(rng.choice(EDGES) for _ in range(3))),
-        m.Place(rng.choice(list(m.Phase)), *(rng.choice(EDGES) for _ in range(3))),
+        m.PayloadSlot(rng.choice(list(m.CollectivePhase)), *(rng.choice(EDGES) for _ in range(3))),
         rng.random() < 0.5,
         rng.choice([b"", b"a", memoryview(bytes(1000)), bytes(70_000)]),
     )

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.wire.sparse import MAX_N, Sparse, ValueKind, decode, encode, encoded_bytes
-from gridtrain.wire.values import narrow, widen
+from gridtrain.wire.sparse import MAX_N, SparseVector, ValueKind, decode, encode, encoded_bytes
+from gridtrain.wire.values import float32_to_fp16_bits, fp16_bits_to_float32
 
 FP32, FP16, BF16, INT8 = ValueKind
 F32 = np.finfo(np.float32)
@@ -94,9 +94,9 @@ def test_fp16_by_shifts_is_numpys(drawn: list[float], exponent: int) -> None:
     with np.errstate(under="ignore"):
         scaled = np.ldexp(np.array(drawn, np.float32), exponent).astype(np.float32)
         for values in (scaled, np.concatenate([exact, -exact, scaled[np.abs(scaled) >= 2.0**-14]])):
-            bits = narrow(values)
+            bits = float32_to_fp16_bits(values)
             assert bits.tobytes() == values.astype("<f2").tobytes()
-            assert widen(bits).tobytes() == bits.view("<f2").astype(np.float32).tobytes()
+            assert fp16_bits_to_float32(bits).tobytes() == bits.view("<f2").astype(np.float32).tobytes()
 
 
 # -- by eye --------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_a_mutated_payload_is_refused_or_is_canonical(seeds: Callable[[int], Ite
         payload, n, kind = random_payload(rng)
         mutant = mutate(payload, rng)
         try:
-            back: Sparse = decode(memoryview(mutant), n=n, max_entries=40, kind=kind)
+            back: SparseVector = decode(memoryview(mutant), n=n, max_entries=40, kind=kind)
         except RemoteProtocolError:
             continue
         accepted += 1

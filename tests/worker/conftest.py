@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from gridtrain.protocol.door import Door
+from gridtrain.protocol.door import Authorization
 from gridtrain.protocol.invitation import Invitation
-from gridtrain.runtime.operator import Contact, Operator
+from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
 from gridtrain.transport.curve import Identity
-from gridtrain.transport.stack import over
+from gridtrain.transport.stack import build_stack
 from gridtrain.transport.zeromq import ZeroMQTransport
 from gridtrain_coordinator.daemon import Coordinator
 from gridtrain_coordinator.log import log_to
-from gridtrain_coordinator.reception import gate_of
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.reception import connection_gate
+from gridtrain_coordinator.store import JournalStore
 
 SOFTWARE = "gridtrain test"
 
@@ -36,12 +36,12 @@ class Desk:
     address: str = ""
 
     def __enter__(self) -> Desk:
-        door = Door(operator=self.operator.public, coordinator=self.keys.public)
-        transport = over(ZeroMQTransport(self.keys, SOFTWARE, gate=gate_of(door, time.time)), self.keys)
+        door = Authorization(operator=self.operator.public, coordinator=self.keys.public)
+        transport = build_stack(ZeroMQTransport(self.keys, SOFTWARE, gate=connection_gate(door, time.time)), self.keys)
         self.address = transport.listen("tcp://127.0.0.1:0")
-        self.daemon = daemon = Coordinator.of_run(
+        self.daemon = daemon = Coordinator.for_run(
             transport,
-            Store.open(":memory:"),
+            JournalStore.open(":memory:"),
             door,
             operator=self.operator.public,
             log=log_to(self.log),
@@ -68,8 +68,8 @@ class Desk:
             assert isinstance(door, dict)
             return door
 
-    def _operator(self) -> Operator:
-        return Operator(Contact(self.address, self.address, self.keys.public, "default", True, self.operator))
+    def _operator(self) -> OperatorClient:
+        return OperatorClient(CoordinatorEndpoint(self.address, self.address, self.keys.public, "default", True, self.operator))
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from gridtrain.bundle import Bundle, sha256
+from gridtrain.bundle import Bundle, digest_of
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
 from gridtrain.options import RunFile
-from gridtrain.options.runfile import Data, Run
+from gridtrain.options.runfile import DatasetDescription, RunDescription
 from gridtrain.protocol.invitation import Invitation
 from gridtrain.runtime import fetching
-from gridtrain_coordinator.shelf import Shelf
+from gridtrain_coordinator.shelf import BundleServer
 from gridtrain_worker import adoption
-from gridtrain_worker.adoption import Offer
+from gridtrain_worker.adoption import BundleOffer
 from gridtrain_worker.agent import Job, supervise
 
 pytestmark = pytest.mark.integration
@@ -51,9 +51,9 @@ class Owner:
 
     def serve(self) -> str:
         """What there is now; its digest."""
-        bundle = Bundle.made(RunFile.find({}, self.folder))
+        bundle = Bundle.from_run_file(RunFile.find({}, self.folder))
         assert bundle is not None
-        self.desk.daemon._shelf = Shelf(bundle)
+        self.desk.daemon._shelf = BundleServer(bundle)
         return bundle.digest
 
     def ran(self) -> str:
@@ -68,7 +68,7 @@ def owner(desk: Desk, tmp_path: Path) -> Iterator[Owner]:
     folder = tmp_path / "owner"
     folder.mkdir()
     yield Owner(folder, desk)
-    desk.daemon._shelf = Shelf()
+    desk.daemon._shelf = BundleServer()
 
 
 def folder_of(state: Path, invitation: Invitation, digest: str) -> Path:
@@ -81,7 +81,7 @@ def test_it_is_run_once_it_is_accepted_and_a_changed_one_is_asked_for_anew(
 ) -> None:
     asked: list[str] = []
 
-    def person(offer: Offer) -> bool:
+    def person(offer: BundleOffer) -> bool:
         assert not owner.mark.exists(), "nothing is run before the answer"
         assert (offer.folder / "train.py").read_text() == SCRIPT, "it can be read before"
         asked.append(offer.bundle.digest)
@@ -96,7 +96,7 @@ def test_it_is_run_once_it_is_accepted_and_a_changed_one_is_asked_for_anew(
     folder = folder_of(state, invitation, first)
     assert owner.ran() == f"{folder} one" and asked == [first] * 2
 
-    def nobody(offer: Offer) -> bool:
+    def nobody(offer: BundleOffer) -> bool:
         raise AssertionError("it was accepted")
 
     assert supervise(job, ask=nobody) == 0 and owner.ran().endswith(" one")
@@ -124,14 +124,14 @@ def test_a_digest_that_was_accepted_beforehand_is_the_only_one_that_is_run(
 
 
 def test_a_dry_run_starts_nothing_and_agrees_to_nothing(owner: Owner, invitation: Invitation) -> None:
-    seen: list[tuple[Job, Offer | None]] = []
+    seen: list[tuple[Job, BundleOffer | None]] = []
     digest = owner.serve()
     dry = Job((), invitation, dry_run=True, accept=digest, name="anna")
     assert supervise(dry, show=lambda job, offer: seen.append((job, offer))) == 0
     ((job, offer),) = seen
     assert offer is not None and offer.bundle.digest == digest and job.name == "anna"
     assert offer.command == (sys.executable, "train.py", str(owner.mark))
-    assert len(offer.fingerprint.replace(" ", "")) == 32 and not adoption.is_accepted(offer)
+    assert len(offer.coordinator_digest.replace(" ", "")) == 32 and not adoption.is_accepted(offer)
     assert owner.ran() == ""
 
 
@@ -199,7 +199,7 @@ def test_a_coordinator_that_sends_something_else(
 )  # fmt: skip
 def test_an_announcement_that_cannot_be(said: object) -> None:
     with pytest.raises(RemoteProtocolError, match="that cannot be"):
-        fetching.Announced.from_status({"bundle": said})
+        fetching.AnnouncedBundle.from_status({"bundle": said})
 
 
 def test_a_run_without_a_bundle_wants_a_command(invitation: Invitation) -> None:
@@ -220,7 +220,7 @@ def test_a_run_without_a_bundle_wants_a_command(invitation: Invitation) -> None:
     ],
 )
 def test_packages(requires: tuple[tuple[str, str], ...], missing: str) -> None:
-    run = Run(script="train.py", requires=requires, image="registry.example/x")
+    run = RunDescription(script="train.py", requires=requires, image="registry.example/x")
     if not missing:
         adoption.check_packages(run)
         return
@@ -239,17 +239,17 @@ def test_data_is_known_by_its_digest(tmp_path: Path) -> None:
     files, data_dir = tmp_path / "files", tmp_path / "data"
     files.mkdir()
     (data_dir / "sets").mkdir(parents=True)
-    run = Run(script="t.py", data=Data("sets/corpus.bin", sha256(b"words"), "https://example.org/c"))
+    run = RunDescription(script="t.py", data=DatasetDescription("sets/corpus.bin", digest_of(b"words"), "https://example.org/c"))
     with pytest.raises(ConfigError, match="is not here") as caught:
-        adoption.find_data(run, data_dir, files)
+        adoption.find_data_file(run, data_dir, files)
     assert "get it: https://example.org/c; then name its folder with --data-dir" in caught.value.remedy
     path = data_dir / "sets" / "corpus.bin"
     path.write_bytes(b"wards")
     with pytest.raises(ConfigError, match="and the run's data set has") as caught:
-        adoption.find_data(run, data_dir, files)
+        adoption.find_data_file(run, data_dir, files)
     path.write_bytes(b"words")
-    assert adoption.find_data(run, data_dir, files) == path
-    assert adoption.find_data(replace(run, data=None), data_dir, files) is None
+    assert adoption.find_data_file(run, data_dir, files) == path
+    assert adoption.find_data_file(replace(run, data=None), data_dir, files) is None
 
 
 def test_the_script_is_told_where_the_data_lies(
@@ -257,7 +257,7 @@ def test_the_script_is_told_where_the_data_lies(
 ) -> None:
     (tmp_path / "mine" / "sets").mkdir(parents=True)
     (tmp_path / "mine" / "sets" / "corpus.bin").write_bytes(b"words")
-    owner.describe(f'[run.data]\nfile = "sets/corpus.bin"\ndigest = "{sha256(b"words")}"\n')
+    owner.describe(f'[run.data]\nfile = "sets/corpus.bin"\ndigest = "{digest_of(b"words")}"\n')
     digest = owner.serve()
     monkeypatch.chdir(tmp_path)
     assert supervise(Job((), invitation, accept=digest, data_dir="mine")) == 0
@@ -267,9 +267,9 @@ def test_the_script_is_told_where_the_data_lies(
 def test_agreements_that_cannot_be_read_are_none(tmp_path: Path) -> None:
     for text in ("", "{", "{}", "[1, null]", "[" * 100_000):
         (tmp_path / adoption.ACCEPTED).write_text(text)
-        assert adoption._accepted(tmp_path) == []
+        assert adoption._read_consents(tmp_path) == []
     (tmp_path / adoption.ACCEPTED).write_text(json.dumps(["sha256:a"]))
-    assert adoption._accepted(tmp_path) == ["sha256:a"]
+    assert adoption._read_consents(tmp_path) == ["sha256:a"]
 
 
 def test_a_disk_that_takes_nothing(owner: Owner, invitation: Invitation, state: Path) -> None:

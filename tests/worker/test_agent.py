@@ -24,10 +24,10 @@ from zmq.utils import z85
 
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
 from gridtrain.protocol.invitation import Invitation
-from gridtrain.runtime.entry import NOT_VALID, Entry
+from gridtrain.runtime.entry import INVALID_INVITATION, Enrollment
 from gridtrain.transport.curve import Identity
 from gridtrain_worker import agent as agent_module
-from gridtrain_worker.agent import Job, check, supervise
+from gridtrain_worker.agent import Job, check_joinable, supervise
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 60.0
@@ -154,16 +154,16 @@ def test_another_run(invitation: Invitation) -> None:
 
 def test_a_run_that_is_finished(tmp_path: Path) -> None:
     status = {"run": "default", "finished": True}
-    entry = Entry("tcp://lab-pc:7700", bytes(32), "default", True, tmp_path / "worker-0.key", status)
+    entry = Enrollment("tcp://lab-pc:7700", bytes(32), "default", True, tmp_path / "worker-0.key", status)
     with pytest.raises(JoinRefused, match='the run "default" is finished -> ask its owner') as caught:
-        check(entry)
+        check_joinable(entry)
     assert caught.value.code == "finished"
 
 
 def test_an_invitation_that_does_not_let_in_starts_nothing(desk: Any, tmp_path: Path) -> None:
     never = replace(desk.invitation(), token=b"t" * 32)
     mark = tmp_path / "started"
-    with pytest.raises(JoinRefused, match=f"^{NOT_VALID} -> ask the run's owner for a new one$") as caught:
+    with pytest.raises(JoinRefused, match=f"^{INVALID_INVITATION} -> ask the run's owner for a new one$") as caught:
         supervise(Job(python(f"open({str(mark)!r}, 'w')"), never))
     assert caught.value.code == "invitation" and not mark.exists()
 
@@ -277,7 +277,7 @@ def test_the_pause_grows_with_early_failures_alone(
     invitation: Invitation, monkeypatch: pytest.MonkeyPatch, sound_s: float, pauses: list[float]
 ) -> None:
     """Was: killed once an hour, a worker waited twice as long each time."""
-    monkeypatch.setattr(agent_module, "SOUND_S", sound_s)
+    monkeypatch.setattr(agent_module, "BACKOFF_RESET_S", sound_s)
     lines: list[str] = []
     job = Job(python("raise SystemExit(5)"), invitation, restarts=3, backoff_s=0.01)
     assert supervise(job, lines.append) == 5
@@ -292,12 +292,12 @@ def test_one_refused_handshake_does_not_put_a_worker_out(
     """Whoever sits on the way can refuse one; refused on end, the script is not started again."""
     now_s, asked = [0.0], iter(answers)
 
-    def still_let_in(entry: Entry, timeout_s: float) -> bool:
+    def still_let_in(entry: Enrollment, timeout_s: float) -> bool:
         now_s[0] += 1.0
         return next(asked, True)
 
-    monkeypatch.setattr(agent_module, "still_let_in", still_let_in)
-    monkeypatch.setattr(agent_module, "DENIED_AGAIN_S", 0.0)
+    monkeypatch.setattr(agent_module, "is_still_admitted", still_let_in)
+    monkeypatch.setattr(agent_module, "ACCESS_RETRY_S", 0.0)
     monkeypatch.setattr(agent_module, "_clock", lambda: now_s[0])
     lines: list[str] = []
     job = Job(python("raise SystemExit(5)"), invitation, restarts=1, backoff_s=0.01)

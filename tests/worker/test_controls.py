@@ -11,14 +11,14 @@ import pytest
 
 from gridtrain.errors import ConfigError
 from gridtrain.testing import FakeSensors, FileSensors
-from gridtrain_worker.budget import FILE, MOST_DAYS, Budget
-from gridtrain_worker.controls import KEYS, Controls, Readings, Rules, pairs
+from gridtrain_worker.budget import FILE, MAX_DAYS, Budget
+from gridtrain_worker.controls import KEYS, Rules, SensorReadings, TrainingPolicy, parse_pairs
 from gridtrain_worker.sensors import MachineSensors
 
 EVERYTHING = (
     "upload=20Mbit download=1Gbit budget=5GB hours=22:00-07:00,12:00-13:00 battery=pause gpu=pause idle=10m"
 )
-QUIET = Readings(on_battery=False, gpu_used=False, idle_s=3600.0, temperature_C=40.0)
+QUIET = SensorReadings(on_battery=False, gpu_used=False, idle_s=3600.0, temperature_C=40.0)
 
 
 def at(clock: str, day: int = 2) -> datetime:
@@ -26,15 +26,15 @@ def at(clock: str, day: int = 2) -> datetime:
 
 
 def rules(*words: str) -> Rules:
-    return Rules().changed(pairs(words))
+    return Rules().with_settings(parse_pairs(words))
 
 
-def said(controls: Controls, readings: Readings, clock: str = "12:30", moved: int = 0) -> str:
+def said(controls: TrainingPolicy, readings: SensorReadings, clock: str = "12:30", moved: int = 0) -> str:
     return controls.decide(readings, moved, at(clock)).text()
 
 
 def test_without_rules_everything_is_allowed() -> None:
-    assert said(Controls(), Readings()) == ""
+    assert said(TrainingPolicy(), SensorReadings()) == ""
 
 
 @pytest.mark.parametrize(
@@ -51,37 +51,37 @@ def test_without_rules_everything_is_allowed() -> None:
     ],
 )
 def test_hours_go_over_midnight(clock: str, expected: str) -> None:
-    assert said(Controls(rules("hours=22:00-07:00,12:00-13:00")), Readings(), clock) == expected
+    assert said(TrainingPolicy(rules("hours=22:00-07:00,12:00-13:00")), SensorReadings(), clock) == expected
 
 
 def test_the_last_window_of_today_is_over_and_tomorrows_is_named() -> None:
-    decision = Controls(rules("hours=08:00-09:00")).decide(Readings(), 0, at("09:30"))
+    decision = TrainingPolicy(rules("hours=08:00-09:00")).decide(SensorReadings(), 0, at("09:30"))
     assert decision.until == at("08:00", 3)
-    midday = Controls(rules("hours=12:00-24:00"))
-    assert said(midday, Readings(), "23:59") == "" and said(midday, Readings(), "00:00").endswith("12:00")
+    midday = TrainingPolicy(rules("hours=12:00-24:00"))
+    assert said(midday, SensorReadings(), "23:59") == "" and said(midday, SensorReadings(), "00:00").endswith("12:00")
 
 
 @pytest.mark.parametrize(
     ("rule", "readings", "expected"),
     [
-        ("battery=pause", Readings(on_battery=True), "battery"),
-        ("battery=pause", Readings(on_battery=False), ""),
-        ("battery=run", Readings(on_battery=True), ""),
-        ("gpu=pause", Readings(gpu_used=True), "the GPU is in use"),
-        ("idle=10m", Readings(idle_s=599.0), "the computer is in use"),
-        ("idle=10m", Readings(idle_s=600.0), ""),
-        ("temperature=80", Readings(temperature_C=80.0), "hot: 80 C, goes on below 75"),
-        ("temperature=80", Readings(temperature_C=79.9), ""),
+        ("battery=pause", SensorReadings(on_battery=True), "battery"),
+        ("battery=pause", SensorReadings(on_battery=False), ""),
+        ("battery=run", SensorReadings(on_battery=True), ""),
+        ("gpu=pause", SensorReadings(gpu_used=True), "the GPU is in use"),
+        ("idle=10m", SensorReadings(idle_s=599.0), "the computer is in use"),
+        ("idle=10m", SensorReadings(idle_s=600.0), ""),
+        ("temperature=80", SensorReadings(temperature_C=80.0), "hot: 80 C, goes on below 75"),
+        ("temperature=80", SensorReadings(temperature_C=79.9), ""),
     ],
 )
-def test_each_sensor_holds_the_script_back(rule: str, readings: Readings, expected: str) -> None:
-    assert said(Controls(rules(rule)), readings) == expected
+def test_each_sensor_holds_the_script_back(rule: str, readings: SensorReadings, expected: str) -> None:
+    assert said(TrainingPolicy(rules(rule)), readings) == expected
 
 
 @pytest.mark.parametrize("rule", ["battery=pause", "gpu=pause", "idle=10m", "temperature=80"])
 def test_a_sensor_that_cannot_be_read_holds_it_back_by_name(rule: str) -> None:
-    name, controls = rule.partition("=")[0], Controls(rules(rule))
-    gone = Readings(absent={name: "its driver is gone"})
+    name, controls = rule.partition("=")[0], TrainingPolicy(rules(rule))
+    gone = SensorReadings(absent={name: "its driver is gone"})
     assert said(controls, gone) == f"the sensor of {name} cannot be read (its driver is gone)"
     assert controls.unreadable(gone) == {name: "its driver is gone"}
     assert controls.unreadable(QUIET) == {}
@@ -90,53 +90,53 @@ def test_a_sensor_that_cannot_be_read_holds_it_back_by_name(rule: str) -> None:
 def test_heat_has_two_limits() -> None:
     """C:  70   79   80 | 79   70 | 69   79   80
     run  run  pause......... | run  run  pause"""
-    controls = Controls(rules("temperature=80/70"))
+    controls = TrainingPolicy(rules("temperature=80/70"))
     runs = [
-        controls.decide(Readings(temperature_C=c), 0, at("12:00")).run
+        controls.decide(SensorReadings(temperature_C=c), 0, at("12:00")).may_train
         for c in (70, 79, 80, 79, 70, 69, 79, 80)
     ]
     assert runs == [True, True, False, False, False, True, True, False]
 
 
 def test_a_gpu_that_was_used_a_moment_ago_is_still_in_use() -> None:
-    controls, free = Controls(rules("gpu=pause")), Readings(gpu_used=False)
-    assert said(controls, Readings(gpu_used=True), "12:00:00") and said(controls, free, "12:00:29")
+    controls, free = TrainingPolicy(rules("gpu=pause")), SensorReadings(gpu_used=False)
+    assert said(controls, SensorReadings(gpu_used=True), "12:00:00") and said(controls, free, "12:00:29")
     assert said(controls, free, "12:00:30") == ""
-    assert said(controls, Readings(gpu_used=True), "12:00:40") and said(controls, free, "11:00:00") == "", (
+    assert said(controls, SensorReadings(gpu_used=True), "12:00:40") and said(controls, free, "11:00:00") == "", (
         "clock"
     )
 
 
 def test_the_days_bytes() -> None:
-    controls = Controls(rules("budget=5GB"))
-    assert said(controls, Readings(), moved=4_999_999_999) == ""
-    assert said(controls, Readings(), moved=5_000_000_000) == "the day's bytes are used up, until 00:00"
+    controls = TrainingPolicy(rules("budget=5GB"))
+    assert said(controls, SensorReadings(), moved=4_999_999_999) == ""
+    assert said(controls, SensorReadings(), moved=5_000_000_000) == "the day's bytes are used up, until 00:00"
 
 
 def test_the_owners_word_holds_until_taken_back_or_its_time() -> None:
-    controls = Controls()
+    controls = TrainingPolicy()
     controls.pause()
     assert said(controls, QUIET) == "its owner said so"
     controls.resume()
     assert said(controls, QUIET) == ""
     controls.pause(at("13:00"))
     assert said(controls, QUIET, "12:59") == "its owner said so, until 13:00"
-    assert said(controls, QUIET, "13:00") == "" and not controls.held
+    assert said(controls, QUIET, "13:00") == "" and not controls.is_paused
 
 
 def test_several_reasons_are_all_said_and_the_latest_time_only_if_all_have_one() -> None:
-    controls = Controls(rules("hours=22:00-07:00", "budget=1kB", "battery=pause"))
-    both = said(controls, Readings(on_battery=False), moved=1000)
+    controls = TrainingPolicy(rules("hours=22:00-07:00", "budget=1kB", "battery=pause"))
+    both = said(controls, SensorReadings(on_battery=False), moved=1000)
     assert both == "outside of its hours, the day's bytes are used up, until 00:00"
-    assert said(controls, Readings(on_battery=True), moved=1000).endswith("used up, battery")
+    assert said(controls, SensorReadings(on_battery=True), moved=1000).endswith("used up, battery")
 
 
 def test_rules_survive_being_written_and_read() -> None:
     every = rules(*EVERYTHING.split(), "temperature=80/70")
     assert set(every.texts()) == set(KEYS) and every.sensors == ("battery", "gpu", "idle", "temperature")
-    assert Rules().changed(every.texts()) == every
-    off = every.changed(dict.fromkeys(KEYS, "off"))
-    assert off == Rules() and Rules().changed(Rules().texts()) == Rules() and off.hot_C == math.inf
+    assert Rules().with_settings(every.texts()) == every
+    off = every.with_settings(dict.fromkeys(KEYS, "off"))
+    assert off == Rules() and Rules().with_settings(Rules().texts()) == Rules() and off.hot_C == math.inf
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_clock_that_is_wrong_for_a_while_loses_nothing(tmp_path: Path) -> None
     }  # fmt: skip
     for day in range(1, 29):
         Budget(tmp_path).add(1, date(2026, 2, day))
-    assert len(json.loads((tmp_path / FILE).read_text())["others"]) == MOST_DAYS - 1
+    assert len(json.loads((tmp_path / FILE).read_text())["others"]) == MAX_DAYS - 1
 
 
 def test_what_an_older_gridtrain_has_counted_counts(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_file_that_says_nothing_is_no_empty_budget(tmp_path: Path, text: str) 
 
 def test_fakes_say_what_they_are_told(tmp_path: Path) -> None:
     fake = FakeSensors(on_battery=False)
-    assert fake.read(()) == Readings(
+    assert fake.read(()) == SensorReadings(
         on_battery=False, absent=dict.fromkeys(("gpu", "idle", "temperature"), "the fake says nothing of it")
     )
     fake.say(on_battery=True, idle_s=3)

@@ -18,9 +18,9 @@ import pytest
 
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.protocol.invitation import Invitation
-from gridtrain.protocol.messages import Expel
-from gridtrain.runtime.entry import Entry, enter, still_let_in
-from gridtrain.runtime.guestbook import BOOK
+from gridtrain.protocol.messages import RemoveWorker
+from gridtrain.runtime.entry import Enrollment, enroll, is_still_admitted
+from gridtrain.runtime.guestbook import STORE_FILE
 from gridtrain.transport.curve import Identity
 
 WITHIN_S = 60.0
@@ -32,7 +32,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def key(entry: Entry) -> bytes:
+def key(entry: Enrollment) -> bytes:
     return Identity.read(entry.identity).public
 
 
@@ -40,29 +40,29 @@ def test_an_invitation_that_was_not_needed_lets_the_other_worker_in(
     desk: Any, state: Path, stack: ExitStack
 ) -> None:
     first, second = desk.invitation(), desk.invitation()
-    with enter(first, WITHIN_S) as alone:
+    with enroll(first, WITHIN_S) as alone:
         known = key(alone)
-    b = stack.enter_context(enter(second, WITHIN_S))  # finds the machine's key, and spends nothing
-    (book,) = state.rglob(BOOK)
+    b = stack.enter_context(enroll(second, WITHIN_S))  # finds the machine's key, and spends nothing
+    (book,) = state.rglob(STORE_FILE)
     assert key(b) == known and second.text() in book.read_text()
     assert S_IMODE(book.stat().st_mode) == 0o600
-    a = stack.enter_context(enter(first, WITHIN_S))  # used up: it takes what the other one did not need
+    a = stack.enter_context(enroll(first, WITHIN_S))  # used up: it takes what the other one did not need
     assert key(a) != known
     assert second.text() not in book.read_text(), "it is spent"
     with pytest.raises(JoinRefused, match=r"in use by other workers of it -> .* one more invitation"):
-        stack.enter_context(enter(first, WITHIN_S))  # two invitations are two workers
+        stack.enter_context(enroll(first, WITHIN_S))  # two invitations are two workers
 
 
 def test_two_at_once(desk: Any, stack: ExitStack) -> None:
     first, second = desk.invitation(), desk.invitation()
-    with enter(first, WITHIN_S):
+    with enroll(first, WITHIN_S):
         pass
     for _ in range(3):  # whichever is faster
         both = Barrier(2)
 
         def start(invitation: Invitation, both: Barrier = both) -> bytes:
             both.wait(WITHIN_S)
-            with enter(invitation, WITHIN_S) as entry:
+            with enroll(invitation, WITHIN_S) as entry:
                 both.wait(WITHIN_S)  # they are in together
                 return key(entry)
 
@@ -73,47 +73,47 @@ def test_two_at_once(desk: Any, stack: ExitStack) -> None:
 
 def test_who_was_put_out_needs_a_new_invitation_and_is_told_so(desk: Any, stack: ExitStack) -> None:
     once, often = desk.invitation(), desk.invitation(uses=9)
-    with enter(once, WITHIN_S) as entry:
+    with enroll(once, WITHIN_S) as entry:
         peer = key(entry)
-        assert still_let_in(entry, WITHIN_S)
+        assert is_still_admitted(entry, WITHIN_S)
         with desk._operator() as operator:
-            operator.order(Expel(peer, False, "too slow"))
-        assert not still_let_in(entry, WITHIN_S)
+            operator.order(RemoveWorker(peer, False, "too slow"))
+        assert not is_still_admitted(entry, WITHIN_S)
     digits = peer.hex()[:12]
     told = (
         f'this worker, key {digits}, was put out of the run "default", .* -> ask the run\'s owner for a new'
     )
     for _ in range(2):
         with pytest.raises(JoinRefused, match=told):
-            stack.enter_context(enter(once, WITHIN_S))
+            stack.enter_context(enroll(once, WITHIN_S))
     with pytest.raises(
         JoinRefused, match=r"^this worker was put out of the run: too slow -> ask the run's owner"
     ):
-        stack.enter_context(enter(often, WITHIN_S))  # of before: no other key is made for it
+        stack.enter_context(enroll(often, WITHIN_S))  # of before: no other key is made for it
     assert len(list(entry.identity.parent.glob("*.key"))) == 1
-    with enter(desk.invitation(), WITHIN_S) as again:
+    with enroll(desk.invitation(), WITHIN_S) as again:
         assert key(again) == peer
 
 
 def test_who_was_banned_is_told_what_the_owner_can_do(desk: Any, stack: ExitStack) -> None:
-    with enter(desk.invitation(), WITHIN_S) as entry:
+    with enroll(desk.invitation(), WITHIN_S) as entry:
         peer = key(entry)
     with desk._operator() as operator:
-        operator.order(Expel(peer, True, "spam"))
+        operator.order(RemoveWorker(peer, True, "spam"))
     digits = peer.hex()[:12]
     with pytest.raises(JoinRefused, match=f"banned this worker's key {digits}: spam -> .*unban {digits}"):
-        stack.enter_context(enter(desk.invitation(), WITHIN_S))
+        stack.enter_context(enroll(desk.invitation(), WITHIN_S))
 
 
 def test_the_other_worker_of_a_machine_stays_in(desk: Any, stack: ExitStack) -> None:
     often = desk.invitation(uses=2)
-    with enter(often, WITHIN_S) as one, enter(often, WITHIN_S) as two:
+    with enroll(often, WITHIN_S) as one, enroll(often, WITHIN_S) as two:
         peers = key(one), key(two)
     with desk._operator() as operator:
-        operator.order(Expel(peers[0], False, ""))
-    assert key(stack.enter_context(enter(often, WITHIN_S))) == peers[1]
+        operator.order(RemoveWorker(peers[0], False, ""))
+    assert key(stack.enter_context(enroll(often, WITHIN_S))) == peers[1]
     with pytest.raises(JoinRefused, match="was put out"):
-        stack.enter_context(enter(often, WITHIN_S))
+        stack.enter_context(enroll(often, WITHIN_S))
 
 
 def test_a_folder_that_cannot_be_written_to(
@@ -123,15 +123,15 @@ def test_a_folder_that_cannot_be_written_to(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"cannot be written to: Not a directory -> .*XDG_STATE_HOME"):
-        stack.enter_context(enter(invitation, WITHIN_S))
+        stack.enter_context(enroll(invitation, WITHIN_S))
 
 
 def test_a_memory_that_is_damaged_is_none(desk: Any, state: Path) -> None:
     invitation = desk.invitation()
-    with enter(invitation, WITHIN_S) as entry:
+    with enroll(invitation, WITHIN_S) as entry:
         peer = key(entry)
-    (book,) = state.rglob(BOOK)
+    (book,) = state.rglob(STORE_FILE)
     for text in ("{", "[]", '{"used": 3, "spare": []}', '{"used": {}, "spare": ["gridtrain1:x"]}'):
         book.write_text(text)
-        with enter(invitation, WITHIN_S) as again:
+        with enroll(invitation, WITHIN_S) as again:
             assert key(again) == peer

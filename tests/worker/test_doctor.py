@@ -22,15 +22,15 @@ from typing import Any
 import pytest
 
 from gridtrain.doctor import line, machine
-from gridtrain.doctor.examine import TOTAL_S, Examination
-from gridtrain.doctor.findings import Finding, Level
-from gridtrain.doctor.prediction import Run, predict
-from gridtrain.doctor.talk import Measured, down_Bps
+from gridtrain.doctor.examine import TOTAL_TIMEOUT_S, Examination
+from gridtrain.doctor.findings import Finding, FindingLevel
+from gridtrain.doctor.prediction import RunStatus, predict_speedup
+from gridtrain.doctor.talk import LinkMeasurement, download_rate_Bps
 from gridtrain.errors import ConfigError
 from gridtrain.protocol.invitation import Invitation
-from gridtrain.protocol.lines import even
-from gridtrain.protocol.loads import Kind, Load
-from gridtrain.runtime.entry import enter
+from gridtrain.protocol.lines import uniform_network
+from gridtrain.protocol.loads import ExchangeKind, Workload
+from gridtrain.runtime.entry import enroll
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def quick_probe(text: str = TORCH) -> machine.TorchProbe:
     return machine.TorchProbe((sys.executable, "-S", "-c", f"print({text!r})"))
 
 
-def nobody_trains(picture: Mapping[str, Any]) -> Run:
+def nobody_trains(picture: Mapping[str, Any]) -> RunStatus:
     raise ConfigError("nobody trains yet")
 
 
@@ -84,26 +84,26 @@ def test_a_machine_that_can_join(desk: Any) -> None:
     assert 0 < found["coordinator"].figures["rtt_s"] < 10
     assert abs(found["clock"].figures["skew_s"]) < 2
     assert "nobody trains yet" in found["prediction"].text
-    with enter(once, WITHIN_S):  # the use is still there
+    with enroll(once, WITHIN_S):  # the use is still there
         pass
 
 
 def test_a_burst_that_waited_in_a_buffer_is_not_taken_for_a_fast_line() -> None:
     """All 16 messages are there when the loop looks, 21 ms after it asked: 100 Mbit/s, and not 25 Gbit/s."""
     read_s = [7.021 + 5e-6 * index for index in range(16)]
-    assert down_Bps(7.0, read_s, rtt_s=0.0005) == pytest.approx(12.8e6, rel=0.01)
+    assert download_rate_Bps(7.0, read_s, rtt_s=0.0005) == pytest.approx(12.8e6, rel=0.01)
     in_turn_s = [7.0005 + 0.02 * (index + 1) / 16 for index in range(16)]
-    assert down_Bps(7.0, in_turn_s, rtt_s=0.0005) == pytest.approx(13.1e6, rel=0.01)
+    assert download_rate_Bps(7.0, in_turn_s, rtt_s=0.0005) == pytest.approx(13.1e6, rel=0.01)
 
 
 def test_a_used_up_invitation_of_this_machine_still_finds_the_run(desk: Any) -> None:
     once = desk.invitation(uses=1)
-    with enter(once, WITHIN_S):
+    with enroll(once, WITHIN_S):
         while_it_runs = look(once)["invitation"]
     assert while_it_runs.text == "in use by a worker of this machine"
     found = look(once)
     assert found["invitation"].text == "used up or over, but this machine is let in already"
-    assert found["run"].level is Level.OK and found["coordinator"].level is Level.OK
+    assert found["run"].level is FindingLevel.OK and found["coordinator"].level is FindingLevel.OK
 
 
 def test_an_invitation_that_is_not_valid(desk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,21 +114,21 @@ def test_an_invitation_that_is_not_valid(desk: Any, tmp_path: Path, monkeypatch:
         operator.withdraw(withdrawn)
         short = operator.invite(1, 0.05)
     used = desk.invitation(uses=1)
-    with enter(used, WITHIN_S):
+    with enroll(used, WITHIN_S):
         pass
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine"))
     while len(desk.door()["invitations"]) > others:  # until the short one is over; pytest bounds it
         pass
     for invitation in (withdrawn, short, used, replace(withdrawn, token=bytes(31) + b"x")):
         found = look(invitation)["invitation"]
-        assert found.level is Level.FAILURE and found.text.startswith("it is not valid: used up, expired")
+        assert found.level is FindingLevel.FAILURE and found.text.startswith("it is not valid: used up, expired")
         assert found.fix.startswith("ask the run's owner for a new one")
 
 
 def test_another_coordinators_key(desk: Any) -> None:
     other = replace(desk.invitation(), coordinator=desk.invitation().token)
     found = look(other)
-    assert levels(found)["port"] == "ok" and found["invitation"].level is Level.FAILURE
+    assert levels(found)["port"] == "ok" and found["invitation"].level is FindingLevel.FAILURE
     assert "with another key" in found["invitation"].text
 
 
@@ -150,12 +150,12 @@ def test_a_closed_port(invitation: Invitation) -> None:
 
 def test_a_name_that_nobody_knows(invitation: Invitation) -> None:
     found = look(replace(invitation, address="tcp://no-such-host.invalid:7700"))
-    assert found["name"].level is Level.FAILURE and "port" not in found
+    assert found["name"].level is FindingLevel.FAILURE and "port" not in found
 
 
 def test_a_name_server_that_is_silent(invitation: Invitation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(60))
-    monkeypatch.setattr(line, "RESOLVE_S", 0.2)
+    monkeypatch.setattr(line, "RESOLVE_TIMEOUT_S", 0.2)
     found = look(replace(invitation, address="tcp://far.example:7700"))
     assert found["name"].text == "no name server answers for far.example within 0.2 s"
 
@@ -257,54 +257,54 @@ def test_the_real_probe() -> None:
     probe = machine.TorchProbe()
     findings, flops = probe.findings(time.monotonic() + 60)
     probe.end()
-    assert findings[0].level is Level.OK and flops is not None and flops > 1e8
+    assert findings[0].level is FindingLevel.OK and flops is not None and flops > 1e8
 
 
 def test_little_memory_and_a_wrong_clock() -> None:
-    assert machine.memory(lambda: 1 << 30).level is Level.WARNING
-    assert machine.memory(lambda: 64 << 30).text == "64.0 GiB of memory free"
-    assert machine.memory(lambda: None).level is Level.WARNING
-    assert machine.clock(100.0, 99.0).level is Level.OK
-    behind = machine.clock(100.0, 40.0)
-    assert (behind.level, behind.text) == (Level.WARNING, "60.0 s behind the coordinator's")
+    assert machine.check_memory(lambda: 1 << 30).level is FindingLevel.WARNING
+    assert machine.check_memory(lambda: 64 << 30).text == "64.0 GiB of memory free"
+    assert machine.check_memory(lambda: None).level is FindingLevel.WARNING
+    assert machine.check_clock(100.0, 99.0).level is FindingLevel.OK
+    behind = machine.check_clock(100.0, 40.0)
+    assert (behind.level, behind.text) == (FindingLevel.WARNING, "60.0 s behind the coordinator's")
 
 
 # -- the prediction ----------------------------------------------------------------------------------
 
-LOAD = Load(Kind.DENSE, 10_000_000)
-LINE = Measured(0.02, 12.5e6, 12.5e6)
+LOAD = Workload(ExchangeKind.DENSE, 10_000_000)
+LINE = LinkMeasurement(0.02, 12.5e6, 12.5e6)
 
 
-def run_of(size: int, *, rate_Bps: float = 12.5e6, flops: float = 1e12, whole: int | None = None) -> Run:
-    network = even(size, 0.01, rate_Bps) if size > 1 else None
-    return Run(network, LOAD, [10.0] * size, [32] * size, whole, [flops] * size)
+def run_of(size: int, *, rate_Bps: float = 12.5e6, flops: float = 1e12, whole: int | None = None) -> RunStatus:
+    network = uniform_network(size, 0.01, rate_Bps) if size > 1 else None
+    return RunStatus(network, LOAD, [10.0] * size, [32] * size, whole, [flops] * size)
 
 
 def test_a_fourth_like_the_others_brings_what_three_say() -> None:
     """Ring over even lines: 2 (P-1)/P * 40 MB: 4.3 s for three, 4.8 s for four; computing is 10 s."""
-    said = predict(run_of(3), dict.fromkeys(range(3), LINE), LINE, 1e12)
-    assert said.assumed == ()
-    assert said.step_s == pytest.approx(14.5, rel=0.1) and said.with_s == pytest.approx(15.0, rel=0.1)
-    assert said.gain == pytest.approx(4 / 3 * said.step_s / said.with_s - 1) and 0.2 < said.gain < 1 / 3
+    said = predict_speedup(run_of(3), dict.fromkeys(range(3), LINE), LINE, 1e12)
+    assert said.assumptions == ()
+    assert said.step_s == pytest.approx(14.5, rel=0.1) and said.joined_step_s == pytest.approx(15.0, rel=0.1)
+    assert said.gain == pytest.approx(4 / 3 * said.step_s / said.joined_step_s - 1) and 0.2 < said.gain < 1 / 3
 
 
 def test_a_thin_line_slows_the_others_down() -> None:
-    thin = Measured(0.1, 0.125e6, 1.25e6)
-    said = predict(run_of(3), dict.fromkeys(range(3), thin), thin, 1e12)
+    thin = LinkMeasurement(0.1, 0.125e6, 1.25e6)
+    said = predict_speedup(run_of(3), dict.fromkeys(range(3), thin), thin, 1e12)
     assert said.gain < -0.5 and said.exchange_s > said.compute_s
 
 
 def test_a_slow_machine_waits_for_nobody_where_samples_are_dealt_out() -> None:
-    own, dealt = (predict(run_of(3, whole=w), dict.fromkeys(range(3), LINE), LINE, 1e11) for w in (None, 96))
+    own, dealt = (predict_speedup(run_of(3, whole=w), dict.fromkeys(range(3), LINE), LINE, 1e11) for w in (None, 96))
     assert own.gain < -0.5, "its own 32 samples take ten times as long"
     assert dealt.gain > own.gain and abs(dealt.gain) < 0.1, "it gets a few samples, and costs a little line"
 
 
 def test_what_was_not_measured_is_said() -> None:
     run = replace(run_of(1), flops=())
-    said = predict(run, {}, Measured(), None)
-    assert len(said.assumed) == 2 and said.step_s == 10.0
-    assert said.gain == pytest.approx(2 * 10.0 / said.with_s - 1)
+    said = predict_speedup(run, {}, LinkMeasurement(), None)
+    assert len(said.assumptions) == 2 and said.step_s == 10.0
+    assert said.gain == pytest.approx(2 * 10.0 / said.joined_step_s - 1)
 
 
 # -- lines that need namespaces ----------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_a_slow_line(
         shape = ("tc", "qdisc", "add", "dev", place, "root", "tbf", "rate", rate, "burst", "4kb")
         assert far(letter, *shape, "latency", "400ms").returncode == 0
     found, code, took_s = doctor_in(far, tmp_path, far_coordinator)
-    assert took_s < MOST_S and found["doctor"]["took_s"] < TOTAL_S + 1
+    assert took_s < MOST_S and found["doctor"]["took_s"] < TOTAL_TIMEOUT_S + 1
     measured = found["coordinator"]
     if rate == "10mbit":
         assert least_Bps < measured["up_Bps"] < most_Bps and least_Bps < measured["down_Bps"] < most_Bps

@@ -130,7 +130,7 @@ def terminal(tmp_path: Path) -> str:
 def test_the_last_key_counts(machine: Callable[..., MachineSensors], terminal: str) -> None:
     idle_s = machine(users=(terminal,)).read((), ("idle",)).idle_s
     assert idle_s is not None and 55 < idle_s < 600
-    assert machine().read((), ("idle",)).idle_s == module.EMPTY_S, "nobody has logged in"
+    assert machine().read((), ("idle",)).idle_s == module.NOBODY_IDLE_S, "nobody has logged in"
 
 
 def test_where_nobody_lists_who_is_there_the_sensor_is_absent(
@@ -149,8 +149,8 @@ def test_where_nobody_lists_who_is_there_the_sensor_is_absent(
 @pytest.mark.parametrize(
     ("listed", "shown", "idle_s"),
     [
-        ("", "", module.EMPTY_S),
-        ("c1 990 root -\n", "Type=unspecified\nClass=manager\n", module.EMPTY_S),
+        ("", "", module.NOBODY_IDLE_S),
+        ("c1 990 root -\n", "Type=unspecified\nClass=manager\n", module.NOBODY_IDLE_S),
         ("7 1000 anna -\n", "Type=unspecified\nClass=user\nTTY=\n", None),
     ],
     ids=["nobody has logged in", "services of root", "somebody, who knows where"],

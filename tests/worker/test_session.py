@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import socket
 
-from gridtrain_worker.session import Machine
+from gridtrain_worker.session import MachineInfo
 
 
 def test_a_random_name_by_default() -> None:
-    names = {Machine.here().name for _ in range(20)}
+    names = {MachineInfo.detect().name for _ in range(20)}
     assert len(names) > 10
     assert not any(socket.gethostname() in name for name in names)
-    assert Machine.here("anna").name == "anna"
+    assert MachineInfo.detect("anna").name == "anna"
 
 
 def test_only_the_cpus_that_we_may_use() -> None:
-    assert 1 <= Machine.here().cpus <= (os.cpu_count() or 1)
+    assert 1 <= MachineInfo.detect().cpus <= (os.cpu_count() or 1)

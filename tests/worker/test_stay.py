@@ -13,7 +13,7 @@ from gridtrain.protocol.invitation import Invitation
 from gridtrain.runtime.contribution import Contribution
 from gridtrain_worker import warden
 from gridtrain_worker.agent import Job, supervise
-from gridtrain_worker.voice import Silent
+from gridtrain_worker.voice import SilentConsole
 
 pytestmark = pytest.mark.integration
 
@@ -36,7 +36,7 @@ sys.exit(3 if life == 1 else 0)
 """
 
 
-class Ear(Silent):
+class Ear(SilentConsole):
     def __init__(self) -> None:
         self.ended: list[tuple[Contribution, Contribution]] = []
 
@@ -47,7 +47,7 @@ class Ear(Silent):
 def test_what_is_given_adds_up_over_a_pause_and_a_failure(
     invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warden, "OBEY_S", 0.1)
+    monkeypatch.setattr(warden, "OBEY_TIMEOUT_S", 0.1)
     monkeypatch.setenv("GRIDTRAIN_SET", "battery=pause")  # which is the agent's, not the script's
     said: list[str] = []
     sensors, ear = tmp_path / "sensors", Ear()

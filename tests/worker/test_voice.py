@@ -13,9 +13,9 @@ from typing import TextIO
 import pytest
 from brisk import WITHIN_S
 
-from gridtrain.runtime.contribution import EVERY_S, Contribution, Tally
-from gridtrain_worker.giving import LOOK_EVERY_S, Giving
-from gridtrain_worker.voice import CLEAR, Machine, Silent, Terminal, Voice
+from gridtrain.runtime.contribution import REPORT_INTERVAL_S, Contribution, ContributionReporter
+from gridtrain_worker.giving import LOOK_EVERY_S, ContributionStats
+from gridtrain_worker.voice import CLEAR, Console, JsonConsole, SilentConsole, TerminalConsole
 
 GIVEN = Contribution(
     step=410,
@@ -38,14 +38,14 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_live_line_is_below_what_the_script_prints() -> None:
     out = io.StringIO()
-    voice = Terminal(out)
-    voice.show(GIVEN, 0.0)
-    voice.pass_on("loss 1.0\n", out)
+    voice = TerminalConsole(out)
+    voice.show_progress(GIVEN, 0.0)
+    voice.write_output("loss 1.0\n", out)
     voice.say("hello")
-    voice.pass_on("no end", out)  # nothing may be put behind it
-    voice.show(GIVEN, 1.0)
-    voice.pass_on(" of the line\n", out)
-    voice.end(GIVEN, GIVEN)
+    voice.write_output("no end", out)  # nothing may be put behind it
+    voice.show_progress(GIVEN, 1.0)
+    voice.write_output(" of the line\n", out)
+    voice.show_summary(GIVEN, GIVEN)
     assert out.getvalue().split(CLEAR) == [
         LINE,
         "loss 1.0\n" + LINE,
@@ -59,18 +59,18 @@ def test_the_live_line_is_below_what_the_script_prints() -> None:
 def test_a_narrow_terminal_cuts_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     out = io.StringIO()
-    Terminal(out).show(GIVEN, 0.0)
+    TerminalConsole(out).show_progress(GIVEN, 0.0)
     assert out.getvalue() == LINE[:19]
 
 
 def test_programs_get_json_lines_and_not_too_many() -> None:
     out = io.StringIO()
-    voice = Machine(out)
+    voice = JsonConsole(out)
     voice.say("hello")
-    voice.show(GIVEN, 0.0)
-    voice.show(Contribution(step=411), 9.9)
-    voice.show(GIVEN, 10.0)  # nothing new
-    voice.end(GIVEN, GIVEN)
+    voice.show_progress(GIVEN, 0.0)
+    voice.show_progress(Contribution(step=411), 9.9)
+    voice.show_progress(GIVEN, 10.0)  # nothing new
+    voice.show_summary(GIVEN, GIVEN)
     said = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [line["event"] for line in said] == ["says", "contribution", "contributed"]
     assert said[0]["fields"] == {"text": "hello"}
@@ -90,35 +90,35 @@ class Full(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    "kind", [Terminal, Machine, lambda stream: Silent()], ids=["terminal", "lines", "none"]
+    "kind", [TerminalConsole, JsonConsole, lambda stream: SilentConsole()], ids=["terminal", "lines", "none"]
 )
 def test_a_log_without_room_costs_its_lines_and_a_reader_that_went_ends_it(
-    kind: Callable[[TextIO], Voice],
+    kind: Callable[[TextIO], Console],
 ) -> None:
     out = Full(OSError(errno.ENOSPC, "no room"))
     voice = kind(out)
     voice.say("hello")
-    voice.show(GIVEN, 0.0)
-    voice.pass_on("loss 1.0\n", out)
-    voice.end(GIVEN, GIVEN)
+    voice.show_progress(GIVEN, 0.0)
+    voice.write_output("loss 1.0\n", out)
+    voice.show_summary(GIVEN, GIVEN)
     out.error = BrokenPipeError(errno.EPIPE, "nobody reads")
     with pytest.raises(BrokenPipeError):
-        voice.pass_on("loss 0.9\n", out)
+        voice.write_output("loss 0.9\n", out)
     out.error = None
-    voice.pass_on("loss 0.8\n", out)
+    voice.write_output("loss 0.8\n", out)
     assert out.getvalue().endswith("loss 0.8\n")
 
 
 def test_a_tally_is_written_once_a_second_and_read_back(tmp_path: Path) -> None:
-    tally = Tally(tmp_path / "now.json")
-    assert tally.due(0.0)
+    tally = ContributionReporter(tmp_path / "now.json")
+    assert tally.is_due(0.0)
     tally.step_committed(32)
     tally.step_committed(0)
-    tally.tell(0.0, last=True, step=7, run_samples=64, sent_bytes=10, received_bytes=20, world_size=2)
-    assert not tally.due(EVERY_S - 0.1) and tally.due(EVERY_S)
+    tally.report(0.0, last=True, step=7, run_samples=64, sent_bytes=10, received_bytes=20, world_size=2)
+    assert not tally.is_due(REPORT_INTERVAL_S - 0.1) and tally.is_due(REPORT_INTERVAL_S)
     found = Contribution.read(tmp_path / "now.json")
     assert found == Contribution(7, 2, 32, 64, 10, 20, 2) and found.share == 0.5
-    assert not Tally(None).due(0.0)
+    assert not ContributionReporter(None).is_due(0.0)
 
 
 def test_a_disk_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,13 +130,13 @@ def test_a_disk_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: p
         write(given, path)
 
     monkeypatch.setattr(Contribution, "write", slow)
-    tally = Tally(tmp_path / "now.json")
+    tally = ContributionReporter(tmp_path / "now.json")
     figures: dict[str, int] = {"run_samples": 64, "sent_bytes": 10, "received_bytes": 20, "world_size": 2}
-    tally.tell(0.0, step=1, **figures)
-    tally.tell(1.0, step=2, **figures)
+    tally.report(0.0, step=1, **figures)
+    tally.report(1.0, step=2, **figures)
     assert Contribution.read(tmp_path / "now.json") is None
     going_on.set()
-    tally.tell(1.5, last=True, step=3, **figures)
+    tally.report(1.5, last=True, step=3, **figures)
     found = Contribution.read(tmp_path / "now.json")
     assert found is not None and found.step == 3
 
@@ -166,13 +166,13 @@ def test_scripts_of_one_stay_and_earlier_stays_add_up(tmp_path: Path) -> None:
 
     def stay(scripts: list[Contribution]) -> list[str]:
         out = io.StringIO()
-        giving = Giving(identity, Machine(out))
+        giving = ContributionStats(identity, JsonConsole(out))
         for number, given in enumerate(scripts):
             given.write(giving.path)
-            giving.look(number * LOOK_EVERY_S)
+            giving.update(number * LOOK_EVERY_S)
             giving.script_ended()
-        giving.end()
-        giving.end()  # once only
+        giving.finish()
+        giving.finish()  # once only
         return out.getvalue().splitlines()
 
     assert stay([Contribution(sent_bytes=5)]) == [], "joined, and gave nothing: no thanks for that"

@@ -25,19 +25,19 @@ from typing import Any
 
 from gridtrain.bundle import MAX_BUNDLE_BYTES, Bundle
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
-from gridtrain.options.runfile import Run
+from gridtrain.options.runfile import RunDescription
 from gridtrain.runtime.client import CoordinatorClient
-from gridtrain.runtime.entry import Entry
-from gridtrain.runtime.fetching import Announced, fetch
+from gridtrain.runtime.entry import Enrollment
+from gridtrain.runtime.fetching import AnnouncedBundle, fetch_bundle
 from gridtrain.runtime.naming import state_directory
-from gridtrain.transport.curve import Identity, private_folder
+from gridtrain.transport.curve import Identity, make_private_folder
 
 ARCHIVE, ACCEPTED = "bundle.tar", "accepted.json"
-MAX_ACCEPTED = 1000
+MAX_CONSENTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class BundleOffer:
     """What a volunteer is asked to run.
 
     Attributes:
@@ -47,9 +47,9 @@ class Offer:
     """
 
     bundle: Bundle
-    entry: Entry
+    entry: Enrollment
     folder: Path
-    before: str
+    previous_digest: str
     data: Path | None
 
     @property
@@ -58,24 +58,24 @@ class Offer:
         return (sys.executable, run.script, *run.arguments)
 
     @property
-    def fingerprint(self) -> str:
+    def coordinator_digest(self) -> str:
         """Of the coordinator's key, for people to compare: eight groups of four digits."""
         digits = self.entry.coordinator_key.hex()[:32]
         return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))
 
 
-Ask = Callable[[Offer], bool]
+Ask = Callable[[BundleOffer], bool]
 """Shows the offer to a person; True: they accept it."""
 
 
-def offer_of(entry: Entry, data_dir: str, timeout_s: float) -> Offer:
+def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOffer:
     """Fetch and unpack what the coordinator serves; nothing of it is run.
 
     Raises:
         ConfigError: the run has no bundle; what it needs is not here.
         CoordinatorUnreachable, JoinRefused, RemoteProtocolError: see `fetch` and `Bundle.opened`.
     """
-    announced = Announced.from_status(entry.status)
+    announced = AnnouncedBundle.from_status(entry.status)
     if announced is None:
         raise ConfigError(
             f'no training command was given, and the run "{entry.run}" has no bundle',
@@ -84,18 +84,18 @@ def offer_of(entry: Entry, data_dir: str, timeout_s: float) -> Offer:
     home = state_directory(entry.run) / "bundles" / entry.coordinator_key.hex()[:16]
     folder = home / announced.digest.removeprefix("sha256:")[:32]
     with _disk(home):
-        private_folder(folder)
-        bundle = _kept(folder / ARCHIVE, announced) or _fetched(entry, announced, timeout_s)
+        make_private_folder(folder)
+        bundle = _cached_archive(folder / ARCHIVE, announced) or _fetch_archive(entry, announced, timeout_s)
         _put(folder / ARCHIVE, bundle.archive)
         for name, content in bundle.files.items():
             _put(folder / "files" / name, content)
-    accepted = _accepted(home)
+    accepted = _read_consents(home)
     check_packages(bundle.run)
-    data = find_data(bundle.run, Path(data_dir) if data_dir else folder / "files", folder / "files")
-    return Offer(bundle, entry, folder / "files", next(reversed(accepted), ""), data)
+    data = find_data_file(bundle.run, Path(data_dir) if data_dir else folder / "files", folder / "files")
+    return BundleOffer(bundle, entry, folder / "files", next(reversed(accepted), ""), data)
 
 
-def agree(offer: Offer, given: str, ask: Ask | None) -> None:
+def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
     """Return once there is agreement to this very bundle, and remember it.
 
     Args:
@@ -106,7 +106,7 @@ def agree(offer: Offer, given: str, ask: Ask | None) -> None:
         NotAccepted: there is no agreement.
     """
     digest, home = offer.bundle.digest, offer.folder.parent.parent
-    accepted = _accepted(home)
+    accepted = _read_consents(home)
     if given and _plain(given) != digest:
         raise NotAccepted(
             f"the run's bundle is {digest}, and what was accepted beforehand is {given}",
@@ -121,12 +121,12 @@ def agree(offer: Offer, given: str, ask: Ask | None) -> None:
         if not given and ask is not None and not ask(offer):
             raise NotAccepted("you did not accept the run's bundle", remedy="nothing of it was run")
     with _disk(home):
-        latest = [*(known for known in accepted if known != digest), digest][-MAX_ACCEPTED:]
+        latest = [*(known for known in accepted if known != digest), digest][-MAX_CONSENTS:]
         _put(home / ACCEPTED, json.dumps(latest).encode())
 
 
-def is_accepted(offer: Offer) -> bool:
-    return offer.bundle.digest in _accepted(offer.folder.parent.parent)
+def is_accepted(offer: BundleOffer) -> bool:
+    return offer.bundle.digest in _read_consents(offer.folder.parent.parent)
 
 
 def _plain(digest: str) -> str:
@@ -135,7 +135,7 @@ def _plain(digest: str) -> str:
     return text if text.startswith("sha256:") else f"sha256:{text}"
 
 
-def _accepted(home: Path) -> list[str]:
+def _read_consents(home: Path) -> list[str]:
     """The latest last.  A file that cannot be read is an agreement that nobody has given."""
     try:
         found = json.loads((home / ACCEPTED).read_bytes())
@@ -147,7 +147,7 @@ def _accepted(home: Path) -> list[str]:
 # -- what the script needs ----------------------------------------------------------------------------
 
 
-def check_packages(run: Run) -> None:
+def check_packages(run: RunDescription) -> None:
     """Raises `ConfigError` for packages that are not here, or too old."""
     missing = []
     for name, least in run.requires:
@@ -176,7 +176,7 @@ def _number(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def find_data(run: Run, data_dir: Path, files: Path) -> Path | None:
+def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | None:
     """The data set's file, whose digest is right.  Raises `ConfigError`."""
     if run.data is None:
         return None
@@ -200,18 +200,18 @@ def find_data(run: Run, data_dir: Path, files: Path) -> Path | None:
 # -- files --------------------------------------------------------------------------------------------
 
 
-def _kept(path: Path, announced: Announced) -> Bundle | None:
+def _cached_archive(path: Path, announced: AnnouncedBundle) -> Bundle | None:
     """What was fetched before, if it is still that."""
     with contextlib.suppress(OSError, RemoteProtocolError), path.open("rb") as file:
-        return Bundle.opened(file.read(MAX_BUNDLE_BYTES + 1), announced.digest)
+        return Bundle.from_archive(file.read(MAX_BUNDLE_BYTES + 1), announced.digest)
     return None
 
 
-def _fetched(entry: Entry, announced: Announced, timeout_s: float) -> Bundle:
+def _fetch_archive(entry: Enrollment, announced: AnnouncedBundle, timeout_s: float) -> Bundle:
     with CoordinatorClient(
         entry.coordinator, entry.coordinator_key, Identity.read(entry.identity), encrypted=entry.encrypted
     ) as client:
-        return Bundle.opened(fetch(client, announced, timeout_s), announced.digest)
+        return Bundle.from_archive(fetch_bundle(client, announced, timeout_s), announced.digest)
 
 
 def _put(path: Path, content: bytes) -> None:

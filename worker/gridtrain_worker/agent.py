@@ -39,36 +39,36 @@ from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.options import PROGRAMS
 from gridtrain.protocol.invitation import Invitation
-from gridtrain.runtime.entry import Entry, enter, put_out_of, still_let_in
-from gridtrain.runtime.naming import listen_address
+from gridtrain.runtime.entry import Enrollment, enroll, is_still_admitted, revoked_error
+from gridtrain.runtime.naming import default_listen_address
 from gridtrain.transport.curve import Identity
 from gridtrain.transport.limits import parse_rate
-from gridtrain_worker.adoption import Ask, Offer, agree, offer_of
+from gridtrain_worker.adoption import Ask, BundleOffer, fetch_offer, require_consent
 from gridtrain_worker.controls import Rules
-from gridtrain_worker.giving import Giving
-from gridtrain_worker.session import Machine
-from gridtrain_worker.voice import Silent, Terminal, Voice
-from gridtrain_worker.warden import LOOK_S, Warden, sensors_of
+from gridtrain_worker.giving import ContributionStats
+from gridtrain_worker.session import MachineInfo
+from gridtrain_worker.voice import Console, SilentConsole, TerminalConsole
+from gridtrain_worker.warden import LOOK_S, PolicyEnforcer, load_sensors
 
 Tell = Callable[[str], None]
 
 KEY_DIGITS = 12  # as the coordinator shows it
 _clock = time.monotonic  # a name of its own, for tests
 TICK_S = 0.05
-LEFTOVER_S = 3.0
+GROUP_EXIT_TIMEOUT_S = 3.0
 """What a script leaves running in its group gets so long to end after SIGTERM."""
 
 ANSWER_S = 2.0
 """After a failure the coordinator gets so long to say whether it still lets this worker in."""
 
-DENIED_S = 5.0
+ACCESS_CHECK_S = 5.0
 """Refused for so long on end, this worker has been put out.  One refused handshake proves nothing about who
 refused it: anybody on the way can, and so does a coordinator that is just being started anew."""
 
-DENIED_AGAIN_S = 0.5
+ACCESS_RETRY_S = 0.5
 
-BACKOFF_MOST_S = 30.0
-SOUND_S = 10.0
+MAX_BACKOFF_S = 30.0
+BACKOFF_RESET_S = 10.0
 """A script that ran so long was sound: the pause before its restart is the first one again."""
 
 WATCHDOG = """
@@ -138,7 +138,7 @@ class Job:
                     parse_rate(limit)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error.reason}", remedy=error.remedy) from None
-        Rules().changed(self.rules)
+        Rules().with_settings(self.rules)
 
     @property
     def rules(self) -> dict[str, str]:
@@ -147,13 +147,13 @@ class Job:
         return {key: text for key, text in rates.items() if text} | dict(self.controls)
 
     def environment(
-        self, machine: Machine, entry: Entry, control: str = "", contribution: Path | None = None
+        self, machine: MachineInfo, entry: Enrollment, control: str = "", contribution: Path | None = None
     ) -> dict[str, str]:
         """What `gridtrain.join` reads in the script; nothing in it is secret."""
         variables = {
-            **{name.upper(): value for name, value in entry.variables().items()},
+            **{name.upper(): value for name, value in entry.join_options().items()},
             "NAME": machine.name,
-            "LISTEN": self.listen or listen_address(entry.coordinator),
+            "LISTEN": self.listen or default_listen_address(entry.coordinator),
             "ADVERTISE": self.advertise,
             "UPLOAD_LIMIT": self.upload_limit,
             "DOWNLOAD_LIMIT": self.download_limit,
@@ -175,9 +175,9 @@ def supervise(
     job: Job,
     tell: Tell = lambda line: print(line, file=sys.stderr, flush=True),
     *,
-    voice: Voice = Silent(),  # noqa: B008  it has no state
+    voice: Console = SilentConsole(),  # noqa: B008  it has no state
     ask: Ask | None = None,
-    show: Callable[[Job, Offer | None], None] = lambda job, offer: None,
+    show: Callable[[Job, BundleOffer | None], None] = lambda job, offer: None,
 ) -> int:
     """Run the script to its end; returns the exit code for this process.
 
@@ -195,34 +195,34 @@ def supervise(
         NotAccepted: the run's bundle is not run.
         JoinRefused: also later: the run's owner has put this worker out.
     """
-    machine = Machine.here(job.name)
-    with enter(job.invitation, job.connect_s, unencrypted=job.unencrypted) as entry:
-        check(entry)
+    machine = MachineInfo.detect(job.name)
+    with enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted) as entry:
+        check_joinable(entry)
         job = replace(job, name=machine.name)
-        offer = None if job.command else offer_of(entry, job.data_dir, job.connect_s)
+        offer = None if job.command else fetch_offer(entry, job.data_dir, job.connect_s)
         if job.dry_run:
             show(job, offer)
             return 0
         if offer is not None:
-            agree(offer, job.accept, ask)
-            job = adopted(job, offer)
-        giving = Giving(entry.identity, voice)
+            require_consent(offer, job.accept, ask)
+            job = with_bundle(job, offer)
+        giving = ContributionStats(entry.identity, voice)
         tell(
             f'{machine.name} ({machine.cpus} CPU cores) joins run "{entry.run}" at {entry.coordinator}: '
             f"{entry.status.get('reason')}"
         )
-        sensors, folder = sensors_of(job.sensors), entry.identity.with_suffix("")
+        sensors, folder = load_sensors(job.sensors), entry.identity.with_suffix("")
         try:
             key = Identity.read(entry.identity).public.hex()[:KEY_DIGITS]
-            with Warden(
+            with PolicyEnforcer(
                 folder, machine.name, job.rules, tell, run=entry.run, key=key, sensors=sensors
             ) as warden:
                 return _run(job, machine, entry, warden, tell, voice, giving)
         finally:
-            giving.end()
+            giving.finish()
 
 
-def adopted(job: Job, offer: Offer) -> Job:
+def with_bundle(job: Job, offer: BundleOffer) -> Job:
     """With the bundle's command, in the bundle's folder; the volunteer's own folders stay where they are."""
     own = {
         name: os.path.abspath(path) for name in ("export_dir", "state_dir") if (path := getattr(job, name))
@@ -233,7 +233,7 @@ def adopted(job: Job, offer: Offer) -> Job:
     return replace(job, command=offer.command, folder=str(offer.folder), data_dir=str(data.absolute()), **own)
 
 
-def check(entry: Entry) -> None:
+def check_joinable(entry: Enrollment) -> None:
     """Raises `JoinRefused` if there is nothing to join: another run, or a finished one."""
     served = str(entry.status.get("run"))
     if served != entry.run:
@@ -249,12 +249,12 @@ def check(entry: Entry) -> None:
 
 
 def _run(
-    job: Job, machine: Machine, entry: Entry, warden: Warden, tell: Tell, voice: Voice, giving: Giving
+    job: Job, machine: MachineInfo, entry: Enrollment, warden: PolicyEnforcer, tell: Tell, voice: Console, giving: ContributionStats
 ) -> int:
     """Start the script, again after a failure, until it ends well or a signal comes; its exit code."""
-    with Signals() as signals:
+    with SignalWatcher() as signals:
         in_a_row = failures = 0
-        while _await_leave(warden, signals):
+        while _await_permission(warden, signals):
             started_s = time.monotonic()
             rules = warden.rules  # of now: a cap holds from the first byte, not from when the script asks
             capped = replace(job, upload_limit=rules.upload, download_limit=rules.download)
@@ -262,56 +262,56 @@ def _run(
             code = _run_once(job, variables, machine, signals, warden, voice, giving)
             giving.script_ended()
             if signals.first:
-                giving.end()  # before why it stopped, which is to be the last line
+                giving.finish()  # before why it stopped, which is to be the last line
                 tell(f"{machine.name} stopped by {_signal_name(signals.first)}")
                 return 128 + signals.first
-            if warden.stopping or (code == 0 and not warden.ended_it):
+            if warden.is_stopping or (code == 0 and not warden.has_ended_script):
                 return code
-            if warden.ended_it or not warden.decision.run:
+            if warden.has_ended_script or not warden.decision.may_train:
                 why = warden.decision.text() or "now"
                 tell(f"the script has ended; it is started again when it may train ({why})")
                 continue
             if failures == job.restarts:
-                giving.end()  # before what went wrong, likewise
+                giving.finish()  # before what went wrong, likewise
             ran_s = time.monotonic() - started_s
             tell(_failure(job, code, ran_s))
-            if _is_put_out(entry, signals):
-                giving.end()
+            if _is_removed(entry, signals):
+                giving.finish()
                 identity = Identity.read(entry.identity)
-                raise put_out_of(job.invitation, identity)  # to start it again would lead to the same
-            in_a_row = 0 if ran_s >= SOUND_S else in_a_row + 1
+                raise revoked_error(job.invitation, identity)  # to start it again would lead to the same
+            in_a_row = 0 if ran_s >= BACKOFF_RESET_S else in_a_row + 1
             if failures == job.restarts:
                 return code
             failures += 1
-            pause_s = min(BACKOFF_MOST_S, job.backoff_s * 2 ** max(0, in_a_row - 1))
+            pause_s = min(MAX_BACKOFF_S, job.backoff_s * 2 ** max(0, in_a_row - 1))
             tell(f"restart {failures} of {job.restarts} in {pause_s:g} s")
             if signals.wait(pause_s):
                 return 128 + signals.first
         return 128 + signals.first if signals.first else 0
 
 
-def _is_put_out(entry: Entry, signals: Signals) -> bool:
+def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
     """False: somebody let this worker in, nobody answered, or a signal came before that was clear."""
-    until_s = _clock() + DENIED_S
-    while not still_let_in(entry, ANSWER_S):
+    until_s = _clock() + ACCESS_CHECK_S
+    while not is_still_admitted(entry, ANSWER_S):
         if _clock() >= until_s:
             return True
-        if signals.wait(DENIED_AGAIN_S):
+        if signals.wait(ACCESS_RETRY_S):
             return False
     return False
 
 
-def _await_leave(warden: Warden, signals: Signals) -> bool:
+def _await_permission(warden: PolicyEnforcer, signals: SignalWatcher) -> bool:
     """Until the owner's rules let a script be started; False: it is to be none."""
-    while not warden.stopping and not signals.count:
-        warden.check()
-        if warden.decision.run:
+    while not warden.is_stopping and not signals.count:
+        warden.raise_fault()
+        if warden.decision.may_train:
             return True
         signals.wait(LOOK_S)
     return False
 
 
-class Signals:
+class SignalWatcher:
     """SIGINT and SIGTERM, counted instead of obeyed, and SIGTSTP (Ctrl-Z), kept until somebody looks; a
     context manager that puts the old handlers back.
 
@@ -321,17 +321,17 @@ class Signals:
     def __init__(self) -> None:
         self.first = 0
         self.count = 0
-        self._stop_asked = False
-        self._before: dict[int, Any] = {}
+        self._stop_requested = False
+        self._previous_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> SignalWatcher:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._on_signal)
-        self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop)
+            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        self._previous_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -339,14 +339,14 @@ class Signals:
         self.count += 1
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        self._stop_asked = True
+        self._stop_requested = True
 
-    def obey_stop(self, group: int = 0) -> None:
+    def suspend_if_requested(self, group: int = 0) -> None:
         """If Ctrl-Z was pressed: stand still until SIGCONT.  So does the script's group, which the terminal
         knows nothing of: it would train on, and nobody would keep the rules."""
-        if not self._stop_asked:
+        if not self._stop_requested:
             return
-        self._stop_asked = False
+        self._stop_requested = False
         if group:
             _signal_group(group, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -357,7 +357,7 @@ class Signals:
         """Pause, shorter if a signal comes; True if one did."""
         until_s = time.monotonic() + pause_s
         while not self.count and (left_s := until_s - time.monotonic()) > 0:
-            self.obey_stop()
+            self.suspend_if_requested()
             time.sleep(min(left_s, TICK_S))
         return self.count > 0
 
@@ -368,28 +368,28 @@ class Signals:
 def _run_once(
     job: Job,
     variables: Mapping[str, str],
-    machine: Machine,
-    signals: Signals,
-    warden: Warden,
-    voice: Voice,
-    giving: Giving,
+    machine: MachineInfo,
+    signals: SignalWatcher,
+    warden: PolicyEnforcer,
+    voice: Console,
+    giving: ContributionStats,
 ) -> int:
     """Exit code of the script; when this returns, nothing that it started is left."""
-    with _watchdog(job.grace_s) as watch, _script(job, variables, machine, voice) as script:
+    with _watchdog(job.grace_s) as watch, _running_script(job, variables, machine, voice) as script:
         watch(script.pid)
-        warden.script_runs(script.pid)
+        warden.set_script(script.pid)
         kill_at_s = math.inf
         while (code := _poll(script)) is None:
-            signals.obey_stop(script.pid)
-            giving.look(time.monotonic())
-            warden.check()
-            if (signals.count or warden.overdue) and kill_at_s == math.inf:
-                warden.ended_it = not signals.count
+            signals.suspend_if_requested(script.pid)
+            giving.update(time.monotonic())
+            warden.raise_fault()
+            if (signals.count or warden.is_overdue) and kill_at_s == math.inf:
+                warden.has_ended_script = not signals.count
                 script.send_signal(signals.first or signal.SIGTERM)
                 kill_at_s = time.monotonic() + job.grace_s
             if signals.count > 1 or time.monotonic() >= kill_at_s:
                 _signal_group(script.pid, signal.SIGKILL)
-    warden.script_runs(0)
+    warden.set_script(0)
     return 128 - code if code < 0 else code
 
 
@@ -441,14 +441,14 @@ def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def _script(
-    job: Job, variables: Mapping[str, str], machine: Machine, voice: Voice
+def _running_script(
+    job: Job, variables: Mapping[str, str], machine: MachineInfo, voice: Console
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The running script; on leaving, nothing of its process group is alive."""
     chosen = {one.variable for one in PROGRAMS["worker"]}  # the invitation among them, which is secret
     inherited = {name: value for name, value in os.environ.items() if name not in chosen}
     environment = {**inherited, **variables}
-    piped = job.prefix or isinstance(voice, Terminal)  # whose live line has to make room
+    piped = job.prefix or isinstance(voice, TerminalConsole)  # whose live line has to make room
     if piped:
         environment.setdefault("PYTHONUNBUFFERED", "1")  # a pipe would hold lines back
     output = subprocess.PIPE if piped else None
@@ -481,11 +481,11 @@ def _script(
     finally:
         _end_group(script)
         for copier in copiers:
-            copier.join(LEFTOVER_S)
+            copier.join(GROUP_EXIT_TIMEOUT_S)
 
 
 def _end_group(script: subprocess.Popen[bytes]) -> None:
-    until_s = time.monotonic() + LEFTOVER_S
+    until_s = time.monotonic() + GROUP_EXIT_TIMEOUT_S
     alive = _signal_group(script.pid, signal.SIGTERM)
     while alive and time.monotonic() < until_s:
         time.sleep(TICK_S)
@@ -505,16 +505,16 @@ def _signal_group(group: int, number: int) -> bool:
     return True
 
 
-def _copy(pipe: IO[bytes], stream: TextIO, name: str, voice: Voice) -> None:
+def _copy(pipe: IO[bytes], stream: TextIO, name: str, voice: Console) -> None:
     """Line by line, each with the worker's name; without a name as it comes."""
     with pipe:
         if name:
             for line in pipe:
-                voice.pass_on(f"[{name}] {line.decode(errors='replace')}", stream)
+                voice.write_output(f"[{name}] {line.decode(errors='replace')}", stream)
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while piece := os.read(pipe.fileno(), 1 << 16):
-            voice.pass_on(decoder.decode(piece), stream)
+            voice.write_output(decoder.decode(piece), stream)
 
 
 def _failure(job: Job, code: int, ran_s: float) -> str:

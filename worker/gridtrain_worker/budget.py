@@ -21,7 +21,7 @@ from gridtrain.errors import ConfigError
 
 MAX_FILE_BYTES = 4096
 FILE = "budget.json"
-MOST_DAYS = 8
+MAX_DAYS = 8
 
 
 class Budget:
@@ -42,7 +42,7 @@ class Budget:
         if nbytes:
             total = self._days.pop(today.isoformat(), 0) + nbytes
             self._days[today.isoformat()] = total
-            while len(self._days) > MOST_DAYS:
+            while len(self._days) > MAX_DAYS:
                 del self._days[next(iter(self._days))]
             self._kept = False
         self.keep(sure=sure)

@@ -24,14 +24,14 @@ from typing import Any
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.runtime.naming import state_directory
 from gridtrain.runtime.owner import MAX_LINE_BYTES
-from gridtrain.transport.curve import private_folder
+from gridtrain.transport.curve import make_private_folder
 
 SOCKET = "control.sock"
-MOST_PATH_BYTES = 100
+MAX_PATH_BYTES = 100
 """A socket's path has 103 letters on some systems; a longer one gets a short stand-in."""
 
-MOST_TALKS = 16
-MOST_LISTED = 10
+MAX_CONNECTIONS = 16
+MAX_LISTED = 10
 LEAST_DIGITS = 6
 ASK_S = 5.0
 _POLL_S = 0.25
@@ -39,7 +39,7 @@ _POLL_S = 0.25
 Body = dict[str, Any]
 
 
-class Control:
+class ControlSocket:
     """Serves in threads of its own until `close`.
 
     Args:
@@ -58,12 +58,12 @@ class Control:
     ) -> None:
         self._answer, self._greet, self._hear = answer, greet, hear
         self._closing = threading.Event()
-        self._scripts: set[socket.socket] = set()
-        self._talks = threading.BoundedSemaphore(MOST_TALKS)
+        self._script_connections: set[socket.socket] = set()
+        self._connection_slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._lock = threading.Lock()
-        private_folder(folder)
-        self._place = folder / SOCKET
-        self.path, self._stand_in = _free(self._place)
+        make_private_folder(folder)
+        self._default_path = folder / SOCKET
+        self.path, self._short_folder = _free(self._default_path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)  # the file has its mode from the first moment
         try:
@@ -75,7 +75,7 @@ class Control:
             ) from None
         finally:
             os.umask(before)
-        self._socket.listen(MOST_TALKS)
+        self._socket.listen(MAX_CONNECTIONS)
         self._socket.settimeout(_POLL_S)
         self._thread = threading.Thread(target=self._main, name="gridtrain-control", daemon=True)
         self._thread.start()
@@ -84,7 +84,7 @@ class Control:
         """Tell all scripts."""
         line = json.dumps(body).encode() + b"\n"
         with self._lock:
-            for script in list(self._scripts):
+            for script in list(self._script_connections):
                 with contextlib.suppress(OSError):
                     script.sendall(line)
 
@@ -92,9 +92,9 @@ class Control:
         self._closing.set()
         self._thread.join()
         self._socket.close()
-        self._place.unlink(missing_ok=True)
-        if self._stand_in is not None:
-            shutil.rmtree(self._stand_in, ignore_errors=True)
+        self._default_path.unlink(missing_ok=True)
+        if self._short_folder is not None:
+            shutil.rmtree(self._short_folder, ignore_errors=True)
 
     def _main(self) -> None:
         while not self._closing.is_set():
@@ -104,7 +104,7 @@ class Control:
                 continue
             except OSError:
                 return
-            if not self._talks.acquire(blocking=False):
+            if not self._connection_slots.acquire(blocking=False):
                 talk.close()
                 continue
             threading.Thread(target=self._serve, args=(talk,), daemon=True).start()
@@ -120,26 +120,26 @@ class Control:
                 if first.get("role") == "script":
                     self._serve_script(talk, lines, first)
                 else:
-                    talk.sendall(json.dumps(self._answered(first)).encode() + b"\n")
+                    talk.sendall(json.dumps(self._answer_or_refuse(first)).encode() + b"\n")
         except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
             pass  # whoever it was is gone, or speaks no JSON
         finally:
             with self._lock:
-                self._scripts.discard(talk)
-            self._talks.release()
+                self._script_connections.discard(talk)
+            self._connection_slots.release()
 
     def _serve_script(self, talk: socket.socket, lines: Iterator[bytes], first: Body) -> None:
         greeting = json.dumps(self._greet(int(first["pid"]))).encode() + b"\n"
         with self._lock:
             talk.sendall(greeting)
-            self._scripts.add(talk)
+            self._script_connections.add(talk)
         talk.settimeout(None)
         for line in lines:
             said = json.loads(line)
             if isinstance(said, dict):
                 self._hear(said)
 
-    def _answered(self, question: Body) -> Body:
+    def _answer_or_refuse(self, question: Body) -> Body:
         try:
             return {"ok": True, **self._answer(question)}
         except GridtrainError as error:
@@ -158,7 +158,7 @@ def _lines(talk: socket.socket) -> Iterator[bytes]:
 def _free(place: Path) -> tuple[str, Path | None]:
     """Where to listen; what an agent that was killed has left there is removed."""
     place.unlink(missing_ok=True)
-    if len(os.fsencode(place)) <= MOST_PATH_BYTES:
+    if len(os.fsencode(place)) <= MAX_PATH_BYTES:
         return str(place), None
     folder = Path(tempfile.mkdtemp(prefix="gridtrain-", dir=_short_folder()))
     place.symlink_to(folder / SOCKET)
@@ -169,14 +169,14 @@ def _short_folder() -> str | None:
     """What systemd has made for this service, whose /tmp may be its own; None: /tmp.  Not a login's, which is
     swept away when that ends."""
     place = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
-    room = MOST_PATH_BYTES - len(f"/gridtrain-12345678/{SOCKET}")
+    room = MAX_PATH_BYTES - len(f"/gridtrain-12345678/{SOCKET}")
     return place if place and len(os.fsencode(place)) <= room and os.access(place, os.W_OK) else None
 
 
 # -- the owner's end -------------------------------------------------------------------------------------
 
 
-def ask(path: Path, question: Body) -> Body:
+def ask_agent(path: Path, question: Body) -> Body:
     """Ask the agent whose socket lies there.  Raises `ConfigError`: it refuses; `OSError`: nobody there."""
     target = os.readlink(path) if path.is_symlink() else str(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:
@@ -190,25 +190,25 @@ def ask(path: Path, question: Body) -> Body:
     return answer
 
 
-def running() -> list[tuple[Path, Body]]:
+def running_workers() -> list[tuple[Path, Body]]:
     """The workers of this user on this machine, each with its `show`."""
     found: list[tuple[Path, Body]] = []
     base = state_directory("default").parent
     for path in sorted(base.glob(f"*/identities/*/*/{SOCKET}")):
         with contextlib.suppress(OSError, ValueError, StopIteration, ConfigError):
-            found.append((path, ask(path, {"ask": "show"})))
+            found.append((path, ask_agent(path, {"ask": "show"})))
     return found
 
 
-def the_worker(who: str) -> Path:
+def find_worker(who: str) -> Path:
     """The one that is meant by its name, RUN/NAME or at least `LEAST_DIGITS` digits of its key; "": the only
     one.  Raises `ConfigError`."""
-    found = running()
-    meant = [path for path, shown in found if not who or _is_meant(who, shown)]
+    found = running_workers()
+    meant = [path for path, shown in found if not who or _matches(who, shown)]
     if len(meant) == 1:
         return meant[0]
-    listed = [_called(shown) for path, shown in found if not meant or path in meant]
-    names = ", ".join(listed[:MOST_LISTED]) + (" and others" if len(listed) > MOST_LISTED else "")
+    listed = [_display_name(shown) for path, shown in found if not meant or path in meant]
+    names = ", ".join(listed[:MAX_LISTED]) + (" and others" if len(listed) > MAX_LISTED else "")
     if not found:
         raise ConfigError(
             "no worker of yours is running on this machine",
@@ -225,11 +225,11 @@ def the_worker(who: str) -> Path:
     )
 
 
-def _is_meant(who: str, shown: Body) -> bool:
+def _matches(who: str, shown: Body) -> bool:
     name, run, key = (str(shown.get(word) or "") for word in ("name", "run", "key"))
     digits = who.lower()
     return who in (name, f"{run}/{name}") or (len(digits) >= LEAST_DIGITS and key.startswith(digits))
 
 
-def _called(shown: Body) -> str:
+def _display_name(shown: Body) -> str:
     return f"{shown.get('name')} (run {shown.get('run')}, key {shown.get('key')})"

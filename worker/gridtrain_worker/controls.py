@@ -34,8 +34,8 @@ COOL_BY_C = 5.0
 GPU_QUIET_S = 30.0
 """So long nobody else has used the GPU when the script goes on: a game between two levels uses none."""
 
-MOST_WINDOWS = 16
-MOST_BYTES = 1 << 50
+MAX_WINDOWS = 16
+MAX_BYTES = 1 << 50
 
 _WINDOW = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 _BYTES = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([kKmMgGtT]?)i?B?")
@@ -46,13 +46,13 @@ _DEGREES = re.compile(r"(\d{2,3})(?:/(\d{2,3}))?C?")
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class DailyWindow:
     """A part of the day in minutes from midnight, local time; `until` <= `since`: it goes over midnight."""
 
     since: int
     until: int
 
-    def holds(self, minute: int) -> bool:
+    def contains(self, minute: int) -> bool:
         if self.since < self.until:
             return self.since <= minute < self.until
         return minute >= self.since or minute < self.until
@@ -78,7 +78,7 @@ class Rules:
     upload: str = ""
     download: str = ""
     budget_bytes: int = 0
-    hours: tuple[Window, ...] = ()
+    hours: tuple[DailyWindow, ...] = ()
     battery: bool = False
     gpu: bool = False
     idle_s: float = 0.0
@@ -96,7 +96,7 @@ class Rules:
         }
         return tuple(name for name in SENSORS if needed[name])
 
-    def changed(self, settings: Mapping[str, str]) -> Rules:
+    def with_settings(self, settings: Mapping[str, str]) -> Rules:
         """These rules with other values, by key; see `KEYS`.
 
         Raises `ConfigError` for an unknown key, with the nearest one, and for a value that is none.
@@ -150,7 +150,7 @@ def _budget(rules: Rules, text: str) -> Rules:
         return replace(rules, budget_bytes=0)
     match = _BYTES.fullmatch(text)
     nbytes = round(float(match[1]) * _PREFIX[match[2].lower()]) if match is not None else 0
-    if not 1 <= nbytes <= MOST_BYTES:
+    if not 1 <= nbytes <= MAX_BYTES:
         raise _wrong("budget", text, "write bytes a day, such as 500MB or 5GB; off: any number")
     return replace(rules, budget_bytes=nbytes)
 
@@ -158,7 +158,7 @@ def _budget(rules: Rules, text: str) -> Rules:
 def _hours(rules: Rules, text: str) -> Rules:
     if text in (OFF, ""):
         return replace(rules, hours=())
-    windows: list[Window] = []
+    windows: list[DailyWindow] = []
     for part in text.split(","):
         match = _WINDOW.fullmatch(part.strip())
         numbers = [int(group) for group in match.groups()] if match is not None else []
@@ -167,9 +167,9 @@ def _hours(rules: Rules, text: str) -> Rules:
         since, until = numbers[0] * 60 + numbers[1], numbers[2] * 60 + numbers[3]
         if until > 1440 or since == until % 1440:
             raise _wrong("hours", text, "each part has to be shorter than a day; off: at any time")
-        windows.append(Window(since, until % 1440))
-    if len(windows) > MOST_WINDOWS:
-        raise _wrong("hours", text, f"give at most {MOST_WINDOWS} parts of the day")
+        windows.append(DailyWindow(since, until % 1440))
+    if len(windows) > MAX_WINDOWS:
+        raise _wrong("hours", text, f"give at most {MAX_WINDOWS} parts of the day")
     return replace(rules, hours=tuple(windows))
 
 
@@ -183,7 +183,7 @@ def _switch(name: str) -> Callable[[Rules, str], Rules]:
     return change
 
 
-def seconds(text: str) -> float | None:
+def parse_duration_s(text: str) -> float | None:
     """From "90s", "15m", "12h" or "7d"; None: it is no duration."""
     match = _SPAN.fullmatch(text)
     return float(match[1]) * _UNIT_s[match[2]] if match is not None else None
@@ -192,7 +192,7 @@ def seconds(text: str) -> float | None:
 def _idle(rules: Rules, text: str) -> Rules:
     if text in (OFF, ""):
         return replace(rules, idle_s=0.0)
-    idle_s = seconds(text)
+    idle_s = parse_duration_s(text)
     if idle_s is None or not 1 <= idle_s <= 86_400:
         raise _wrong("idle", text, "write how long nobody has touched the computer, such as 10m; off: never")
     return replace(rules, idle_s=idle_s)
@@ -221,7 +221,7 @@ KEYS: dict[str, Callable[[Rules, str], Rules]] = {
 }
 
 
-def pairs(words: Iterable[str]) -> dict[str, str]:
+def parse_pairs(words: Iterable[str]) -> dict[str, str]:
     """From "key=value" words.  Raises `ConfigError`."""
     settings: dict[str, str] = {}
     for word in words:
@@ -236,7 +236,7 @@ def pairs(words: Iterable[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Readings:
+class SensorReadings:
     """What the sensors say now.
 
     Attributes:
@@ -260,26 +260,26 @@ class Readings:
 
 
 _READING = {"battery": "on_battery", "gpu": "gpu_used", "idle": "idle_s", "temperature": "temperature_C"}
-assert set(_READING.values()) < {known.name for known in fields(Readings)}
+assert set(_READING.values()) < {known.name for known in fields(SensorReadings)}
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class PolicyDecision:
     """Whether the script may train, and if not, why, and until when that is foreseen (None: it is not)."""
 
-    run: bool
+    may_train: bool
     reasons: tuple[str, ...] = ()
     until: datetime | None = None
 
     def text(self) -> str:
         """For people: "battery, until 22:00"."""
-        if self.run:
+        if self.may_train:
             return ""
         until = f", until {self.until:%H:%M}" if self.until is not None else ""
         return ", ".join(self.reasons) + until
 
 
-class Controls:
+class TrainingPolicy:
     """See the module's text.
 
     Attributes:
@@ -289,31 +289,31 @@ class Controls:
 
     def __init__(self, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()
-        self.held = False
-        self._held_until: datetime | None = None
+        self.is_paused = False
+        self._paused_until: datetime | None = None
         self._hot = False
-        self._gpu_used_at: datetime | None = None
+        self._gpu_last_used: datetime | None = None
 
     def pause(self, until: datetime | None = None) -> None:
         """The owner's word: until then, or until `resume`."""
-        self.held, self._held_until = True, until
+        self.is_paused, self._paused_until = True, until
 
     def resume(self) -> None:
         """Takes `pause` back; rules hold on."""
-        self.held, self._held_until = False, None
+        self.is_paused, self._paused_until = False, None
 
-    def unreadable(self, readings: Readings) -> dict[str, str]:
+    def unreadable(self, readings: SensorReadings) -> dict[str, str]:
         """Sensors that a rule needs and nobody can read, and why."""
         found = {name: readings.why_absent(name) for name in self.rules.sensors}
         return {name: why for name, why in found.items() if why}
 
-    def decide(self, readings: Readings, moved_today_bytes: int, now: datetime) -> Decision:
+    def decide(self, readings: SensorReadings, moved_today_bytes: int, now: datetime) -> PolicyDecision:
         """`now`: local time, without a zone.  `moved_today_bytes`: sent and received since midnight."""
         holding: list[tuple[str, datetime | None]] = []
-        if self.held and self._held_until is not None and now >= self._held_until:
+        if self.is_paused and self._paused_until is not None and now >= self._paused_until:
             self.resume()
-        if self.held:
-            holding.append(("its owner said so", self._held_until))
+        if self.is_paused:
+            holding.append(("its owner said so", self._paused_until))
         if self.rules.hours and not self._open(now):
             holding.append(("outside of its hours", self._next_open(now)))
         if self.rules.budget_bytes and moved_today_bytes >= self.rules.budget_bytes:
@@ -321,15 +321,15 @@ class Controls:
         for name in self.rules.sensors:
             why = readings.why_absent(name)
             said = (
-                f"the sensor of {name} cannot be read ({why})" if why else self._sensed(name, readings, now)
+                f"the sensor of {name} cannot be read ({why})" if why else self._sensor_reason(name, readings, now)
             )
             if said:
                 holding.append((said, None))
         known = [until for _, until in holding]
         until = None if None in known else max((u for u in known if u is not None), default=None)
-        return Decision(not holding, tuple(reason for reason, _ in holding), until)
+        return PolicyDecision(not holding, tuple(reason for reason, _ in holding), until)
 
-    def _sensed(self, name: str, readings: Readings, now: datetime) -> str:
+    def _sensor_reason(self, name: str, readings: SensorReadings, now: datetime) -> str:
         """What keeps the script from training; empty: nothing of this kind."""
         match name:
             case "battery":
@@ -345,8 +345,8 @@ class Controls:
 
     def _gpu(self, used: bool, now: datetime) -> str:
         if used:
-            self._gpu_used_at = now
-        since = self._gpu_used_at
+            self._gpu_last_used = now
+        since = self._gpu_last_used
         # A clock that was set back must not hold the script for ever.
         quiet = since is None or not timedelta() <= now - since < timedelta(seconds=GPU_QUIET_S)
         return "" if quiet else "the GPU is in use"
@@ -358,7 +358,7 @@ class Controls:
 
     def _open(self, now: datetime) -> bool:
         minute = now.hour * 60 + now.minute
-        return any(window.holds(minute) for window in self.rules.hours)
+        return any(window.contains(minute) for window in self.rules.hours)
 
     def _next_open(self, now: datetime) -> datetime:
         today = now.replace(hour=0, minute=0, second=0, microsecond=0)

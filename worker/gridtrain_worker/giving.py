@@ -10,57 +10,57 @@ from dataclasses import replace
 from pathlib import Path
 
 from gridtrain.runtime.contribution import Contribution
-from gridtrain_worker.voice import Voice
+from gridtrain_worker.voice import Console
 
 LOOK_EVERY_S = 1.0
 
 
-class Giving:
+class ContributionStats:
     """One stay of one worker in the run.
 
     Args:
         identity: the file with the worker's key; what it has given is kept beside it.
     """
 
-    def __init__(self, identity: Path, voice: Voice) -> None:
+    def __init__(self, identity: Path, voice: Console) -> None:
         self.path = identity.with_suffix(".now.json")
-        self._kept = identity.with_suffix(".given.json")
-        self._voice = voice
-        self._look_at_s = float("-inf")
-        self._ended = Contribution()  # of scripts of this stay that were started again
-        self._now: Contribution | None = None
-        self._told = False
+        self._total_file = identity.with_suffix(".given.json")
+        self._console = voice
+        self._next_read_s = float("-inf")
+        self._finished = Contribution()  # of scripts of this stay that were started again
+        self._current: Contribution | None = None
+        self._is_reported = False
         self.path.unlink(missing_ok=True)
 
-    def look(self, now_s: float) -> None:
+    def update(self, now_s: float) -> None:
         """To be called often; looks once a second."""
-        if now_s < self._look_at_s:
+        if now_s < self._next_read_s:
             return
-        self._look_at_s = now_s + LOOK_EVERY_S
+        self._next_read_s = now_s + LOOK_EVERY_S
         found = Contribution.read(self.path)
         if found is not None and found.steps:
-            self._now = found
-            self._voice.show(added(self._ended, found), now_s)
+            self._current = found
+            self._console.show_progress(add_contributions(self._finished, found), now_s)
 
     def script_ended(self) -> None:
         """Its last word counts; the next one begins at 0."""
-        found = Contribution.read(self.path) or self._now
+        found = Contribution.read(self.path) or self._current
         self.path.unlink(missing_ok=True)
-        self._ended = added(self._ended, found) if found is not None else self._ended
-        self._now = None
+        self._finished = add_contributions(self._finished, found) if found is not None else self._finished
+        self._current = None
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """The stay is over: told if there was anything, and kept.  Idempotent."""
-        if self._told or self._ended.steps == 0:
+        if self._is_reported or self._finished.steps == 0:
             return
-        self._told = True
-        before = Contribution.read(self._kept)
-        total = added(before, self._ended) if before is not None else self._ended
-        total.write(self._kept)
-        self._voice.end(self._ended, total)
+        self._is_reported = True
+        before = Contribution.read(self._total_file)
+        total = add_contributions(before, self._finished) if before is not None else self._finished
+        total.write(self._total_file)
+        self._console.show_summary(self._finished, total)
 
 
-def added(before: Contribution, now: Contribution) -> Contribution:
+def add_contributions(before: Contribution, now: Contribution) -> Contribution:
     """Both together; the run stands where the later one says."""
     return replace(
         now,

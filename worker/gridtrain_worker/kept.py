@@ -20,54 +20,54 @@ from typing import Any
 
 from gridtrain.errors import ConfigError
 
-RULES_FILE, WORD_FILE = "controls.json", "word.json"
+RULES_FILE, OWNER_FILE = "controls.json", "word.json"
 MAX_FILE_BYTES = 16_384
 
 
-class Kept:
+class SavedSettings:
     """The two files in a worker's folder.  Everything raises `ConfigError` where they cannot be used."""
 
     def __init__(self, folder: Path) -> None:
-        self._rules_file, self._word_file = folder / RULES_FILE, folder / WORD_FILE
+        self._rules_file, self._owner_file = folder / RULES_FILE, folder / OWNER_FILE
         self._rules = _texts(self._rules_file, _read(self._rules_file))
-        word = _read(self._word_file)
-        self._over = _texts(self._word_file, word.get("over", {}))
-        self.paused = word.get("paused") is True
-        self.until = _time(self._word_file, word.get("until")) if self.paused else None
+        word = _read(self._owner_file)
+        self._overridden = _texts(self._owner_file, word.get("over", {}))
+        self.is_paused = word.get("paused") is True
+        self.until = _time(self._owner_file, word.get("until")) if self.is_paused else None
 
-    def rules(self, given: Mapping[str, str]) -> dict[str, str]:
+    def effective_rules(self, given: Mapping[str, str]) -> dict[str, str]:
         """All that hold, by key; `given`: at this start."""
-        return dict(given) | self.later(given)
+        return dict(given) | self.later_rules(given)
 
-    def later(self, given: Mapping[str, str]) -> dict[str, str]:
+    def later_rules(self, given: Mapping[str, str]) -> dict[str, str]:
         """Those that were set, and that this start says nothing newer of."""
         return {
             key: text
             for key, text in self._rules.items()
-            if key not in given or self._over.get(key) == given[key]
+            if key not in given or self._overridden.get(key) == given[key]
         }
 
-    def set(self, settings: Mapping[str, str], given: Mapping[str, str]) -> None:
+    def save_rules(self, settings: Mapping[str, str], given: Mapping[str, str]) -> None:
         """Rules were set while those of `given` held from the start."""
         rules = {**self._rules, **settings}
-        over = {key: text for key, text in self._over.items() if key not in settings}
+        over = {key: text for key, text in self._overridden.items() if key not in settings}
         over |= {key: given[key] for key in settings if key in given}
         _write(self._rules_file, rules)
-        self._rules, self._over = rules, over
-        self._write_word()
+        self._rules, self._overridden = rules, over
+        self._write_owner_file()
 
     def pause(self, until: datetime | None) -> None:
-        self.paused, self.until = True, until
-        self._write_word()
+        self.is_paused, self.until = True, until
+        self._write_owner_file()
 
     def resume(self) -> None:
-        if self.paused:
-            self.paused, self.until = False, None
-            self._write_word()
+        if self.is_paused:
+            self.is_paused, self.until = False, None
+            self._write_owner_file()
 
-    def _write_word(self) -> None:
+    def _write_owner_file(self) -> None:
         until = None if self.until is None else self.until.isoformat()
-        _write(self._word_file, {"paused": self.paused, "until": until, "over": self._over})
+        _write(self._owner_file, {"paused": self.is_paused, "until": until, "over": self._overridden})
 
 
 def _read(path: Path) -> dict[str, Any]:

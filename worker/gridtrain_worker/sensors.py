@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from gridtrain_worker.controls import SENSORS, Readings
+from gridtrain_worker.controls import SENSORS, SensorReadings
 
 EVERY_S = 2.0
 ASK_S = 1.0
@@ -31,7 +31,7 @@ GPU_BUSY_PERCENT = 5
 GPU_DRAWN_PERCENT = 10
 """Of a GPU on which we compute ourselves: so much for one other program is a game, less the desktop."""
 
-_NOBODYS = ("manager", "background")
+_SYSTEM_SESSION_CLASSES = ("manager", "background")
 """Classes of sessions that systemd opens by itself, for a user's services and timers."""
 
 UTMP = Path("/var/run/utmp")
@@ -49,7 +49,7 @@ _HID_IDLE = re.compile(r'"HIDIdleTime"\s*=\s*(\d+)')
 class Sensors(Protocol):
     """What is asked every few seconds; `FakeSensors` is another one."""
 
-    def read(self, ours: Collection[int], names: Collection[str] = SENSORS) -> Readings:
+    def read(self, ours: Collection[int], names: Collection[str] = SENSORS) -> SensorReadings:
         """`ours`: ids of our own processes, whose use of the GPU does not count; `names`: those to ask.  Must
         not block for long."""
         ...
@@ -60,18 +60,18 @@ class MachineSensors:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._latest: tuple[float, Readings] | None = None
+        self._latest: tuple[float, SensorReadings] | None = None
         self._asked: frozenset[str] = frozenset()
         self._psutil = _psutil()
         self._nvml, self._no_nvml = _nvml()
 
-    def read(self, ours: Collection[int], names: Collection[str] = SENSORS) -> Readings:
+    def read(self, ours: Collection[int], names: Collection[str] = SENSORS) -> SensorReadings:
         now_s, wanted = self._clock(), frozenset(names)
         if self._latest is None or now_s >= self._latest[0] + EVERY_S or not wanted <= self._asked:
             self._latest, self._asked = (now_s, self._all(ours, wanted)), wanted
         return self._latest[1]
 
-    def _all(self, ours: Collection[int], wanted: frozenset[str]) -> Readings:
+    def _all(self, ours: Collection[int], wanted: frozenset[str]) -> SensorReadings:
         absent: dict[str, str] = {}
 
         def asked(name: str, ask: Callable[[], Any]) -> Any:
@@ -80,13 +80,13 @@ class MachineSensors:
                 return None
             try:
                 return ask()
-            except _Absent as why:
+            except _SensorUnavailable as why:
                 absent[name] = str(why)
             except Exception as error:  # a driver's own: the sensor is gone, not the worker
                 absent[name] = f"{type(error).__name__}: {error}"
             return None
 
-        return Readings(
+        return SensorReadings(
             on_battery=asked("battery", self._on_battery),
             gpu_used=asked("gpu", lambda: self._gpu_used(ours)),
             idle_s=asked("idle", self._idle_s),
@@ -96,9 +96,9 @@ class MachineSensors:
 
     def _on_battery(self) -> bool:
         if self._psutil is None:
-            raise _Absent(NO_PSUTIL)
+            raise _SensorUnavailable(NO_PSUTIL)
         if not hasattr(self._psutil, "sensors_battery"):
-            raise _Absent(f"psutil reads no battery on {sys.platform}")
+            raise _SensorUnavailable(f"psutil reads no battery on {sys.platform}")
         battery = self._psutil.sensors_battery()
         return battery is not None and battery.power_plugged is False
 
@@ -106,27 +106,27 @@ class MachineSensors:
 
     def _gpus(self) -> list[Any]:
         if self._nvml is None:
-            raise _Absent(self._no_nvml)
+            raise _SensorUnavailable(self._no_nvml)
         return [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
 
     def _gpu_used(self, ours: Collection[int]) -> bool:
         """Another program computes on a GPU or draws, which is all that most games do."""
         gpus = self._gpus()
         if not _sees_all_processes():
-            raise _Absent("in a container nobody can tell who else uses the GPU")
+            raise _SensorUnavailable("in a container nobody can tell who else uses the GPU")
         known = _family(self._psutil, ours)
         for gpu in gpus:
             running = {p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
             if running - known:
                 return True
             if running & known:  # also while our script rests: it stays on the GPU
-                if self._another_draws(gpu, known):
+                if self._is_drawn_by_others(gpu, known):
                     return True
             elif self._busy_percent(gpu) > GPU_BUSY_PERCENT:
                 return True
         return False
 
-    def _another_draws(self, gpu: Any, known: Collection[int]) -> bool:
+    def _is_drawn_by_others(self, gpu: Any, known: Collection[int]) -> bool:
         since_us = int((time.time() - 2 * EVERY_S) * 1e6)
         try:
             told = self._nvml.nvmlDeviceGetProcessUtilization(gpu, since_us)
@@ -146,7 +146,7 @@ class MachineSensors:
         if read is not None:
             found += [part.current for parts in read().values() for part in parts if part.current]
         if not found:
-            raise _Absent(NO_PSUTIL if self._psutil is None else "this machine shows no temperature")
+            raise _SensorUnavailable(NO_PSUTIL if self._psutil is None else "this machine shows no temperature")
         return max(found)
 
     # -- is somebody there? ----------------------------------------------------------------------
@@ -157,7 +157,7 @@ class MachineSensors:
         terminals_s = self._terminals_idle_s(desktop_told=bool(desktops))
         found = [*desktops, *([] if terminals_s is None else [terminals_s])]
         if not found:
-            raise _Absent(
+            raise _SensorUnavailable(
                 NO_PSUTIL if self._psutil is None else "neither a desktop session nor a terminal tells"
             )
         return min(found)
@@ -167,9 +167,9 @@ class MachineSensors:
         as there is no list of who is, or somebody is at a desktop that says nothing."""
         if self._psutil is None or (sys.platform == "linux" and not UTMP.exists()):
             return None
-        idle_s = EMPTY_S
+        idle_s = NOBODY_IDLE_S
         for user in self._psutil.users():
-            touched_s = _touched_s(user.terminal)
+            touched_s = _terminal_touched_s(user.terminal)
             if touched_s is not None:
                 idle_s = min(idle_s, max(0.0, time.time() - touched_s))
             elif not desktop_told:
@@ -177,11 +177,11 @@ class MachineSensors:
         return idle_s
 
 
-EMPTY_S = 1e6
+NOBODY_IDLE_S = 1e6
 """Idle for so long is a machine at which nobody has logged in."""
 
 
-class _Absent(Exception):
+class _SensorUnavailable(Exception):
     """Why there is no such sensor."""
 
 
@@ -221,42 +221,42 @@ def _family(psutil: Any, ours: Collection[int]) -> set[int]:
 def _logind_idle_s() -> float | None:
     """Of the sessions that systemd knows; where these are nobody's, and no list of logins may know of others,
     very long.  None: they do not tell, or there is no systemd."""
-    listed = _said("loginctl", "list-sessions", "--no-legend")
+    listed = _command_output("loginctl", "list-sessions", "--no-legend")
     if listed is None:
         return None
     idle_s: float | None = None
     nobody = True
     for line in listed.splitlines()[:32]:
         session = line.split()[0] if line.split() else ""
-        facts = _said(
+        facts = _command_output(
             *("loginctl", "show-session", session),
             *("-p", "Type", "-p", "Class", "-p", "IdleHint", "-p", "IdleSinceHint", "-p", "TTY"),
         )
         said = dict(fact.partition("=")[::2] for fact in (facts or "").splitlines())
-        if said.get("Class", "").startswith(_NOBODYS):
+        if said.get("Class", "").startswith(_SYSTEM_SESSION_CLASSES):
             continue
         nobody = False
         if said.get("Type") in ("x11", "wayland", "mir"):
             since_us = said.get("IdleSinceHint", "0")
             is_idle = said.get("IdleHint") == "yes" and since_us.isdecimal()
             one_s = max(0.0, time.time() - int(since_us) / 1e6) if is_idle else 0.0
-        elif (touched_s := _touched_s(said.get("TTY", ""))) is not None:
+        elif (touched_s := _terminal_touched_s(said.get("TTY", ""))) is not None:
             one_s = max(0.0, time.time() - touched_s)
         else:
             continue
         idle_s = one_s if idle_s is None else min(idle_s, one_s)
-    return EMPTY_S if nobody and not UTMP.exists() else idle_s
+    return NOBODY_IDLE_S if nobody and not UTMP.exists() else idle_s
 
 
 def _hid_idle_s() -> float | None:
     """macOS: since a key or the mouse was touched."""
     if sys.platform != "darwin":
         return None
-    match = _HID_IDLE.search(_said("ioreg", "-c", "IOHIDSystem", "-d", "4") or "")
+    match = _HID_IDLE.search(_command_output("ioreg", "-c", "IOHIDSystem", "-d", "4") or "")
     return int(match[1]) / 1e9 if match is not None else None
 
 
-def _touched_s(terminal: str | None) -> float | None:
+def _terminal_touched_s(terminal: str | None) -> float | None:
     """When a key was last pressed there, by the wall clock; None: it is none."""
     try:
         return os.stat(f"/dev/{terminal}").st_atime if terminal else None
@@ -274,7 +274,7 @@ def _sees_all_processes() -> bool:
         return False
 
 
-def _said(*command: str) -> str | None:
+def _command_output(*command: str) -> str | None:
     """What a program prints; None: it is not there, fails, or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)

@@ -13,14 +13,14 @@ from gridtrain.runtime.naming import random_name
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineInfo:
     """This machine, under the name it goes by in the run.  `cpus`: those this process may use."""
 
     name: str
     cpus: int
 
     @classmethod
-    def here(cls, name: str = "") -> Machine:
+    def detect(cls, name: str = "") -> MachineInfo:
         affinity = getattr(os, "sched_getaffinity", None)
         cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
         return cls(name or random_name(), cpus)

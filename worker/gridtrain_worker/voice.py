@@ -24,38 +24,38 @@ LINES_EVERY_S = 10.0
 """Where nobody looks at a live line, figures come so often at most."""
 
 
-class Voice(Protocol):
+class Console(Protocol):
     def say(self, text: str) -> None:
         """A sentence."""
         ...
 
-    def show(self, given: Contribution, now_s: float) -> None:
+    def show_progress(self, given: Contribution, now_s: float) -> None:
         """How far it is."""
         ...
 
-    def end(self, given: Contribution, total: Contribution) -> None:
+    def show_summary(self, given: Contribution, total: Contribution) -> None:
         """What was given this time, and on this machine altogether."""
         ...
 
-    def pass_on(self, text: str, stream: TextIO) -> None:
+    def write_output(self, text: str, stream: TextIO) -> None:
         """A piece of the script's output."""
         ...
 
 
-class Silent:
+class SilentConsole:
     """For agents inside a program; sentences go to `tell`."""
 
     def say(self, text: str) -> None: ...
 
-    def show(self, given: Contribution, now_s: float) -> None: ...
+    def show_progress(self, given: Contribution, now_s: float) -> None: ...
 
-    def end(self, given: Contribution, total: Contribution) -> None: ...
+    def show_summary(self, given: Contribution, total: Contribution) -> None: ...
 
-    def pass_on(self, text: str, stream: TextIO) -> None:
+    def write_output(self, text: str, stream: TextIO) -> None:
         _put(stream, text)
 
 
-class Machine:
+class JsonConsole:
     """For programs: one JSON object a line."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -67,15 +67,15 @@ class Machine:
     def say(self, text: str) -> None:
         self._line("says", {"text": text})
 
-    def show(self, given: Contribution, now_s: float) -> None:
+    def show_progress(self, given: Contribution, now_s: float) -> None:
         if now_s >= self._next_s and given != self._shown:
             self._next_s, self._shown = now_s + LINES_EVERY_S, given
             self._line("contribution", _figures(given))
 
-    def end(self, given: Contribution, total: Contribution) -> None:
+    def show_summary(self, given: Contribution, total: Contribution) -> None:
         self._line("contributed", {**_figures(given), "total": _figures(total)})
 
-    def pass_on(self, text: str, stream: TextIO) -> None:
+    def write_output(self, text: str, stream: TextIO) -> None:
         _put(stream, text)
 
     def _line(self, event: str, fields: dict[str, object]) -> None:
@@ -85,7 +85,7 @@ class Machine:
             _put(self._stream, line + "\n")
 
 
-class Terminal:
+class TerminalConsole:
     """For people.  The live line is the last one, and is taken away before anything else is written."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -102,7 +102,7 @@ class Terminal:
             self._mid_line = False
             self._draw()
 
-    def show(self, given: Contribution, now_s: float) -> None:
+    def show_progress(self, given: Contribution, now_s: float) -> None:
         with self._lock:
             line = live_line(given)
             if line != self._live:
@@ -110,13 +110,13 @@ class Terminal:
                 self._live = line
                 self._draw()
 
-    def end(self, given: Contribution, total: Contribution) -> None:
+    def show_summary(self, given: Contribution, total: Contribution) -> None:
         with self._lock:
             self._wipe()
             self._live = ""
         self.say(summary(given, total))
 
-    def pass_on(self, text: str, stream: TextIO) -> None:
+    def write_output(self, text: str, stream: TextIO) -> None:
         with self._lock:
             self._wipe()
             _put(stream, text)
@@ -147,8 +147,8 @@ def _put(stream: TextIO, text: str) -> None:
         pass
 
 
-def voice_for(stream: TextIO) -> Terminal | Machine:
-    return Terminal(stream) if stream.isatty() else Machine(stream)
+def console_for(stream: TextIO) -> TerminalConsole | JsonConsole:
+    return TerminalConsole(stream) if stream.isatty() else JsonConsole(stream)
 
 
 def live_line(given: Contribution) -> str:

@@ -27,19 +27,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gridtrain.protocol.messages import Done, Expel, Pardon, Refused
+from gridtrain.protocol.messages import OperatorReply, Refused, RemoveWorker, Unban
 from gridtrain_coordinator.dashboard import clean
 from gridtrain_coordinator.dashboard.board import Board
 from gridtrain_coordinator.dashboard.guard import Guard, bearer, problem
 from gridtrain_coordinator.dashboard.history import COLUMNS
-from gridtrain_coordinator.dashboard.live import Stream
+from gridtrain_coordinator.dashboard.live import EventStream
 from gridtrain_coordinator.dashboard.prometheus import exposition
 
 STALE_S = 10.0
 """The daemon tells something every second; after so long without a word it is held for stuck."""
 
 ORDER_S = 5.0
-MOST_LISTED = 1000
+MAX_LISTED = 1000
 STREAM = "/api/v1/stream"
 _KEY = re.compile(r"[0-9a-f]{64}")
 STATIC = {
@@ -56,8 +56,8 @@ STATIC = {
     "details.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-Order = Expel | Pardon
-Obey = Callable[[Order], "Future[Done | Refused]"]
+Order = RemoveWorker | Unban
+SubmitOrder = Callable[[Order], "Future[OperatorReply | Refused]"]
 
 
 class Api:
@@ -69,18 +69,18 @@ class Api:
     """
 
     def __init__(
-        self, board: Board, stream: Stream, token: str, obey: Obey, wall: Callable[[], float]
+        self, board: Board, stream: EventStream, token: str, obey: SubmitOrder, wall: Callable[[], float]
     ) -> None:
         self._board = board
         self._stream = stream
         self._token = token
-        self._obey = obey
+        self._submit_order = obey
         self._wall = wall
 
     # -- reading -------------------------------------------------------------------------------
 
     async def healthz(self, request: Request) -> Response:
-        shown_s = self._board.shown_s
+        shown_s = self._board.updated_s
         age_s = None if shown_s is None else round(max(self._wall() - shown_s, 0.0), 1)
         fine = age_s is not None and age_s < STALE_S
         body = {"ok": fine, "phase": self._board.run.get("phase", "starting"), "heard_s": age_s}
@@ -90,15 +90,15 @@ class Api:
         return Response(exposition(self._board), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def run(self, request: Request) -> Response:
-        self._known()
+        self._require_status()
         return JSONResponse(self._board.run)
 
     async def workers(self, request: Request) -> Response:
         rows = self._board.workers()
         state = request.query_params.get("state")
         rows = [row for row in rows if state is None or row["state"] == state]
-        first, most = _count(request, "offset", 0), _count(request, "limit", MOST_LISTED)
-        return JSONResponse({"total": len(rows), "workers": rows[first : first + min(most, MOST_LISTED)]})
+        first, most = _count(request, "offset", 0), _count(request, "limit", MAX_LISTED)
+        return JSONResponse({"total": len(rows), "workers": rows[first : first + min(most, MAX_LISTED)]})
 
     async def worker(self, request: Request) -> Response:
         peer = _key(request)
@@ -110,17 +110,17 @@ class Api:
         return JSONResponse(row)
 
     async def topology(self, request: Request) -> Response:
-        return JSONResponse(self._board.shape)
+        return JSONResponse(self._board.topology)
 
     async def events(self, request: Request) -> Response:
-        after, most = _count(request, "after", 0), _count(request, "limit", MOST_LISTED)
+        after, most = _count(request, "after", 0), _count(request, "limit", MAX_LISTED)
         events = [event for event in self._board.events if event["id"] > after]
-        return JSONResponse({"events": events[: min(most, MOST_LISTED)]})
+        return JSONResponse({"events": events[: min(most, MAX_LISTED)]})
 
     async def history(self, request: Request) -> Response:
         history = self._board.history
         whole = request.query_params.get("window", "whole") == "whole"
-        points = history.whole() if whole else list(history.recent)
+        points = history.all_points() if whole else list(history.recent)
         body = {"columns": COLUMNS, "stride": history.stride if whole else 1}
         return JSONResponse(body | {"points": [point.row() for point in points]})
 
@@ -130,33 +130,33 @@ class Api:
     async def stream(self, request: Request) -> Any:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream; charset=utf-8")  # its answer would never end
-        if self._stream.full:
-            refusal = problem(503, "full", f"{self._stream.pages} pages are open", "close one, or try again")
+        if self._stream.is_full:
+            refusal = problem(503, "full", f"{self._stream.page_count} pages are open", "close one, or try again")
             refusal.headers["retry-after"] = "10"
             return refusal
         return self._stream.serve
 
     # -- with the token ------------------------------------------------------------------------
 
-    async def door(self, request: Request) -> Response:
-        self._owner(request)
-        return JSONResponse(self._board.door)
+    async def access(self, request: Request) -> Response:
+        self._require_token(request)
+        return JSONResponse(self._board.access)
 
     async def kick(self, request: Request) -> Response:
-        return await self._order(request, lambda peer, reason: Expel(peer, False, reason))
+        return await self._order(request, lambda peer, reason: RemoveWorker(peer, False, reason))
 
     async def ban(self, request: Request) -> Response:
-        return await self._order(request, lambda peer, reason: Expel(peer, True, reason))
+        return await self._order(request, lambda peer, reason: RemoveWorker(peer, True, reason))
 
     async def unban(self, request: Request) -> Response:
-        return await self._order(request, lambda peer, reason: Pardon(peer))
+        return await self._order(request, lambda peer, reason: Unban(peer))
 
     async def _order(self, request: Request, order: Callable[[bytes, str], Order]) -> Response:
-        self._owner(request)
+        self._require_token(request)
         peer = bytes.fromhex(_key(request))
         reason = await _reason(request)
         try:
-            reply = await asyncio.wait_for(asyncio.wrap_future(self._obey(order(peer, reason))), ORDER_S)
+            reply = await asyncio.wait_for(asyncio.wrap_future(self._submit_order(order(peer, reason))), ORDER_S)
         except TimeoutError:
             return problem(
                 504, "no-answer", f"the daemon has not answered within {ORDER_S:.0f} s", "look at its log"
@@ -165,16 +165,16 @@ class Api:
             return problem(409, reply.code, reply.reason, reply.remedy)
         return JSONResponse({"done": reply.text})
 
-    def _owner(self, request: Request) -> None:
+    def _require_token(self, request: Request) -> None:
         if not bearer(request.headers, self._token):
             raise HTTPException(401, headers={"www-authenticate": 'Bearer realm="gridtrain"'})
 
-    def _known(self) -> None:
+    def _require_status(self) -> None:
         if not self._board.run:
             raise HTTPException(503)
 
 
-def application(api: Api, *, named: Collection[str] = ()) -> ASGIApp:
+def create_app(api: Api, *, named: Collection[str] = ()) -> ASGIApp:
     """The whole of it, guarded."""
     get, post = ["GET"], ["POST"]
     v1 = "/api/v1"
@@ -191,7 +191,7 @@ def application(api: Api, *, named: Collection[str] = ()) -> ASGIApp:
         Route(f"{v1}/history", api.history, methods=get),
         Route(STREAM, api.stream, methods=get),
         Route(f"{v1}/openapi.json", api.openapi, methods=get),
-        Route(f"{v1}/door", api.door, methods=get),
+        Route(f"{v1}/door", api.access, methods=get),
         Route(f"{v1}/workers/{{key}}/kick", api.kick, methods=post),
         Route(f"{v1}/workers/{{key}}/ban", api.ban, methods=post),
         Route(f"{v1}/workers/{{key}}/unban", api.unban, methods=post),
@@ -199,7 +199,7 @@ def application(api: Api, *, named: Collection[str] = ()) -> ASGIApp:
     return Guard(Starlette(routes=routes, exception_handlers={HTTPException: _refused}), named)
 
 
-_WORDS = {
+_ERROR_TEXTS = {
     401: ("token", "this wants the token", "open the address that the coordinator printed, with #token=..."),
     404: ("unknown", "there is nothing here", "GET /api/v1/openapi.json lists what there is"),
     405: ("method", "this cannot be asked for in this way", "GET /api/v1/openapi.json says how"),
@@ -209,7 +209,7 @@ _WORDS = {
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code, reason, remedy = _WORDS.get(error.status_code, ("wrong", "", "GET /api/v1/openapi.json says how"))
+    code, reason, remedy = _ERROR_TEXTS.get(error.status_code, ("wrong", "", "GET /api/v1/openapi.json says how"))
     told = problem(error.status_code, code, error.detail if error.status_code == 400 else reason, remedy)
     told.headers.update(error.headers or {})
     return told

@@ -17,29 +17,29 @@ from typing import Any
 from gridtrain_coordinator.dashboard import clean
 from gridtrain_coordinator.dashboard.history import COLUMNS as POINT
 from gridtrain_coordinator.dashboard.history import History, Point, shortened
-from gridtrain_coordinator.dashboard.shape import load, shape_of, waited_for
+from gridtrain_coordinator.dashboard.shape import build_graph, find_straggler, parse_load
 
-MOST_EVENTS = 600
-MOST_EVENTS_A_TICK = 60
-MOST_GONE = 50
-GONE_FOR_S = 600.0
+MAX_EVENTS = 600
+MAX_EVENTS_A_TICK = 60
+MAX_DEPARTED = 50
+DEPARTED_RETENTION_S = 600.0
 """Workers that are gone stay in the table for so long, with the reason."""
 
-LIVE = (
+LIVE_COLUMNS = (
     "state", "rank", "share", "step", "strikes", "heard_s", "stage", "loss", "computing_s", "selecting_s",
     "communicating_s", "waiting_s", "applying_s", "sent_Bps", "received_Bps", "sent_bytes", "received_bytes",
 )  # fmt: skip
-_FIGURES = LIVE[LIVE.index("loss") : LIVE.index("sent_Bps")]
-_OWN_FIGURES = {*LIVE, "computed_samples", "computed_s", "exchanged_bytes"}
+_FIGURES = LIVE_COLUMNS[LIVE_COLUMNS.index("loss") : LIVE_COLUMNS.index("sent_Bps")]
+_OWN_FIGURES = {*LIVE_COLUMNS, "computed_samples", "computed_s", "exchanged_bytes"}
 
 FAULTS = {
     "lost", "stalled", "drifted", "rollback", "violation", "refused", "no_route", "no_room", "backup_failed",
     "recalled", "superseded", "not_following", "overslept", "strike", "dashboard_failed",
 }  # fmt: skip
 CHANGES = {"generation", "training", "paused", "waiting", "finished", "started", "freeze", "room_again"}
-COMINGS = {"joined", "left", "caught_up", "following", "enrolled", "restored", "worker_finished"}
+ARRIVAL_EVENTS = {"joined", "left", "caught_up", "following", "enrolled", "restored", "worker_finished"}
 EVENT_FIELDS = 12
-RESTING = "paused"
+PAUSED_STATE = "paused"
 """The state of a worker that its owner has paused: it is shown as long as it means to come back."""
 
 STATE_REASONS = {
@@ -49,23 +49,23 @@ STATE_REASONS = {
 }
 
 
-def kind_of(event: str) -> str:
+def event_kind(event: str) -> str:
     """For the time line."""
     if event in FAULTS:
         return "fault"
-    return "change" if event in CHANGES else "worker" if event in COMINGS else "other"
+    return "change" if event in CHANGES else "worker" if event in ARRIVAL_EVENTS else "other"
 
 
 @dataclass(slots=True)
-class Row:
+class WorkerRow:
     """One worker on the board; `id` is short and never used twice."""
 
     id: int
-    who: dict[str, Any]
+    description: dict[str, Any]
     live: list[Any]
     figures: dict[str, float] = field(default_factory=dict)
     address: str = ""
-    gone_s: float | None = None  # of the wall clock
+    departed_s: float | None = None  # of the wall clock
 
 
 class Board:
@@ -73,26 +73,26 @@ class Board:
 
     def __init__(self) -> None:
         self.history = History()
-        self.events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
-        self.counted: Counter[str] = Counter()  # events by name
+        self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self.event_counts: Counter[str] = Counter()  # events by name
         self.run: dict[str, Any] = {}
-        self.shape: dict[str, Any] = {"kind": "ring", "size": 0, "stages": 1, "edges": []}
-        self.door: dict[str, Any] = {}
+        self.topology: dict[str, Any] = {"kind": "ring", "size": 0, "stages": 1, "edges": []}
+        self.access: dict[str, Any] = {}
         self.exchanged_bytes = 0.0
         self.dense_bytes = 0.0
-        self.shown_s: float | None = None
-        self._rows: dict[str, Row] = {}
+        self.updated_s: float | None = None
+        self._rows: dict[str, WorkerRow] = {}
         self._next_id = 0
         self._next_event = 1
-        self._exchanged: dict[str, float] = {}  # latest counter by worker
+        self._exchanged_bytes_of: dict[str, float] = {}  # latest counter by worker
         self._step: int | None = None
         self._staged = False
-        self._told: tuple[dict[str, Any], dict[str, Any], int] = ({}, {}, 0)
-        self._told_rows: dict[int, tuple[dict[str, Any], list[Any]]] = {}
+        self._last_sent: tuple[dict[str, Any], dict[str, Any], int] = ({}, {}, 0)
+        self._last_sent_rows: dict[int, tuple[dict[str, Any], list[Any]]] = {}
 
     # -- what comes in -------------------------------------------------------------------------
 
-    def note(self, at_s: float, level: str, event: str, fields: Mapping[str, Any]) -> None:
+    def add_event(self, at_s: float, level: str, event: str, fields: Mapping[str, Any]) -> None:
         """One line of the coordinator's log."""
         name = clean.text(event, 40)
         some = {
@@ -100,14 +100,14 @@ class Board:
             for key, value in list(fields.items())[:EVENT_FIELDS]
             if key not in ("address", "tried")
         }
-        self.counted[name] += 1
+        self.event_counts[name] += 1
         self.events.append(
             {
                 "id": self._next_event,
                 "at_s": round(at_s, 3),
                 "level": clean.text(level, 10),
                 "event": name,
-                "kind": kind_of(name),
+                "kind": event_kind(name),
                 "fields": clean.tree(some),
             }
         )
@@ -118,30 +118,30 @@ class Board:
 
     def _explain(self, name: str, event: str, reason: str) -> None:
         for row in self._rows.values():
-            if row.who["name"] == name and row.gone_s is None:
-                row.who = {**row.who, "reason": reason}
+            if row.description["name"] == name and row.departed_s is None:
+                row.description = {**row.description, "reason": reason}
                 if event in ("lost", "left"):
-                    row.who["ended"] = event
+                    row.description["ended"] = event
 
-    def show(self, picture: Mapping[str, Any], at_s: float) -> None:
+    def update(self, picture: Mapping[str, Any], at_s: float) -> None:
         """What the daemon knows now, at this time of the wall clock."""
-        self.shown_s = at_s
-        self.door = clean.tree(picture.get("door", {}), 6)
+        self.updated_s = at_s
+        self.access = clean.tree(picture.get("door", {}), 6)
         facts = {clean.text(k, 64): clean.text(v) for k, v in picture.get("facts", {}).items()}
-        run_load = load(facts)
+        run_load = parse_load(facts)
         members = [each for each in picture["members"] if isinstance(each, Mapping)]
         self._count_bytes(members, int(picture["step"]), picture, run_load)
         self._staged = int(picture.get("stages", 1)) > 1
-        self._take_rows([*members, *_resting(picture)], at_s)
-        slow = self._waited_for() if picture["phase"] == "training" else None
-        self.shape = {
-            **shape_of(picture, run_load).body(),
+        self._update_rows([*members, *_paused_rows(picture)], at_s)
+        slow = self._find_straggler() if picture["phase"] == "training" else None
+        self.topology = {
+            **build_graph(picture, run_load).to_json(),
             "ids": self._ranked(),
             "waited_for": slow[0] if slow else None,
         }
         loss, share = self._loss(), self._share()
         steps_per_s = clean.number(picture.get("steps_per_s"))
-        sent = [row.live[LIVE.index("sent_Bps")] for row in self._present()]
+        sent = [row.live[LIVE_COLUMNS.index("sent_Bps")] for row in self._present()]
         point = Point(
             at_s=round(at_s, 2),
             step=int(picture["step"]),
@@ -177,7 +177,7 @@ class Board:
             "exchanged_bytes": round(self.exchanged_bytes),
             "dense_bytes": round(self.dense_bytes),
             "drifts": int(picture.get("drifts", 0)),
-            "plan_reason": _plan_of(picture),
+            "plan_reason": _plan_text(picture),
             "facts": facts,
             "software": clean.text(picture.get("software", ""), 64),
             "uptime_s": round(float(picture.get("uptime_s", 0.0))),
@@ -186,40 +186,40 @@ class Board:
             "backup": clean.tree(picture["backup"]) if "backup" in picture else None,
         }
 
-    def _take_rows(self, members: list[Mapping[str, Any]], at_s: float) -> None:
+    def _update_rows(self, members: list[Mapping[str, Any]], at_s: float) -> None:
         there = set()
         for member in members:
             peer = clean.text(member["peer"], 64)
             there.add(peer)
             row = self._rows.get(peer)
             if row is None:
-                row = self._rows[peer] = Row(self._next_id, {}, [])
+                row = self._rows[peer] = WorkerRow(self._next_id, {}, [])
                 self._next_id += 1
             self._fill(row, peer, member)
         for peer, row in list(self._rows.items()):
-            if peer not in there and row.gone_s is None:
-                row.gone_s = at_s
-                row.live = [row.who.pop("ended", "gone"), None, *row.live[2:]]
-                row.who = {**row.who, "reason": row.who.get("reason") or "it is not on the roll any more"}
-        gone = [peer for peer, row in self._rows.items() if row.gone_s is not None]
-        old = {peer for peer in gone if at_s - (self._rows[peer].gone_s or 0.0) > GONE_FOR_S}
-        for peer in old | set(gone[: max(0, len(gone) - MOST_GONE)]):
+            if peer not in there and row.departed_s is None:
+                row.departed_s = at_s
+                row.live = [row.description.pop("ended", "gone"), None, *row.live[2:]]
+                row.description = {**row.description, "reason": row.description.get("reason") or "it is not on the roll any more"}
+        gone = [peer for peer, row in self._rows.items() if row.departed_s is not None]
+        old = {peer for peer in gone if at_s - (self._rows[peer].departed_s or 0.0) > DEPARTED_RETENTION_S}
+        for peer in old | set(gone[: max(0, len(gone) - MAX_DEPARTED)]):
             del self._rows[peer]
 
-    def _fill(self, row: Row, peer: str, member: Mapping[str, Any]) -> None:
+    def _fill(self, row: WorkerRow, peer: str, member: Mapping[str, Any]) -> None:
         figures = member.get("figures", {})
         state = clean.text(member["state"], 20)
         about = {clean.text(k, 32): clean.text(v, 120) for k, v in dict(member.get("about", {})).items()}
-        if state == RESTING:
-            about = row.who.get("about", {})  # it says nothing now; what it said before stays true
-        if row.gone_s is not None:
-            row.gone_s, row.who = None, {}
+        if state == PAUSED_STATE:
+            about = row.description.get("about", {})  # it says nothing now; what it said before stays true
+        if row.departed_s is not None:
+            row.departed_s, row.description = None, {}
         values = {name: clean.number(figures.get(name)) for name in _FIGURES}
         heard_s = clean.number(member.get("last_heard_s")) or 0.0
         reason = member.get("reason") or STATE_REASONS.get(state, "")
         if state == "suspect":
-            reason = row.who.get("reason") or "its connection broke; it may come back"
-        row.who = {
+            reason = row.description.get("reason") or "its connection broke; it may come back"
+        row.description = {
             "id": row.id,
             "peer": peer,
             "name": clean.text(member["name"], 64),
@@ -231,7 +231,7 @@ class Board:
         row.address = clean.text(member.get("address", ""), 120)
         row.figures = {
             clean.text(name, 64): value
-            for name, told in list(figures.items())[: clean.MOST_ITEMS]
+            for name, told in list(figures.items())[: clean.MAX_ITEMS]
             if name not in _OWN_FIGURES and (value := clean.number(told)) is not None
         }
         row.live = [
@@ -255,11 +255,11 @@ class Board:
             told = member.get("figures", {})
             sent = clean.number(told.get("exchanged_bytes", told.get("sent_bytes")))
             if sent is not None:
-                before = self._exchanged.get(member["peer"], sent)  # before our time does not count
+                before = self._exchanged_bytes_of.get(member["peer"], sent)  # before our time does not count
                 self.exchanged_bytes += sent - before if sent >= before else sent
-                self._exchanged[member["peer"]] = sent
+                self._exchanged_bytes_of[member["peer"]] = sent
         here = {member["peer"] for member in members}
-        self._exchanged = {peer: sent for peer, sent in self._exchanged.items() if peer in here}
+        self._exchanged_bytes_of = {peer: sent for peer, sent in self._exchanged_bytes_of.items() if peer in here}
         said = any(member.get("figures") for member in members)
         if (
             self._step is not None
@@ -274,10 +274,10 @@ class Board:
 
     # -- what follows from it ------------------------------------------------------------------
 
-    def _present(self) -> list[Row]:
-        return [row for row in self._rows.values() if row.gone_s is None]
+    def _present(self) -> list[WorkerRow]:
+        return [row for row in self._rows.values() if row.departed_s is None]
 
-    def _active(self) -> list[Row]:
+    def _active(self) -> list[WorkerRow]:
         return [row for row in self._present() if row.live[1] is not None]
 
     def _ranked(self) -> list[int]:
@@ -285,7 +285,7 @@ class Board:
 
     def _loss(self) -> float | None:
         """The mean of what members report as `loss`, by their shares."""
-        at = LIVE.index("loss")
+        at = LIVE_COLUMNS.index("loss")
         told = [
             (row.live[at], max(row.live[2] or 0, 1)) for row in self._active() if row.live[at] is not None
         ]
@@ -294,13 +294,13 @@ class Board:
     def _share(self) -> int:
         return sum(row.live[2] or 0 for row in self._active())
 
-    def _waited_for(self) -> tuple[int, str] | None:
-        first, second = LIVE.index("computing_s"), LIVE.index("selecting_s")
+    def _find_straggler(self) -> tuple[int, str] | None:
+        first, second = LIVE_COLUMNS.index("computing_s"), LIVE_COLUMNS.index("selecting_s")
         busy_s = {
             str(row.id): row.live[first] + (row.live[second] or 0.0) if row.live[first] is not None else None
             for row in self._active()
         }
-        found = waited_for(busy_s)
+        found = find_straggler(busy_s)
         return (int(found[0]), found[1]) if found is not None else None
 
     # -- what goes out -------------------------------------------------------------------------
@@ -311,54 +311,54 @@ class Board:
         rows = sorted(
             self._rows.values(), key=lambda row: (far if row.live[1] is None else row.live[1], row.id)
         )
-        return [row.who | dict(zip(LIVE, row.live, strict=True)) | {"figures": row.figures} for row in rows]
+        return [row.description | dict(zip(LIVE_COLUMNS, row.live, strict=True)) | {"figures": row.figures} for row in rows]
 
     def address(self, peer: str) -> str:
         row = self._rows.get(peer)
         return row.address if row is not None else ""
 
-    def whole(self) -> dict[str, Any]:
+    def full_state(self) -> dict[str, Any]:
         """Everything that a page needs to begin with."""
         return {
             "run": self.run,
-            "columns": LIVE,
-            "who": [row.who for row in self._rows.values()],
+            "columns": LIVE_COLUMNS,
+            "who": [row.description for row in self._rows.values()],
             "rows": [[row.id, *row.live] for row in self._rows.values()],
-            "shape": self.shape,
+            "shape": self.topology,
             "point": POINT,
             "recent": [point.row() for point in self.history.recent],
-            "whole": [point.row() for point in self.history.whole()],
+            "whole": [point.row() for point in self.history.all_points()],
             "stride": self.history.stride,
             "events": list(self.events),
         }
 
-    def tick(self) -> dict[str, Any]:
+    def take_changes(self) -> dict[str, Any]:
         """What changed since the last call; the latest point of the curves."""
-        told_run, told_shape, told_event = self._told
+        told_run, told_shape, told_event = self._last_sent
         told: dict[str, Any] = {
             "run": {name: value for name, value in self.run.items() if told_run.get(name) != value},
             "points": [self.history.recent[-1].row()] if self.history.recent else [],
         }
-        if self.shape != told_shape:
-            told["shape"] = self.shape
-        events = [event for event in self.events if event["id"] > told_event][-MOST_EVENTS_A_TICK:]
+        if self.topology != told_shape:
+            told["shape"] = self.topology
+        events = [event for event in self.events if event["id"] > told_event][-MAX_EVENTS_A_TICK:]
         if events:
             told["events"] = events
-        rows = {row.id: (row.who, row.live) for row in self._rows.values()}
-        before = self._told_rows
+        rows = {row.id: (row.description, row.live) for row in self._rows.values()}
+        before = self._last_sent_rows
         told["who"] = [who for at, (who, _) in rows.items() if at not in before or before[at][0] != who]
         told["rows"] = [
             [at, *live] for at, (_, live) in rows.items() if at not in before or before[at][1] != live
         ]
         told["gone"] = [at for at in before if at not in rows]
-        self._told, self._told_rows = (self.run, self.shape, self._next_event - 1), rows
+        self._last_sent, self._last_sent_rows = (self.run, self.topology, self._next_event - 1), rows
         return {name: value for name, value in told.items() if value}
 
 
-def _resting(picture: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _paused_rows(picture: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Workers that their owners have paused, as if they were members without a rank."""
     told = [each for each in picture.get("resting", ()) if isinstance(each, Mapping)]
-    return [{**each, "state": RESTING, "last_heard_s": each.get("since_s")} for each in told]
+    return [{**each, "state": PAUSED_STATE, "last_heard_s": each.get("since_s")} for each in told]
 
 
 def _brief(value: float | None, digits: int = 4) -> float | None:
@@ -368,7 +368,7 @@ def _brief(value: float | None, digits: int = 4) -> float | None:
     return float(f"{value:.{digits}g}")
 
 
-def _plan_of(picture: Mapping[str, Any]) -> str:
+def _plan_text(picture: Mapping[str, Any]) -> str:
     """Why this exchange, where the coordinator has chosen it, and why this order of ranks."""
     why = (picture.get("exchange_reason"), picture.get("plan_reason"))
-    return clean.text("; ".join(str(each) for each in why if each), 2 * clean.MOST_LETTERS)
+    return clean.text("; ".join(str(each) for each in why if each), 2 * clean.MAX_CHARACTERS)

@@ -10,13 +10,13 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-MOST_LETTERS = 400
-MOST_ITEMS = 64
+MAX_CHARACTERS = 400
+MAX_ITEMS = 64
 _INSTEAD = "\N{REPLACEMENT CHARACTER}"
 _HIDDEN = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}  # controls, bidirectional overrides, private use, surrogates
 
 
-def text(value: object, most: int = MOST_LETTERS) -> str:
+def text(value: object, most: int = MAX_CHARACTERS) -> str:
     """`value` in one line of at most `most` letters."""
     raw = str(value)
     cut = raw if len(raw) <= most else raw[: most - 1] + "…"
@@ -37,8 +37,8 @@ def tree(value: object, depth: int = 4) -> Any:
     if isinstance(value, int | float):
         return number(value)
     if isinstance(value, Mapping) and depth:
-        some = list(value.items())[:MOST_ITEMS]
+        some = list(value.items())[:MAX_ITEMS]
         return {text(name, 64): tree(each, depth - 1) for name, each in some}
     if isinstance(value, list | tuple) and depth:
-        return [tree(each, depth - 1) for each in value[:MOST_ITEMS]]
+        return [tree(each, depth - 1) for each in value[:MAX_ITEMS]]
     return text(value)

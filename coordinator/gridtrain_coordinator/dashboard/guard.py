@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MOST_BODY_BYTES = 4096
+MAX_BODY_BYTES = 4096
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
@@ -37,7 +37,7 @@ def problem(status: int, code: str, reason: str, remedy: str) -> JSONResponse:
     return JSONResponse({"code": code, "reason": reason, "remedy": remedy}, status)
 
 
-def host_allowed(host: str, named: Collection[str]) -> bool:
+def is_host_allowed(host: str, named: Collection[str]) -> bool:
     """Whether a request's Host may be ours: an address, localhost, or a name that the owner has given.
 
     Only a name can be made to point here by somebody else, so an address needs no list.
@@ -91,7 +91,7 @@ class Guard:
 
     def _refusal(self, headers: Headers) -> JSONResponse | None:
         host = headers.get("host", "")
-        if not host_allowed(host, self._named):
+        if not is_host_allowed(host, self._named):
             return problem(
                 421,
                 "host",
@@ -99,11 +99,11 @@ class Guard:
                 "open it by its address, or name the host with --dashboard-host",
             )
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > MOST_BODY_BYTES or "transfer-encoding" in headers:
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES or "transfer-encoding" in headers:
             return problem(
                 413,
                 "size",
-                f"a body of {length[:20]} bytes is over the bound of {MOST_BODY_BYTES}",
+                f"a body of {length[:20]} bytes is over the bound of {MAX_BODY_BYTES}",
                 "send less",
             )
         return None

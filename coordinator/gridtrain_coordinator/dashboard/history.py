@@ -49,7 +49,7 @@ class History:
 
     def __init__(self) -> None:
         self.recent: deque[Point] = deque(maxlen=RECENT_POINTS)
-        self._whole: list[Point] = []
+        self._thinned: list[Point] = []
         self._open: list[Point] = []  # fewer than `stride`
         self._stride = 1
 
@@ -63,15 +63,15 @@ class History:
         self._open.append(point)
         if len(self._open) < self._stride:
             return
-        self._whole.append(mean(self._open))
+        self._thinned.append(mean(self._open))
         self._open.clear()
-        if len(self._whole) >= WHOLE_POINTS:
-            self._whole = [mean(self._whole[i : i + 2]) for i in range(0, len(self._whole), 2)]
+        if len(self._thinned) >= WHOLE_POINTS:
+            self._thinned = [mean(self._thinned[i : i + 2]) for i in range(0, len(self._thinned), 2)]
             self._stride *= 2
 
-    def whole(self) -> list[Point]:
+    def all_points(self) -> list[Point]:
         """From the first point to the latest."""
-        return [*self._whole, *([mean(self._open)] if self._open else [])]
+        return [*self._thinned, *([mean(self._open)] if self._open else [])]
 
 
 def mean(points: Sequence[Point]) -> Point:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
-MOST_PAGES = 32
-KEPT = 8  # frames; who is further behind begins anew
-STUCK_S = 20.0
+MAX_PAGES = 32
+FRAME_HISTORY = 8  # frames; who is further behind begins anew
+SEND_TIMEOUT_S = 20.0
 """A page that takes nothing for so long is cut off."""
 
 HEARTBEAT_S = 15.0
@@ -30,7 +30,7 @@ def frame(event: str, data: bytes) -> bytes:
     return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
 
 
-class Stream:
+class EventStream:
     """The frames of the last seconds.  All methods belong to the dashboard's loop.
 
     Args:
@@ -38,40 +38,40 @@ class Stream:
     """
 
     def __init__(self, whole: Callable[[], bytes]) -> None:
-        self._whole = whole
-        self._frames: deque[bytes] = deque(maxlen=KEPT)
+        self._full_state = whole
+        self._frames: deque[bytes] = deque(maxlen=FRAME_HISTORY)
         self._number = 0  # of the latest frame
-        self._news = asyncio.Event()
-        self._ended = False
-        self.pages = 0
+        self._published = asyncio.Event()
+        self._is_closed = False
+        self.page_count = 0
 
     def publish(self, data: bytes) -> None:
         self._frames.append(frame("tick", data))
         self._number += 1
         self._announce()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Every page is let go."""
-        self._ended = True
+        self._is_closed = True
         self._announce()
 
     def _announce(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self._published.set()
+        self._published = asyncio.Event()
 
     @property
-    def full(self) -> bool:
-        return self.pages >= MOST_PAGES
+    def is_full(self) -> bool:
+        return self.page_count >= MAX_PAGES
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI response that lasts as long as the page is open."""
-        self.pages += 1
+        self.page_count += 1
         writing = asyncio.create_task(self._write(send))
         leaving = asyncio.create_task(_left(receive))
         try:
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self.pages -= 1
+            self.page_count -= 1
             for task in (writing, leaving):
                 task.cancel()
             await asyncio.gather(writing, leaving, return_exceptions=True)
@@ -80,16 +80,16 @@ class Stream:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
         async def put(body: bytes, more: bool = True) -> None:
-            async with asyncio.timeout(STUCK_S):
+            async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": body, "more_body": more})
 
         await put(f"retry: {RETRY_MS}\n\n".encode())
         at = -1
-        while not self._ended:
-            news = self._news
+        while not self._is_closed:
+            news = self._published
             if at < 0 or self._number - at > len(self._frames):
                 at = self._number
-                await put(frame("whole", self._whole()))
+                await put(frame("whole", self._full_state()))
             elif at < self._number:
                 behind = self._number - at
                 at = self._number

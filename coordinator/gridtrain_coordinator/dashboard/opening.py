@@ -10,21 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gridtrain.errors import ConfigError
-from gridtrain_coordinator.dashboard.places import INSTALL, Place, bind, is_loopback, missing, token_in, url
+from gridtrain_coordinator.dashboard.places import (
+    INSTALL,
+    DashboardAddress,
+    bind,
+    is_loopback,
+    load_token,
+    missing_packages,
+    url,
+)
 from gridtrain_coordinator.log import Log
 
 if TYPE_CHECKING:
-    from gridtrain_coordinator.dashboard.service import Service
+    from gridtrain_coordinator.dashboard.service import DashboardService
 
 
-class Opened:
+class DashboardStartup:
     """A dashboard that listens, or the reason why there is none."""
 
-    def __init__(self, service: Service | None, address: str, token: str, why_not: str, warning: str) -> None:
+    def __init__(self, service: DashboardService | None, address: str, token: str, why_not: str, warning: str) -> None:
         self.service = service
         self.address = address
         self._token = token
-        self._why_not = why_not
+        self._failure = why_not
         self._warning = warning
 
     def start(self) -> None:
@@ -35,10 +43,10 @@ class Opened:
         if self.service is not None:
             self.service.close()
 
-    def greeting(self, *, is_terminal: bool) -> list[str]:
+    def startup_lines(self, *, is_terminal: bool) -> list[str]:
         """Lines for the owner; the token only where nobody else reads along."""
         if self.service is None:
-            return [f"  no dashboard:        {self._why_not}"] if self._why_not else []
+            return [f"  no dashboard:        {self._failure}"] if self._failure else []
         key = f"#token={self._token}" if is_terminal else ""
         return [
             f"  in a browser:        {self.address}{key}",
@@ -46,28 +54,28 @@ class Opened:
         ]
 
 
-def opened(place: Place | None, folder: Path, log: Log) -> Opened:
+def open_dashboard(place: DashboardAddress | None, folder: Path, log: Log) -> DashboardStartup:
     """Bind the port and read the token, or say why not.  The service is not started yet.
 
     Raises `ConfigError` if `place` was asked for and cannot be had.
     """
     if place is None:
-        return Opened(None, "", "", "", "")
+        return DashboardStartup(None, "", "", "", "")
     try:
-        return _opened(place, folder, log)
+        return _open(place, folder, log)
     except ConfigError as error:
-        if place.asked:
+        if place.is_required:
             raise
-        return Opened(None, "", "", f"{error.reason}; {error.remedy}", "")
+        return DashboardStartup(None, "", "", f"{error.reason}; {error.remedy}", "")
 
 
-def _opened(place: Place, folder: Path, log: Log) -> Opened:
-    absent = missing()
+def _open(place: DashboardAddress, folder: Path, log: Log) -> DashboardStartup:
+    absent = missing_packages()
     if absent:
         raise ConfigError(f"{', '.join(absent)} not installed", remedy=INSTALL)
-    from gridtrain_coordinator.dashboard.service import Service
+    from gridtrain_coordinator.dashboard.service import DashboardService
 
-    token = token_in(folder)
+    token = load_token(folder)
     bound = bind(place)
     address = url(bound)
     warning = ""
@@ -75,5 +83,5 @@ def _opened(place: Place, folder: Path, log: Log) -> Opened:
         warning = (
             "OPEN TO THE NETWORK: whoever reaches this port sees the run, and the token travels in the clear"
         )
-    service = Service(bound, token, log, named=place.named)
-    return Opened(service, address, token, "", warning)
+    service = DashboardService(bound, token, log, named=place.allowed_hosts)
+    return DashboardStartup(service, address, token, "", warning)

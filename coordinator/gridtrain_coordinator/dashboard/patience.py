@@ -34,11 +34,11 @@ class Connection(Protocol):
     transport: asyncio.Transport
 
 
-_Where = tuple[Cycle | None, bool, int]
+_Progress = tuple[Cycle | None, bool, int]
 """Which request, whether it is still being answered, bytes of the answer that the client has not taken."""
 
 
-class Patience:
+class ConnectionTimeouts:
     """Remembers since when each connection is where it is.
 
     Args:
@@ -46,12 +46,12 @@ class Patience:
     """
 
     def __init__(self, lasting: Collection[str]) -> None:
-        self._lasting = frozenset(lasting)
-        self._since: dict[Connection, tuple[_Where, float]] = {}
+        self._streaming_paths = frozenset(lasting)
+        self._since: dict[Connection, tuple[_Progress, float]] = {}
 
-    def spent(self, connections: Collection[Connection], now_s: float) -> list[Connection]:
+    def expired(self, connections: Collection[Connection], now_s: float) -> list[Connection]:
         """Those whose time is over."""
-        since: dict[Connection, tuple[_Where, float]] = {}
+        since: dict[Connection, tuple[_Progress, float]] = {}
         over = []
         for one in connections:
             cycle = one.cycle
@@ -60,7 +60,7 @@ class Patience:
             where, answering = (cycle, computing, unsent_bytes), computing or unsent_bytes > 0
             before, since_s = self._since.get(one, (where, now_s))
             since[one] = where, since_s if where == before else now_s
-            if cycle is not None and computing and cycle.scope.get("path") in self._lasting:
+            if cycle is not None and computing and cycle.scope.get("path") in self._streaming_paths:
                 continue
             if now_s - since[one][1] > (ANSWER_S if answering else REQUEST_S):
                 over.append(one)
@@ -68,14 +68,14 @@ class Patience:
         return over
 
 
-async def watch(
+async def close_expired(
     connections: Callable[[], Collection[Any]],
     lasting: Collection[str],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Hang up on them, until cancelled."""
-    patience = Patience(lasting)
+    patience = ConnectionTimeouts(lasting)
     while True:
         await asyncio.sleep(LOOK_S)
-        for one in patience.spent(list(connections()), clock()):
+        for one in patience.expired(list(connections()), clock()):
             one.transport.abort()

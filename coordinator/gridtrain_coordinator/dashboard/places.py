@@ -22,7 +22,7 @@ from pathlib import Path
 from gridtrain.errors import ConfigError
 
 HOST, PORT = "127.0.0.1", 7780
-MOST_TRIED = 20
+MAX_PORTS_TRIED = 20
 TOKEN_FILE = "dashboard.token"
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 INSTALL = "pip install 'gridtrain[coordinator]'"
@@ -30,7 +30,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DashboardAddress:
     """What the owner wants.
 
     Attributes:
@@ -42,12 +42,12 @@ class Place:
 
     host: str = HOST
     port: int = PORT
-    asked: bool = False
-    open_to_network: bool = False
-    named: tuple[str, ...] = ()
+    is_required: bool = False
+    allows_network: bool = False
+    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.open_to_network and not is_loopback(self.host):
+        if not self.allows_network and not is_loopback(self.host):
             raise ConfigError(
                 f"--dashboard {self.host}:{self.port} can be reached from other machines, unencrypted",
                 remedy="leave it on 127.0.0.1 and use `ssh -L 7780:127.0.0.1:7780`, put a web server "
@@ -55,7 +55,7 @@ class Place:
             )
 
 
-def parsed(text: str, *, open_to_network: bool = False, named: tuple[str, ...] = ()) -> Place:
+def parse_address(text: str, *, open_to_network: bool = False, named: tuple[str, ...] = ()) -> DashboardAddress:
     """ "HOST:PORT", "HOST", ":PORT" or "" as a place.  Raises `ConfigError`."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\s/]*)(?::(\d{1,5}))?", text.strip())
     if match is None or int(match[2] or PORT) > 65535:
@@ -63,7 +63,7 @@ def parsed(text: str, *, open_to_network: bool = False, named: tuple[str, ...] =
             f"--dashboard {text!r} is no HOST:PORT", remedy="write for instance 127.0.0.1:7780, or :0"
         )
     host = (match[1] or HOST).strip("[]")
-    return Place(host, int(match[2] or PORT), bool(text), open_to_network, named)
+    return DashboardAddress(host, int(match[2] or PORT), bool(text), open_to_network, named)
 
 
 def is_loopback(host: str) -> bool:
@@ -75,17 +75,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def missing() -> list[str]:
+def missing_packages() -> list[str]:
     """Packages of the extra that are not installed here."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
-def bind(place: Place) -> socket.socket:
+def bind(place: DashboardAddress) -> socket.socket:
     """A socket that is bound there, or at one of the next ports if the owner has not named one.
 
     Raises `ConfigError` if none is free.
     """
-    ports = [place.port] if place.asked or not place.port else range(place.port, place.port + MOST_TRIED)
+    ports = [place.port] if place.is_required or not place.port else range(place.port, place.port + MAX_PORTS_TRIED)
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     problem = ""
     for port in ports:
@@ -111,7 +111,7 @@ def url(bound: socket.socket) -> str:
     return f"http://[{here}]:{port}/" if ":" in here else f"http://{here}:{port}/"
 
 
-def token_in(folder: Path) -> str:
+def load_token(folder: Path) -> str:
     """The token beside the keys, made if there is none; whoever can read the file gives orders.
 
     Raises `ConfigError` if it cannot be used, or if others may read it.

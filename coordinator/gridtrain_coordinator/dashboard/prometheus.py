@@ -44,7 +44,7 @@ COUNTED = {
 PHASES = ("waiting", "training", "paused", "finished")
 
 
-class _Run(Collector):
+class _BoardCollector(Collector):
     def __init__(self, board: Board) -> None:
         self._board = board
 
@@ -70,7 +70,7 @@ class _Run(Collector):
         yield CounterMetricFamily("gridtrain_exchanged_bytes", sent, value=run["exchanged_bytes"])
         yield CounterMetricFamily("gridtrain_dense_bytes", dense, value=run["dense_bytes"])
         events = CounterMetricFamily("gridtrain_events", "Lines of the coordinator's log.", labels=["event"])
-        for event, count in sorted(self._board.counted.items()):
+        for event, count in sorted(self._board.event_counts.items()):
             events.add_metric([event], count)
         yield events
         yield from self._workers()
@@ -94,5 +94,5 @@ class _Run(Collector):
 def exposition(board: Board) -> bytes:
     """In Prometheus's text format."""
     registry = CollectorRegistry()
-    registry.register(_Run(board))
+    registry.register(_BoardCollector(board))
     return generate_latest(registry)

@@ -26,26 +26,26 @@ from typing import Any
 
 import uvicorn
 
-from gridtrain.protocol.messages import Done, Expel, Pardon, Refused
-from gridtrain_coordinator.dashboard.app import STREAM, Api, application
+from gridtrain.protocol.messages import OperatorReply, Refused, RemoveWorker, Unban
+from gridtrain_coordinator.dashboard.app import STREAM, Api, create_app
 from gridtrain_coordinator.dashboard.board import Board
-from gridtrain_coordinator.dashboard.live import Stream
-from gridtrain_coordinator.dashboard.patience import watch
+from gridtrain_coordinator.dashboard.live import EventStream
+from gridtrain_coordinator.dashboard.patience import close_expired
 from gridtrain_coordinator.log import Log
 
-MOST_ORDERS = 16
-MOST_EVENTS = 500  # between two pictures
-MOST_CONNECTIONS = 128
-MOST_FAULTS = 20
+MAX_ORDERS = 16
+MAX_EVENTS = 500  # between two pictures
+MAX_CONNECTIONS = 128
+MAX_LOGGED_ERRORS = 20
 END_S = 3.0
 
-Past = tuple[float, Mapping[str, Any], Sequence[tuple[float, str, str, dict[str, Any]]]]
+RecordedTick = tuple[float, Mapping[str, Any], Sequence[tuple[float, str, str, dict[str, Any]]]]
 """Time of the wall clock, picture, events before it."""
 
-Order = tuple[Expel | Pardon, "Future[Done | Refused]"]
+Order = tuple[RemoveWorker | Unban, "Future[OperatorReply | Refused]"]
 
 
-class Service:
+class DashboardService:
     """See the module's text.
 
     Args:
@@ -60,41 +60,41 @@ class Service:
         self._token = token
         self._named = named
         self._log = log
-        self._orders: queue.Queue[Order] = queue.Queue(MOST_ORDERS)
-        self._events: deque[tuple[float, str, str, dict[str, Any]]] = deque(maxlen=MOST_EVENTS)
+        self._orders: queue.Queue[Order] = queue.Queue(MAX_ORDERS)
+        self._events: deque[tuple[float, str, str, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
         self._latest: tuple[float, Mapping[str, Any]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: uvicorn.Server | None = None
-        self._stream: Stream | None = None
+        self._stream: EventStream | None = None
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gridtrain-dashboard", daemon=True)
 
     # -- the daemon's side: nothing here waits -----------------------------------------------------
 
-    def show(self, picture: Mapping[str, Any], at_s: float | None = None) -> None:
+    def publish(self, picture: Mapping[str, Any], at_s: float | None = None) -> None:
         """The picture must not be changed afterwards.  `at_s`: of the wall clock; None: now."""
         self._latest = (time.time() if at_s is None else at_s, picture)
-        self._call(self._take)
+        self._call(self._tick)
 
     def note(self, level: str, event: str, fields: Mapping[str, Any], at_s: float | None = None) -> None:
         """A line of the log; see `gridtrain_coordinator.log.Log`."""
         self._events.append((time.time() if at_s is None else at_s, level, event, dict(fields)))
 
-    def replay(self, past: Sequence[Past]) -> None:
+    def replay(self, past: Sequence[RecordedTick]) -> None:
         """What has been, at once: for simulated runs.  Waits until it is on the board."""
         done: Future[None] = Future()
 
         def take() -> None:
             for at_s, picture, events in past:
                 for event in events:
-                    self._board.note(*event)
-                self._board.show(picture, at_s)
+                    self._board.add_event(*event)
+                self._board.update(picture, at_s)
             done.set_result(None)
 
         self._call(take)
         done.result(300.0)
 
-    def orders(self) -> Iterator[Order]:
+    def take_orders(self) -> Iterator[Order]:
         """What the owner has ordered since the last call; each must be answered."""
         with contextlib.suppress(queue.Empty):
             while True:
@@ -108,7 +108,7 @@ class Service:
     def close(self) -> None:
         def end() -> None:
             if self._stream is not None:
-                self._stream.end()
+                self._stream.close()
             if self._server is not None:
                 self._server.should_exit = True
 
@@ -134,7 +134,7 @@ class Service:
             self._started.set()
 
     async def _serve(self) -> None:
-        faults, errors = logging.getLogger("uvicorn.error"), _Faults(self._log)
+        faults, errors = logging.getLogger("uvicorn.error"), _ErrorHandler(self._log)
         faults.addHandler(errors)
         faults.propagate = False  # the coordinator's log has lines of its own
         try:
@@ -145,11 +145,11 @@ class Service:
     async def _serve_pages(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._board = Board()
-        self._stream = Stream(lambda: encoded(self._board.whole()))
-        api = Api(self._board, self._stream, self._token, self._obey, time.time)
+        self._stream = EventStream(lambda: encoded(self._board.full_state()))
+        api = Api(self._board, self._stream, self._token, self._submit_order, time.time)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                application(api, named=self._named),
+                create_app(api, named=self._named),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -158,7 +158,7 @@ class Service:
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
-                limit_concurrency=MOST_CONNECTIONS,
+                limit_concurrency=MAX_CONNECTIONS,
                 h11_max_incomplete_event_size=16_384,
                 timeout_keep_alive=5,
                 timeout_graceful_shutdown=1,
@@ -168,40 +168,40 @@ class Service:
         self._socket.setblocking(False)
         self._started.set()
         server = self._server
-        watching = asyncio.create_task(watch(lambda: server.server_state.connections, (STREAM,)))
+        watching = asyncio.create_task(close_expired(lambda: server.server_state.connections, (STREAM,)))
         try:
             await server.serve(sockets=[self._socket])
         finally:
             watching.cancel()
 
-    def _take(self) -> None:
+    def _tick(self) -> None:
         """In the loop: once a second, whatever happens in the browsers."""
         latest, self._latest = self._latest, None
         if latest is None or self._stream is None:
             return
         with contextlib.suppress(IndexError):
             while True:
-                self._board.note(*self._events.popleft())
-        self._board.show(latest[1], latest[0])
-        self._stream.publish(encoded(self._board.tick()))
+                self._board.add_event(*self._events.popleft())
+        self._board.update(latest[1], latest[0])
+        self._stream.publish(encoded(self._board.take_changes()))
 
-    def _obey(self, order: Expel | Pardon) -> Future[Done | Refused]:
-        answer: Future[Done | Refused] = Future()
+    def _submit_order(self, order: RemoveWorker | Unban) -> Future[OperatorReply | Refused]:
+        answer: Future[OperatorReply | Refused] = Future()
         try:
             self._orders.put_nowait((order, answer))
         except queue.Full:
-            busy = f"{MOST_ORDERS} orders are waiting already"
+            busy = f"{MAX_ORDERS} orders are waiting already"
             answer.set_result(Refused("busy", busy, "try again in a second"))
         return answer
 
 
-class _Faults(logging.Handler):
+class _ErrorHandler(logging.Handler):
     """The web server's errors as lines of the coordinator's log, the first ones."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.ERROR)
         self._log = log
-        self._left = MOST_FAULTS
+        self._left = MAX_LOGGED_ERRORS
 
     def emit(self, record: logging.LogRecord) -> None:
         reason = record.getMessage().partition("\n")[0]

@@ -15,37 +15,37 @@ from typing import Any
 
 from gridtrain.errors import LocalProtocolError
 from gridtrain.protocol import allgather, direct, gtopk, ring, star, tree
-from gridtrain.protocol.loads import Kind, Load
+from gridtrain.protocol.loads import ExchangeKind, Workload
 from gridtrain.protocol.messages import LedgerSpec, Setup
-from gridtrain.protocol.seats import Seats
-from gridtrain.protocol.topology import load_of
+from gridtrain.protocol.seats import RankLayout
+from gridtrain.protocol.topology import workload_of
 from gridtrain_coordinator.dashboard import clean
 
-MOST_DRAWN = 40  # members; above it a picture of single edges says nothing
+MAX_DRAWN_NODES = 40  # members; above it a picture of single edges says nothing
 SLOW = 1.25
 """Whoever computes so many times as long as the median is waited for."""
 
 NOTICEABLE_S = 0.005
 
 _Neighbours = Callable[[int, int], frozenset[int]]
-SHAPES: dict[Kind, tuple[str, _Neighbours]] = {
-    Kind.DENSE: ("ring", ring.neighbours),
-    Kind.DIRECT: ("direct", direct.neighbours),
-    Kind.TOPK: ("all-gather", allgather.neighbours),
-    Kind.GTOPK: ("butterfly", gtopk.neighbours),
-    Kind.TREE: ("tree", tree.neighbours),
-    Kind.STAR: ("star", star.neighbours),
-    Kind.STAR_GTOPK: ("star", star.neighbours),
+TOPOLOGIES: dict[ExchangeKind, tuple[str, _Neighbours]] = {
+    ExchangeKind.DENSE: ("ring", ring.neighbours),
+    ExchangeKind.DIRECT: ("direct", direct.neighbours),
+    ExchangeKind.TOPK: ("all-gather", allgather.neighbours),
+    ExchangeKind.GTOPK: ("butterfly", gtopk.neighbours),
+    ExchangeKind.TREE: ("tree", tree.neighbours),
+    ExchangeKind.STAR: ("star", star.neighbours),
+    ExchangeKind.STAR_GTOPK: ("star", star.neighbours),
 }
 
 
-def load(facts: Mapping[str, str]) -> Load | None:
+def parse_load(facts: Mapping[str, str]) -> Workload | None:
     """What the run exchanges; None: its facts do not say."""
-    return load_of(Setup(tuple(facts.items()), LedgerSpec(size=1, seed=0, steps=1), 1, None))
+    return workload_of(Setup(tuple(facts.items()), LedgerSpec(size=1, seed=0, steps=1), 1, None))
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TopologyGraph:
     """The picture of a generation.
 
     Attributes:
@@ -60,22 +60,22 @@ class Shape:
     stages: int
     edges: tuple[tuple[int, int, float | None, float | None, int | None], ...]
 
-    def body(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         edges = [list(edge) for edge in self.edges]
         return {"kind": self.kind, "size": self.size, "stages": self.stages, "edges": edges}
 
 
-def shape_of(picture: Mapping[str, Any], run_load: Load | None) -> Shape:
+def build_graph(picture: Mapping[str, Any], run_load: Workload | None) -> TopologyGraph:
     """Of a status picture."""
     size, stages = int(picture.get("world_size", 0)), int(picture.get("stages", 1))
-    name, neighbours = SHAPES[run_load.kind] if run_load is not None else ("ring", ring.neighbours)
+    name, neighbours = TOPOLOGIES[run_load.kind] if run_load is not None else ("ring", ring.neighbours)
     pairs: set[tuple[int, int]] = set()
-    if 1 < size <= MOST_DRAWN:
-        pairs = _staged(stages, size) if stages > 1 else _pairs(neighbours, range(size))
-    told = _told(picture.get("links", ()))
+    if 1 < size <= MAX_DRAWN_NODES:
+        pairs = _pipeline_edges(stages, size) if stages > 1 else _pairs(neighbours, range(size))
+    told = _undirected_links(picture.get("links", ()))
     relays = {(a, b): by for a, b, by in picture.get("relayed", ())}
     edges = tuple((a, b, *told.get((a, b), (None, None)), relays.get((a, b))) for a, b in sorted(pairs))
-    return Shape("stages" if stages > 1 else name, size, stages, edges)
+    return TopologyGraph("stages" if stages > 1 else name, size, stages, edges)
 
 
 def _pairs(neighbours: _Neighbours, ranks: Sequence[int]) -> set[tuple[int, int]]:
@@ -84,10 +84,10 @@ def _pairs(neighbours: _Neighbours, ranks: Sequence[int]) -> set[tuple[int, int]
     return {(min(pair), max(pair)) for pair in found if pair[0] != pair[1]}
 
 
-def _staged(stages: int, size: int) -> set[tuple[int, int]]:
+def _pipeline_edges(stages: int, size: int) -> set[tuple[int, int]]:
     """Rings among the replicas of a stage, and the pipelines across the stages."""
     try:
-        replicas = Seats.of(stages, size).replicas
+        replicas = RankLayout.for_world_size(stages, size).replicas
     except LocalProtocolError:
         return set()
     pairs = {(rank, rank + replicas) for rank in range(size - replicas)}
@@ -96,7 +96,7 @@ def _staged(stages: int, size: int) -> set[tuple[int, int]]:
     return pairs
 
 
-def _told(links: Sequence[Sequence[Any]]) -> dict[tuple[int, int], tuple[float | None, float | None]]:
+def _undirected_links(links: Sequence[Sequence[Any]]) -> dict[tuple[int, int], tuple[float | None, float | None]]:
     """By (smaller rank, larger rank): the smaller rate and the longer round trip of both directions."""
     told: dict[tuple[int, int], tuple[float | None, float | None]] = {}
     for a, b, rtt_s, rate_Bps in links:
@@ -111,7 +111,7 @@ def _told(links: Sequence[Sequence[Any]]) -> dict[tuple[int, int], tuple[float |
     return told
 
 
-def waited_for(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None:
+def find_straggler(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None:
     """Whom the others wait for, and why; None: nobody stands out.
 
     Args:

@@ -38,7 +38,7 @@ _TEXTS = (
 _PEERS = tuple(bytes([letter]) * 32 for letter in b"abcdef")
 
 
-def record_of(cls: type) -> kinds.Record:
+def record_of(cls: type) -> kinds.RecordField:
     return schema.MESSAGES[TYPE_CODES[cls]]
 
 
@@ -55,38 +55,38 @@ def nbytes(message: m.Message) -> int | None:
         return None
 
 
-def value(kind: kinds.Kind, source: Source, hints: Hints, name: str = "") -> Any:
+def value(kind: kinds.FieldType, source: Source, hints: Hints, name: str = "") -> Any:
     known = hints.get(name) or hints.get(kind.name)
     if known and source.byte() < 208:
         return source.choice(known)
     match kind:
-        case kinds.Int(low=low, high=high):
+        case kinds.IntField(low=low, high=high):
             return source.integer(low, high)
-        case kinds.Flag():
+        case kinds.BoolField():
             return bool(source.byte() & 1)
-        case kinds.Real(low=low, high=high):
+        case kinds.FloatField(low=low, high=high):
             return _real(source, low, high)
-        case kinds.Binary(low=low, high=high):
+        case kinds.BytesField(low=low, high=high):
             if low == high == 32:
                 return source.bytes(32) if source.one_in(8) else source.choice(_PEERS)
             size = min(high, low + source.choice((0, 32, 1, high - low)))
             return source.bytes(size)
-        case kinds.Text(max_bytes=max_bytes):
+        case kinds.TextField(max_bytes=max_bytes):
             return source.choice(_TEXTS).encode()[:max_bytes].decode(errors="ignore")
-        case kinds.Choice(words=words):
+        case kinds.WordField(words=words):
             return source.choice(sorted(words))
-        case kinds.OneOf(enum=enum):
+        case kinds.EnumField(enum=enum):
             return source.choice(list(enum))
-        case kinds.Maybe(kind=inner):
+        case kinds.OptionalField(item_type=inner):
             return value(inner, source, hints, name) if source.byte() & 1 else None
-        case kinds.Many(kind=inner, max_items=most):
+        case kinds.ListField(item_type=inner, max_items=most):
             count = min(most, source.byte() % 5)
             return tuple(value(inner, source, hints, name) for _ in range(count))
-        case kinds.Group(kinds=inners):
+        case kinds.TupleField(item_types=inners):
             return tuple(value(inner, source, hints, name) for inner in inners)
-        case kinds.Frame():
+        case kinds.PayloadField():
             return source.bytes(source.choice((0, 8, 40, 200)))
-        case kinds.Record(cls=cls, kinds=inner_kinds):
+        case kinds.RecordField(cls=cls, field_types=inner_kinds):
             fields = {name: value(inner, source, hints, name) for name, inner in inner_kinds.items()}
             return _put_right(cls(**fields))
     raise TypeError(f"nothing draws a {type(kind).__name__}")
@@ -107,12 +107,12 @@ def _put_right(drawn: Any) -> Any:
             return m.Span(min(start, stop), max(start, stop))
         case m.LedgerSpec(epochs=epochs, steps=steps) if (epochs is None) == (steps is None):
             return replace(drawn, steps=7 if epochs is None else None)
-        case m.Roster(page=page, pages=pages):
+        case m.MemberListPage(page=page, pages=pages):
             return replace(drawn, page=page % pages)
-        case m.StateBlock(index=index, total=total) | m.Copy(index=index, total=total):
+        case m.StateBlock(index=index, total=total) | m.CheckpointBlock(index=index, total=total):
             return replace(drawn, index=index % total)
         case m.BundleBlock(index=index, total=total):
             return replace(drawn, index=index % min(total, 8), total=min(total, 8))
         case m.Burst(index=index):
-            return replace(drawn, index=index % m.BURSTS)
+            return replace(drawn, index=index % m.BURST_MESSAGES)
     return drawn

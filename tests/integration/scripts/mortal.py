@@ -12,10 +12,10 @@ import sys
 
 from gridtrain.cli.main import main
 from gridtrain_coordinator.daemon import Coordinator
-from gridtrain_coordinator.store import Store
+from gridtrain_coordinator.store import JournalStore
 
 point, left = sys.argv[1], int(sys.argv[2])
-append_all, carry_out = Store.append_all, Coordinator._carry_out
+append_all, carry_out = JournalStore.append_all, Coordinator._carry_out
 
 
 def die(now: bool) -> None:
@@ -37,5 +37,5 @@ def carry(coordinator, effects, failed):
     return losses
 
 
-Store.append_all, Coordinator._carry_out = append, carry
+JournalStore.append_all, Coordinator._carry_out = append, carry
 main(sys.argv[3:])

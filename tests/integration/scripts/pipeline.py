@@ -64,7 +64,7 @@ def main(options: dict[str, Any]) -> None:
             say("in vain", step=step)
         else:
             say("step", step=step, loss=loss, stage=pipe.stage, samples=ids.tolist())
-    state = state_sync.digest(pipe.module, pipe.optimizer).hex() if pipe.stage is not None else ""
+    state = state_sync.replica_digest(pipe.module, pipe.optimizer).hex() if pipe.stage is not None else ""
     say("end", stage=pipe.stage, digest=state)
 
 

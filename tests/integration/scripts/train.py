@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import gridtrain
 from gridtrain.optim import state_sync
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.member_io import Heard
+from gridtrain.protocol.member_io import MessageReceived
 
 FEATURES, WIDTH, CLASSES = 16, 128, 8
 LEARNING_RATE = 0.05
@@ -160,7 +160,7 @@ class Witness:
         if (plan.step, plan.rank, plan.world_size) == chosen:
             self._arm(workspaces[0], plan.world_size)
         outcome = self._run(plan, workspaces, skip, salt)
-        say("outcome", round=name, exchange=self._options.exchange, committed=outcome.committed)
+        say("outcome", round=name, exchange=self._options.exchange, committed=outcome.is_committed)
         return outcome
 
     def _arm(self, workspace, world_size: int) -> None:
@@ -168,11 +168,11 @@ class Witness:
         if self._options.die == "apply":
             workspace.apply = lambda effect: die()
         elif self._options.die == "votes":
-            driver, voters = self._session._driver, set()
+            driver, voters = self._session._io_loop, set()
             handle = driver._handle
 
             def hear(event):
-                if isinstance(event, Heard) and isinstance(event.message, m.Vote) and event.message.yes:
+                if isinstance(event, MessageReceived) and isinstance(event.message, m.Vote) and event.message.yes:
                     voters.add(event.peer)
                     if len(voters) == world_size - 1:
                         die()
@@ -223,7 +223,7 @@ def train(options: Options) -> None:
     say(
         "end",
         exchange=options.exchange,
-        digest=state_sync.digest(model, optimizer).hex(),
+        digest=state_sync.replica_digest(model, optimizer).hex(),
         parameters=digest_of(model.parameters()),
         buffers=digest_of(model.buffers()),
         scheduler_steps=scheduler.last_epoch,
@@ -233,7 +233,7 @@ def train(options: Options) -> None:
         of=grid.world_size,
         n=sum(p.numel() for p in model.parameters()),
         skipped_steps=optimizer.skipped_steps,
-        used=str(optimizer.exchange_now),
+        used=str(optimizer.current_exchange),
         sent_bytes={name: sent for name, (sent, _) in grid.traffic.items()},
     )
     grid.close()

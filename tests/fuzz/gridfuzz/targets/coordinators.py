@@ -21,8 +21,8 @@ from gridtrain.protocol import ledger
 from gridtrain.protocol import membership_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.recovery import recover
-from gridtrain.protocol.round import HISTORY_START, extend_history
+from gridtrain.protocol.recovery import recover_run
+from gridtrain.protocol.round import EMPTY_HISTORY, extend_history
 from gridtrain.wire.codec import encode as to_frames
 
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abcde")
@@ -33,18 +33,18 @@ OF_WORKERS = (
     *(
         m.Join,
         m.Setup,
-        m.Links,
-        m.Beat,
-        m.Report,
+        m.LinkLatencies,
+        m.Heartbeat,
+        m.FreezeReport,
         m.Ready,
-        m.Stalled,
+        m.RoundStalled,
         m.Leave,
-        m.Finished,
-        m.Accuse,
-        m.NoRoute,
-        m.Seated,
+        m.RunFinished,
+        m.ViolationReport,
+        m.PeersUnreachable,
+        m.CurrentGeneration,
     ),
-    *(m.Report, m.Report, m.Stalled, m.Setup),
+    *(m.FreezeReport, m.FreezeReport, m.RoundStalled, m.Setup),
 )
 ANY = tuple(drawing.TYPE_CODES)
 MAX_SNAPSHOT_BYTES = 4 << 20
@@ -57,10 +57,10 @@ class Office:
         self.term = 0
         self.least = 1 + source.below(3)
         self.journal: list[tuple[str, dict[str, Any]]] = []
-        self.views: dict[m.PeerId, m.View] = {}  # the latest that each was told
+        self.views: dict[m.PeerId, m.MembershipView] = {}  # the latest that each was told
         self.rosters: dict[m.PeerId, tuple[m.Member, ...]] = {}
         self.frozen: set[m.PeerId] = set()
-        self.by_generation: dict[int, m.View] = {}
+        self.by_generation: dict[int, m.MembershipView] = {}
         self.calls: dict[m.PeerId, tuple[str, ...]] = {}
         self.beats = 0
         self.start()
@@ -74,7 +74,7 @@ class Office:
             deadlines=Deadlines(),
             software="s",
             min_workers=self.least,
-            recovered=recover(self.journal),
+            recovered=recover_run(self.journal),
         )
         self.frozen.clear()
         self.take(self.core.start(self.now_s))
@@ -85,15 +85,15 @@ class Office:
 
     def come(self, peer: m.PeerId) -> None:
         """Once with a seat, it is the same process with it; before, each time another one."""
-        self.event(io.Up(peer, "10.0.0.1"))
+        self.event(io.PeerConnected(peer, "10.0.0.1"))
         seat = self.views[peer].generation if peer in self.views else 0
         address = f"tcp://10.0.0.1:{peer[0]}"
         self.say(peer, m.Join("run", peer.decode()[:1], address, True, seat > 0, seat))
         if peer in self.calls:
             reached = self.calls.pop(peer)
-            self.event(io.CalledBack(peer, "" if self.source.one_in(4) else reached[0] if reached else ""))
+            self.event(io.DialBackResult(peer, "" if self.source.one_in(4) else reached[0] if reached else ""))
         self.say(peer, SETUP)
-        self.say(peer, m.Links(tuple((other, 0.01) for other in KEYS if other != peer)))
+        self.say(peer, m.LinkLatencies(tuple((other, 0.01) for other in KEYS if other != peer)))
 
     def ready(self) -> None:
         """All members of the latest generation are ready, as far as they know of it."""
@@ -108,12 +108,12 @@ class Office:
         state, history, applied = view.ledger, view.history, view.applied
         shares = [(member.peer, member.share) for member in self.rosters[peer]]
         for _ in range(ahead):
-            if ledger.finished(SPEC, state):
+            if ledger.is_finished(SPEC, state):
                 break
             state = ledger.commit(SPEC, state, ledger.assign(SPEC, state, shares), skipped=False)
             history, applied = extend_history(history, b"d"), applied + 1
         round_id = m.RoundId(view.term, view.generation, applied + 1, 0) if prepared else None
-        report = m.Report(
+        report = m.FreezeReport(
             *(self.term, view.generation, True, applied, history, state, round_id),
             *(b"d" if prepared else b"", False),
         )
@@ -143,21 +143,21 @@ class Office:
                 who = source.choice((*KEYS, STRANGER))
                 self.say(who, drawing.message(source, ANY, self.hints()))
             case 11:
-                self.event(io.Lost(peer, "broke"))
+                self.event(io.PeerDisconnected(peer, "broke"))
             case 12:
-                self.event(io.Offended(peer, "why"))
+                self.event(io.ProtocolViolation(peer, "why"))
             case 13:
-                self.event(io.Expelled(peer, "kicked", "why", ""))
+                self.event(io.WorkerRemoved(peer, "kicked", "why", ""))
             case 14:
                 address = source.choice((*self.calls.get(peer, ()), "", "tcp://10.0.0.9:1"))
                 self.calls.pop(peer, None)
-                self.event(io.CalledBack(peer, address))
+                self.event(io.DialBackResult(peer, address))
             case 15:
                 self.tick()
             case 16:
                 for member in KEYS:  # beats, so that nobody is held for silent
                     self.beats += 1
-                    self.say(member, m.Beat(self.beats, max(0, self.core.generation), self.beats, ()))
+                    self.say(member, m.Heartbeat(self.beats, max(0, self.core.generation), self.beats, ()))
             case _:
                 self.start()
 
@@ -175,7 +175,7 @@ class Office:
             "term": (self.term,),
             "generation": (core.generation, core.generation, core.generation + 1),
             "applied": (applied, applied, applied + 1, 2**63 - 1),
-            "history": (view.history if view is not None else HISTORY_START, b"h" * 32),
+            "history": (view.history if view is not None else EMPTY_HISTORY, b"h" * 32),
             "digest": (b"", b"d"),
             "ledger": (),
             "LedgerState": (state, held, replace(state, step=2**63 - 1), m.LedgerState()),
@@ -201,7 +201,7 @@ class Office:
 
     def say(self, peer: m.PeerId, message: m.Message) -> None:
         if drawing.nbytes(message) is not None:
-            self.event(io.Heard(peer, message))
+            self.event(io.MessageReceived(peer, message))
 
     def event(self, event: io.Event) -> None:
         self.take(self.core.handle(event, self.now_s))
@@ -210,22 +210,22 @@ class Office:
     # -- the daemon, and what must hold ----------------------------------------------------------------
 
     def take(self, effects: list[io.Effect]) -> None:
-        self.write([(e.kind, e.body) for e in effects if isinstance(e, io.Journal)])
+        self.write([(e.kind, e.body) for e in effects if isinstance(e, io.JournalEntry)])
         for at, effect in enumerate(effects):
             match effect:
                 case io.Send(peer, message):
                     to_frames(message)  # a LocalProtocolError here is one that a worker has caused
                     must(peer in (*KEYS, STRANGER), "sent to nobody who was there")
                     self.sent(peer, message)
-                case io.Journal("generation", body):
+                case io.JournalEntry("generation", body):
                     earlier = [
-                        e for e in effects[:at] if isinstance(e, io.Send) and isinstance(e.message, m.View)
+                        e for e in effects[:at] if isinstance(e, io.Send) and isinstance(e.message, m.MembershipView)
                     ]
                     told = [view for view in earlier if view.message.generation == body["generation"]]
                     must(not told, "a VIEW is told before it is in the journal")
-                case io.CallBack(peer, addresses):
+                case io.DialBack(peer, addresses):
                     self.calls[peer] = addresses
-                case io.Dismiss(peer):
+                case io.Disconnect(peer):
                     self.views.pop(peer, None)
 
     def look(self) -> None:
@@ -234,13 +234,13 @@ class Office:
 
     def sent(self, peer: m.PeerId, message: m.Message) -> None:
         match message:
-            case m.Roster(_, _, page, _, members):
+            case m.MemberListPage(_, _, page, _, members):
                 self.rosters[peer] = members if page == 0 else self.rosters.get(peer, ()) + members
-            case m.View():
+            case m.MembershipView():
                 same = replace(message, term=0)
                 first = self.by_generation.setdefault(message.generation, same)
                 must(first == same, f"two VIEWs of one generation: {first} and {same}")
-                must(ledger.balances(message.ledger), "a VIEW's ledger does not add up")
+                must(ledger.is_balanced(message.ledger), "a VIEW's ledger does not add up")
                 members = {x.peer for x in self.rosters.get(peer, ())}
                 must(peer in members and len(members) == message.world_size, "a VIEW does not fit its Roster")
                 must(sum(x.share for x in self.rosters[peer]) >= 1, "nobody has a share of the next step")
@@ -255,9 +255,9 @@ class Office:
             return
         must(self.core.term >= self.term, "the term goes back")
         self.term = self.core.term  # members may have told of a later one
-        before = recover(self.journal)
+        before = recover_run(self.journal)
         self.journal += [(kind, json.loads(json.dumps(body, allow_nan=False))) for kind, body in entries]
-        after = recover(self.journal)
+        after = recover_run(self.journal)
         must(after.generation >= before.generation, "the generation goes back in the journal")
         if any(kind == "generation" for kind, _ in entries):
             must(after.generation > before.generation, "a generation is journalled twice")

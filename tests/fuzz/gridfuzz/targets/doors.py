@@ -21,13 +21,13 @@ from gridtrain.wire.codec import encode as to_frames
 OPERATOR, COORDINATOR = b"O" * 32, b"C" * 32
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abcdef")
 TOKENS = tuple(bytes([letter]) * 32 for letter in b"012")
-ORDERS = (m.Invite, m.Expel, m.Pardon)
+ORDERS = (m.Invite, m.RemoveWorker, m.Unban)
 
 
 class Gate:
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.door = doors.Door(run="run", operator=OPERATOR, coordinator=COORDINATOR)
+        self.door = doors.Authorization(run="run", operator=OPERATOR, coordinator=COORDINATOR)
         self.journal: list[tuple[str, dict[str, Any]]] = []
         self.wall_s, self.now_s = 1e9, 0.0
         self.ever_let_in: set[m.PeerId] = set()
@@ -52,9 +52,9 @@ class Gate:
                     source.choice((*KEYS, *TOKENS, OPERATOR)), source.choice((*KEYS, OPERATOR, COORDINATOR))
                 )
             case 5:
-                self.order(OPERATOR, m.Expel(peer, source.one_in(2), "why"))
+                self.order(OPERATOR, m.RemoveWorker(peer, source.one_in(2), "why"))
             case 6:
-                self.order(OPERATOR, m.Pardon(peer))
+                self.order(OPERATOR, m.Unban(peer))
             case 7:
                 hints = {"peer": (*KEYS, OPERATOR, COORDINATOR), "key": (*TOKENS, *KEYS, OPERATOR)}
                 order = drawing.message(source, ORDERS, hints)
@@ -62,7 +62,7 @@ class Gate:
             case 8:
                 accuser = source.choice((None, *KEYS))
                 reason = source.choice(("why", "x" * 600, "\x1b[2J", "\ud800"))
-                self.judged(self.door.strike(peer, reason, accuser, self.now_s))
+                self.judged(self.door.record_violation(peer, reason, accuser, self.now_s))
             case _:
                 for _ in range(source.choice((1, 30))):
                     self.door.allow_join(peer, self.now_s)
@@ -71,12 +71,12 @@ class Gate:
 
     def enrol(self, token: m.PeerId, peer: m.PeerId) -> None:
         host = self.source.choice(("10.0.0.1", "::1", "", "no host", "fe80::1%eth0"))
-        was = self.door.standing(peer, self.wall_s)
+        was = self.door.access_role(peer, self.wall_s)
         answer = self.door.enrol(token, peer, host, self.wall_s)
         self.write(answer.entries)
         to_frames(answer.reply)
         if not isinstance(answer.reply, m.Enrolled):
-            must(self.door.standing(peer, self.wall_s) == was, "a refusal let somebody in")
+            must(self.door.access_role(peer, self.wall_s) == was, "a refusal let somebody in")
             return
         must(token in self.left and self.wall_s < self.until_s[token], "no valid invitation was shown")
         must(peer not in self.banned, "a banned key is let in")
@@ -86,32 +86,32 @@ class Gate:
             must(self.left[token] >= 0, "an invitation is used once too often")
         self.ever_let_in.add(peer)
 
-    def order(self, sender: m.PeerId, order: m.Invite | m.Expel | m.Pardon) -> None:
-        answer = self.door.order(sender, order, self.wall_s)
+    def order(self, sender: m.PeerId, order: m.Invite | m.RemoveWorker | m.Unban) -> None:
+        answer = self.door.handle_order(sender, order, self.wall_s)
         self.write(answer.entries)
         to_frames(answer.reply)
         if sender != OPERATOR:
             must(isinstance(answer.reply, m.Refused) and not answer.entries, "orders from anybody")
             return
-        if not isinstance(answer.reply, m.Done):
+        if not isinstance(answer.reply, m.OperatorReply):
             return
         match order:
             case m.Invite(key, uses, expires_s) if expires_s > 0:
                 self.left[key], self.until_s[key] = uses, self.wall_s + expires_s
             case m.Invite(key):
                 self.until_s[key] = self.wall_s
-            case m.Expel(peer, ban):
+            case m.RemoveWorker(peer, ban):
                 must(peer not in (OPERATOR, COORDINATOR), "we are expelled")
                 if ban:
                     self.banned.add(peer)
-            case m.Pardon(peer):
+            case m.Unban(peer):
                 self.banned.discard(peer)
 
-    def judged(self, judgement: doors.Judgement) -> None:
+    def judged(self, judgement: doors.ViolationOutcome) -> None:
         self.write(judgement.entries)
-        for peer, reason in judgement.kicked:
+        for peer, reason in judgement.removed:
             must(
-                self.door.standing(peer, self.wall_s) is not doors.Standing.PEER,
+                self.door.access_role(peer, self.wall_s) is not doors.AccessRole.PEER,
                 f"a kicked key stays: {reason}",
             )
         must(set(judgement.restored) <= self.ever_let_in, "restored who never was a member")
@@ -120,14 +120,14 @@ class Gate:
         self.journal += [(e.kind, json.loads(json.dumps(e.body, allow_nan=False))) for e in entries]
 
     def check(self) -> None:
-        again = doors.recover(self.journal, run="run", operator=OPERATOR, coordinator=COORDINATOR)
+        again = doors.recover_authorization(self.journal, run="run", operator=OPERATOR, coordinator=COORDINATOR)
         for key in (*KEYS, *TOKENS, OPERATOR, COORDINATOR):
-            standing = self.door.standing(key, self.wall_s)
-            must(again.standing(key, self.wall_s) == standing, "the journal says something else of a key")
-            if standing is doors.Standing.PEER and key != OPERATOR:
+            standing = self.door.access_role(key, self.wall_s)
+            must(again.access_role(key, self.wall_s) == standing, "the journal says something else of a key")
+            if standing is doors.AccessRole.PEER and key != OPERATOR:
                 must(key in self.ever_let_in, "a stranger is a member")
                 must(key not in self.banned, "a banned key is a member")
-            must(standing is not doors.Standing.GUEST or key in self.left, "a guest without an invitation")
+            must(standing is not doors.AccessRole.GUEST or key in self.left, "a guest without an invitation")
 
 
 def run(data: bytes) -> bool:
@@ -136,7 +136,7 @@ def run(data: bytes) -> bool:
         if gate.source.empty:
             break
         gate.step()
-    picture = json.dumps(gate.door.picture(gate.wall_s))
+    picture = json.dumps(gate.door.status(gate.wall_s))
     must(not any(key.hex() in picture for key in TOKENS), "an invitation's key shows")
     must(len(picture) < 1 << 20, "the picture has no bound")
     return bool(gate.ever_let_in)

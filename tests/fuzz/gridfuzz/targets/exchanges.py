@@ -13,16 +13,22 @@ from gridfuzz.targets.base import Target, must
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import gtopk, tree
 from gridtrain.protocol.allgather import AllGather
-from gridtrain.protocol.collective import Arrived, Collective, CollectiveEffect, Complete, SendTo
-from gridtrain.protocol.direct import Direct
-from gridtrain.protocol.gtopk import Butterfly
-from gridtrain.protocol.messages import Phase, Place
-from gridtrain.protocol.ring import Ring
+from gridtrain.protocol.collective import (
+    Collective,
+    CollectiveComplete,
+    CollectiveEffect,
+    PayloadReceived,
+    SendTo,
+)
+from gridtrain.protocol.direct import DirectAllReduce
+from gridtrain.protocol.gtopk import ButterflyExchange
+from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
+from gridtrain.protocol.ring import RingAllReduce
 from gridtrain.protocol.star import DenseStar, SparseStar
-from gridtrain.protocol.tree import Tree
+from gridtrain.protocol.tree import TreeExchange
 
-Due = list[tuple[int, Place]]
-DENSE: dict[int, type[Ring] | type[DenseStar] | type[Direct]] = {0: Ring, 5: DenseStar, 6: Direct}
+Due = list[tuple[int, PayloadSlot]]
+DENSE: dict[int, type[RingAllReduce] | type[DenseStar] | type[DirectAllReduce]] = {0: RingAllReduce, 5: DenseStar, 6: DirectAllReduce}
 SCHEDULES = {2: gtopk.schedule, 3: tree.schedule}
 
 
@@ -34,10 +40,10 @@ def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
             left, last = (rank - 1) % world_size, world_size - 2
             hops = range(last + 1)
             reduce = [
-                Place(Phase.REDUCE, hop, (left - hop) % world_size, s) for hop in hops for s in range(slices)
+                PayloadSlot(CollectivePhase.REDUCE, hop, (left - hop) % world_size, s) for hop in hops for s in range(slices)
             ]
             gather = [
-                Place(Phase.GATHER, hop, (rank - hop) % world_size, s) for hop in hops for s in range(slices)
+                PayloadSlot(CollectivePhase.GATHER, hop, (rank - hop) % world_size, s) for hop in hops for s in range(slices)
             ]
             return [(left, place) for place in [*reduce, *gather]] if world_size > 1 else []
         case 1:
@@ -46,20 +52,20 @@ def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
                 distance = (origin - rank) % world_size
                 if distance:
                     hop = distance.bit_length() - 1
-                    due.append(((rank + (1 << hop)) % world_size, Place(Phase.SPREAD, hop, origin)))
+                    due.append(((rank + (1 << hop)) % world_size, PayloadSlot(CollectivePhase.ALL_GATHER, hop, origin)))
             return due
         case 2 | 3:
             hops = SCHEDULES[kind](rank, world_size)
-            return [(hop.partner, hop.place) for hop in hops if hop.receives]
+            return [(hop.partner, hop.slot) for hop in hops if hop.is_receiver]
         case 6:
             others = [(r, s) for r in ranks if r != rank for s in range(slices)]
-            parts = [(r, Place(Phase.REDUCE, 0, rank, s)) for r, s in others]
-            return parts + [(r, Place(Phase.GATHER, 0, r, s)) for r, s in others]
+            parts = [(r, PayloadSlot(CollectivePhase.REDUCE, 0, rank, s)) for r, s in others]
+            return parts + [(r, PayloadSlot(CollectivePhase.GATHER, 0, r, s)) for r, s in others]
         case _:
             count = slices if kind == 5 else 1
             if rank == 0:
-                return [(r, Place(Phase.RAISE, 0, r, s)) for s in range(count) for r in ranks if r]
-            return [(0, Place(Phase.LOWER, 0, 0, s)) for s in range(count)]
+                return [(r, PayloadSlot(CollectivePhase.TO_ROOT, 0, r, s)) for s in range(count) for r in ranks if r]
+            return [(0, PayloadSlot(CollectivePhase.FROM_ROOT, 0, 0, s)) for s in range(count)]
 
 
 def run(data: bytes) -> bool:
@@ -69,7 +75,7 @@ def run(data: bytes) -> bool:
     if kind in DENSE:
         core: Collective = DENSE[kind](rank, world_size, slices, False)
     else:
-        core = (AllGather, Butterfly, Tree, SparseStar)[kind - 1](rank, world_size, False)
+        core = (AllGather, ButterflyExchange, TreeExchange, SparseStar)[kind - 1](rank, world_size, False)
     due, sent = expected(kind, rank, world_size, slices), 0
     awaited = len(due)
     sent += _check(core.start(0.0), rank, world_size, completes=not due)
@@ -83,7 +89,7 @@ def run(data: bytes) -> bool:
                 "something is due from a rank that is not waited for",
             )
             due.remove(arrival)
-            effects = core.handle(Arrived(*arrival, bool(source.byte() & 1), b"x"), 1.0)
+            effects = core.handle(PayloadReceived(*arrival, bool(source.byte() & 1), b"x"), 1.0)
             sent += _check(effects, rank, world_size, completes=not due)
             continue
         wrong = _wrong(source, world_size, due)
@@ -91,8 +97,8 @@ def run(data: bytes) -> bool:
             effects = core.handle(wrong, 1.0)
         except RemoteProtocolError:
             continue  # that it moved nothing shows in what follows
-        must((wrong.from_rank, wrong.place) in due, f"what was not due is taken: {wrong}")
-        due.remove((wrong.from_rank, wrong.place))
+        must((wrong.from_rank, wrong.slot) in due, f"what was not due is taken: {wrong}")
+        due.remove((wrong.from_rank, wrong.slot))
         sent += _check(effects, rank, world_size, completes=not due)
     must(core.complete == (not due), "complete although something is missing, or not although all is there")
     if not due:
@@ -101,25 +107,25 @@ def run(data: bytes) -> bool:
     return awaited > 0 and not due
 
 
-def _wrong(source: Source, world_size: int, due: Due) -> Arrived:
+def _wrong(source: Source, world_size: int, due: Due) -> PayloadReceived:
     if due and source.one_in(2):
         sender, place = source.choice(due)
         sender = source.choice((sender, (sender + 1) % world_size, world_size))
         if source.one_in(2):
-            place = Place(
+            place = PayloadSlot(
                 place.phase, place.hop, source.choice((place.segment, place.segment + 1)), 2**31 - 1
             )
     else:
         numbers = [source.choice((0, 1, 2, 3, world_size, 2**31 - 1)) for _ in range(3)]
-        sender, place = source.below(world_size + 1), Place(source.choice(list(Phase)), *numbers)
-    return Arrived(sender, place, False, b"wrong")
+        sender, place = source.below(world_size + 1), PayloadSlot(source.choice(list(CollectivePhase)), *numbers)
+    return PayloadReceived(sender, place, False, b"wrong")
 
 
 def _check(effects: Sequence[CollectiveEffect], rank: int, world_size: int, completes: bool) -> int:
     """What was sent; it goes to other ranks of the group, and `Complete` comes once, last."""
     sends = [effect for effect in effects if isinstance(effect, SendTo)]
     must(all(0 <= s.to_rank < world_size and s.to_rank != rank for s in sends), "sent to no other rank")
-    done = [isinstance(effect, Complete) for effect in effects]
+    done = [isinstance(effect, CollectiveComplete) for effect in effects]
     must(sum(done) == completes and (not completes or done[-1]), "Complete at another moment")
     return len(sends)
 
@@ -128,7 +134,7 @@ def _to_send(kind: int, rank: int, world_size: int, slices: int) -> int:
     if kind in (0, 6):
         return 2 * (world_size - 1) * slices
     if kind in SCHEDULES:
-        return sum(hop.sends for hop in SCHEDULES[kind](rank, world_size))
+        return sum(hop.is_sender for hop in SCHEDULES[kind](rank, world_size))
     if kind >= 4:
         return (world_size - 1 if rank == 0 else 1) * (slices if kind == 5 else 1)
     reached = range(world_size)  # each rank passes payloads on as the tree of each origin has it

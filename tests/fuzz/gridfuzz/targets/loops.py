@@ -20,7 +20,7 @@ from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
 from gridtrain.protocol.member import MemberCore
 from gridtrain.runtime import driver as loop
-from gridtrain.transport.base import Traffic
+from gridtrain.transport.base import TrafficCounters
 from gridtrain.wire.codec import encode as to_frames
 
 
@@ -38,7 +38,7 @@ class Before:
 
 class Watcher(Protocol):
     def standing(self) -> Before: ...
-    def check(self, cause: io.Event | None, effects: list[io.Effect], before: Before) -> None: ...
+    def check(self, cause: io.MemberEvent | None, effects: list[io.MemberEffect], before: Before) -> None: ...
 
 
 class Watched(MemberCore):
@@ -46,13 +46,13 @@ class Watched(MemberCore):
 
     watcher: Watcher
 
-    def handle(self, event: io.Event, now_s: float) -> list[io.Effect]:
+    def handle(self, event: io.MemberEvent, now_s: float) -> list[io.MemberEffect]:
         before = self.watcher.standing()
         effects = super().handle(event, now_s)
         self.watcher.check(event, effects, before)
         return effects
 
-    def tick(self, now_s: float) -> list[io.Effect]:
+    def tick(self, now_s: float) -> list[io.MemberEffect]:
         before = self.watcher.standing()
         effects = super().tick(now_s)
         self.watcher.check(None, effects, before)
@@ -63,7 +63,7 @@ class Wire:
     """Below the loop: nothing leaves that has no connection or is no message."""
 
     def __init__(self, me: m.PeerId, up: set[m.PeerId]) -> None:
-        self.me, self.up, self.traffic = me, up, Traffic()
+        self.me, self.up, self.traffic = me, up, TrafficCounters()
 
     def send(self, peer: m.PeerId, message: m.Message) -> None:
         to_frames(message)  # a LocalProtocolError here is one that others have caused

@@ -26,14 +26,14 @@ from gridtrain.errors import JoinRefused, RemoteProtocolError
 from gridtrain.protocol import allgather, gtopk, ring
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import MAX_HELD_BYTES, MAX_HELD_MESSAGES
+from gridtrain.protocol.attempts import MAX_EARLY_BYTES, MAX_EARLY_MESSAGES
 from gridtrain.protocol.edges import MAX_EXPECTED
-from gridtrain.protocol.round import HISTORY_START, ROOT, extend_history
+from gridtrain.protocol.round import EMPTY_HISTORY, ROOT, extend_history
 from gridtrain.runtime import driver as loop
-from gridtrain.runtime.acquaintances import Acquaintances
-from gridtrain.runtime.buffers import ButterflyWorkspace, DenseWorkspace, GatherWorkspace
+from gridtrain.runtime.acquaintances import PeerAllowlist
+from gridtrain.runtime.buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.opened import OpenRound
-from gridtrain.transport.base import PeerDown, PeerUp, Received, Standing, Violation
+from gridtrain.transport.base import ConnectionRole, PeerDown, PeerUp, Received, TransportViolation
 from gridtrain.wire.sparse import ValueKind, encode
 
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abc")
@@ -47,13 +47,13 @@ PAYLOADS = tuple(
 )
 EDGES = (ring.neighbours, allgather.neighbours, gtopk.neighbours)
 OF_MEMBERS = (
-    *(m.Data, m.Vote, m.Decision, m.Progress, m.MeanAsk, m.MeanTell, m.StateRequest, m.StateBlock),
+    *(m.Data, m.Vote, m.Decision, m.RoundProgress, m.MeanRequest, m.MeanReply, m.StateRequest, m.StateBlock),
     m.StateDigest,
-    *(m.HandOver, m.TakenOver, m.Copy),
+    *(m.ResidualBlock, m.ResidualReply, m.CheckpointBlock),
 )
 OF_COORDINATOR = (
-    *(m.Welcome, m.Rejoin, m.Refused, m.Reach, m.Expect, m.Admitted, m.Freeze, m.Roster, m.View, m.Start),
-    *(m.RunState, m.BeatReply, m.Spared),
+    *(m.Welcome, m.Rejoin, m.Refused, m.Reachability, m.ExpectProbes, m.Admitted, m.Freeze, m.MemberListPage, m.MembershipView, m.StartGeneration),
+    *(m.RunStateUpdate, m.HeartbeatReply, m.StandbyNotice),
 )
 ANY = tuple(drawing.TYPE_CODES)
 
@@ -68,11 +68,11 @@ class Rig:
         self.yes: dict[m.RoundId, dict[m.PeerId, bytes]] = {}
         self.ended: dict[m.RoundId, bool] = {}
         self.resolved: set[m.RoundId] = set()
-        self.due: list[tuple[int, m.Place]] = []
+        self.due: list[tuple[int, m.PayloadSlot]] = []
         self.generation = 0
         config = JoinConfig("tcp://127.0.0.1:1", COORDINATOR.hex())
-        self.gate = Acquaintances(COORDINATOR)
-        self.loop = loop.Driver(Wire(self.me, self.up), config, self.gate)  # type: ignore[arg-type]
+        self.gate = PeerAllowlist(COORDINATOR)
+        self.loop = loop.IoLoop(Wire(self.me, self.up), config, self.gate)  # type: ignore[arg-type]
         join = m.Join("run", "me", "tcp://127.0.0.1:1")
         self.core = Watched(self.me, COORDINATOR, join, config.deadlines)
         self.core.watcher = self
@@ -80,7 +80,7 @@ class Rig:
 
     @property
     def open(self) -> m.RoundId | None:
-        current = self.loop.rounds.current
+        current = self.loop.step_rounds.current
         return current.id if current is not None else None
 
     def go(self, most: int) -> None:
@@ -95,8 +95,8 @@ class Rig:
     def _enter(self) -> None:
         self.edge(COORDINATOR)
         self.tell(m.Welcome(1, "run", "s"))
-        self.loop._handle(io.Enter(SETUP, EDGES[self.kind]))
-        self.next_generation(KEYS, -1, HISTORY_START, m.LedgerState(), joining=KEYS[1:])
+        self.loop._handle(io.TrainerJoined(SETUP, EDGES[self.kind]))
+        self.next_generation(KEYS, -1, EMPTY_HISTORY, m.LedgerState(), joining=KEYS[1:])
 
     def next_generation(
         self,
@@ -110,27 +110,27 @@ class Rig:
         self.generation = max(self.generation, self.core.generation) + 1
         term, generation = self.core.term, self.generation
         roster = tuple(m.Member(p, "n", f"tcp://127.0.0.1:{p[0]}", 4, p in joining) for p in order)
-        self.tell(m.Roster(term, generation, 0, 1, roster))
+        self.tell(m.MemberListPage(term, generation, 0, 1, roster))
         decided = None
-        view = m.View(term, generation, len(order), m.Verdict.ABORT, decided, applied, history, state, "why")
+        view = m.MembershipView(term, generation, len(order), m.Verdict.ABORT, decided, applied, history, state, "why")
         self.tell(view)
         for peer in order:
             if peer != self.me:
                 self.edge(peer)
-        if not self.core.synced and self.source.byte() % 8 < 7:
-            self.loop._handle(io.Restored(term, generation))
-        self.tell(m.Start(term, generation))
+        if not self.core.is_synced and self.source.byte() % 8 < 7:
+            self.loop._handle(io.StateLoaded(term, generation))
+        self.tell(m.StartGeneration(term, generation))
 
     def edge(self, peer: m.PeerId) -> None:
-        if peer not in self.up and self.gate(peer) is Standing.PEER and peer != self.me:
+        if peer not in self.up and self.gate(peer) is ConnectionRole.MEMBER and peer != self.me:
             self.up.add(peer)
-            self.loop._transport_event(PeerUp(peer))
+            self.loop._handle_transport_event(PeerUp(peer))
 
     def tell(self, message: m.Message) -> None:
         self.edge(COORDINATOR)
         nbytes = drawing.nbytes(message)
         if nbytes is not None:
-            self.loop._transport_event(Received(COORDINATOR, message, nbytes))
+            self.loop._handle_transport_event(Received(COORDINATOR, message, nbytes))
 
     def step(self) -> None:
         source = self.source
@@ -151,14 +151,14 @@ class Rig:
             case 12:
                 self._flap(source.choice((*KEYS, COORDINATOR)))
             case 13:
-                self.loop.signs.note({"loss": 1.0})
-                self.loop._beat()
+                self.loop.heartbeat.add_figures({"loss": 1.0})
+                self.loop._send_heartbeat()
             case 14:
                 if self.now_s >= self.core.deadline_s:
-                    self.loop._carry_out(self.core.tick(self.now_s))
-                self.loop._owed.give_back(self.core.held_bytes)
+                    self.loop._execute(self.core.tick(self.now_s))
+                self.loop._credit_return.return_credit(self.core.early_bytes)
             case 15:
-                self.loop._handle(io.AskMean(self.core.step, source.below(3), 1.5))
+                self.loop._handle(io.RequestMean(self.core.step, source.below(3), 1.5))
             case 16:
                 self.tell(m.Freeze(self.core.term, self.core.generation, "why"))
                 if source.byte() & 1:
@@ -168,21 +168,21 @@ class Rig:
             case 18:
                 peer = source.choice(KEYS)
                 if peer in self.up:
-                    self.loop._transport_event(Violation(peer, "x" * source.choice((1, 600))))
+                    self.loop._handle_transport_event(TransportViolation(peer, "x" * source.choice((1, 600))))
             case _:
-                self.loop._handle(source.choice((io.Broke("here"), io.Probed(()), io.Depart("why"))))
+                self.loop._handle(source.choice((io.RoundFailed("here"), io.ProbeResults(()), io.LeaveGroup("why"))))
         self.loop._publish()
 
     def hear(self, peer: m.PeerId, message: m.Message) -> None:
         """The transport passes on nothing of who is no acquaintance, or is not connected."""
-        if peer not in self.up or self.gate(peer) is not Standing.PEER:
+        if peer not in self.up or self.gate(peer) is not ConnectionRole.MEMBER:
             return
         match message:
             case m.Vote(round_id, True, digest):
                 self.yes.setdefault(round_id, {}).setdefault(peer, digest)
         nbytes = drawing.nbytes(message)
         if nbytes is not None:
-            self.loop._transport_event(Received(peer, message, nbytes))
+            self.loop._handle_transport_event(Received(peer, message, nbytes))
 
     def hints(self) -> drawing.Hints:
         core, source = self.core, self.source
@@ -195,9 +195,9 @@ class Rig:
             "generation": (core.generation, core.generation + 1, max(0, core.generation - 1)),
             "step": (max(0, core.step), core.step + 1),
             "applied": (core.applied, max(-1, core.applied - 1), core.applied + 1),
-            "history": (core.history, HISTORY_START),
+            "history": (core.history, EMPTY_HISTORY),
             "Channel": (CHANNEL,),
-            "Place": [place for _, place in self.due] or [m.Place(m.Phase.SWAP)],
+            "Place": [place for _, place in self.due] or [m.PayloadSlot(m.CollectivePhase.SWAP)],
             "peer": (*KEYS, STRANGER),
             "digest": tuple(self.yes.get(here, {}).values()) or (b"", b"d" * 32),
             "LedgerState": (
@@ -216,11 +216,11 @@ class Rig:
 
     def _due_data(self) -> None:
         """What the exchange waits for, with a good payload or nearly one."""
-        if self.open is None or not self.due or self.core.seat is None:
+        if self.open is None or not self.due or self.core.rank_assignment is None:
             return
         rank, place = self.source.choice(self.due[:1] if self.kind == 0 else self.due)
         self.due.remove((rank, place))
-        if rank >= len(self.core.seat.roster):
+        if rank >= len(self.core.rank_assignment.members):
             return
         payload = self._payload()
         if self.kind == 0:
@@ -231,29 +231,29 @@ class Rig:
             damaged[self.source.below(len(damaged) or 1) : 1] = self.source.bytes(1)
             payload = bytes(damaged)
         data = m.Data(self.open, CHANNEL, place, self.source.one_in(16), payload)
-        self.hear(self.core.seat.roster[rank].peer, data)
+        self.hear(self.core.rank_assignment.members[rank].peer, data)
 
     def _payload(self) -> bytes:
         return PAYLOADS[self.source.byte() % len(PAYLOADS)]
 
     def _others_vote(self) -> None:
-        seat = self.core.seat
+        seat = self.core.rank_assignment
         if self.open is None or seat is None:
             return
         round_id = self.open
         mine = self.yes.get(round_id, {}).get(self.me)
         if seat.rank == ROOT:
-            peer = self.source.choice([x.peer for x in seat.roster])
+            peer = self.source.choice([x.peer for x in seat.members])
             yes = not self.source.one_in(8)
             self.hear(peer, m.Vote(round_id, yes, mine or b"d" * 32 if yes else b"", "why"))
         elif mine is not None or self.source.one_in(4):
             verdict = m.Verdict(not self.source.one_in(6))
-            self.hear(seat.roster[ROOT].peer, m.Decision(round_id, verdict, "why"))
+            self.hear(seat.members[ROOT].peer, m.Decision(round_id, verdict, "why"))
 
     def _flap(self, peer: m.PeerId) -> None:
         if peer in self.up:
             self.up.discard(peer)
-            self.loop._transport_event(PeerDown(peer, "broke"))
+            self.loop._handle_transport_event(PeerDown(peer, "broke"))
         else:
             self.edge(peer)
             if peer == COORDINATOR and self.core.term < 2**62:
@@ -262,121 +262,121 @@ class Rig:
     def _generation_after_freeze(self) -> None:
         core, source = self.core, self.source
         applied, history, state = core.applied, core.history, core.ledger
-        prepared = core._course.here.attempts.prepared if core._course.here is not None else None
-        if prepared is not None and core.synced and source.byte() & 1:
-            applied, history = prepared.id.step, extend_history(history, prepared.digest)
+        prepared = core._view_changes.generation.attempts.prepared_attempt if core._view_changes.generation is not None else None
+        if prepared is not None and core.is_synced and source.byte() & 1:
+            applied, history = prepared.round_id.step, extend_history(history, prepared.digest)
             state = replace(state, step=applied + 1)
         others = [peer for peer in KEYS if peer != self.me and source.byte() % 4]
         order = tuple(sorted([self.me, *others], reverse=source.one_in(2)))
-        joining = () if core.synced else (self.me,) if len(order) > 1 else ()
+        joining = () if core.is_synced else (self.me,) if len(order) > 1 else ()
         self.next_generation(order, applied, history, state, joining)
 
     # -- the trainer ---------------------------------------------------------------------------------
 
     @property
     def world(self) -> int:
-        return self.core.seat.world_size if self.core.seat is not None else 1
+        return self.core.rank_assignment.world_size if self.core.rank_assignment is not None else 1
 
     def _train(self) -> None:
         core = self.core
         if (
-            self.core.seat is not None
-            and self.loop.taking.intake.complete_for(core.generation)
-            and not core.synced
+            self.core.rank_assignment is not None
+            and self.loop.state_receiver.blobs.is_complete_for(core.generation)
+            and not core.is_synced
         ):
             self._restore()
-        if core.next_round is None or core.seat is None or self.open is not None or self.source.one_in(6):
+        if core.next_round is None or core.rank_assignment is None or self.open is not None or self.source.one_in(6):
             return
-        must(core.me in core.assignment(), "this worker has no place in the assignment")
-        rank, round_id = core.seat.rank, core.next_round
+        must(core.own_id in core.data_assignment(), "this worker has no place in the assignment")
+        rank, round_id = core.rank_assignment.rank, core.next_round
         self.due = expected(self.kind, rank, self.world, 1)
         workspace: Any
         if self.kind == 0:
-            workspace = DenseWorkspace(np.ones(N, np.float32), self.world)
+            workspace = DenseRingBuffer(np.ones(N, np.float32), self.world)
         elif self.kind == 1:
-            workspace = GatherWorkspace(rank, self.world, self._payload(), n=N, k=K, kind=KIND)
+            workspace = AllGatherBuffer(rank, self.world, self._payload(), n=N, k=K, kind=KIND)
         else:
-            workspace = ButterflyWorkspace(self._payload(), n=N, k=K, kind=KIND)
+            workspace = ButterflyBuffer(self._payload(), n=N, k=K, kind=KIND)
         collective = workspace.collective(rank, self.world, self.source.one_in(16))
-        self.loop.rounds.current = OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
-        self.loop._handle(io.Submit(round_id, {CHANNEL: collective}))
+        self.loop.step_rounds.current = OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
+        self.loop._handle(io.SubmitRound(round_id, {CHANNEL: collective}))
 
     def _restore(self) -> None:
         try:
-            taken = self.loop.taking.take()
+            taken = self.loop.state_receiver.take_state()
         except RemoteProtocolError:  # the trainer's affair: a donor that lies costs the joiner its start
             return
         if taken is None:
             return
         term, generation, _ = taken
-        self.loop._handle(io.Restored(term, generation))
+        self.loop._handle(io.StateLoaded(term, generation))
 
     # -- what must hold ------------------------------------------------------------------------------
 
     def standing(self) -> Before:
         core = self.core
-        prepared = core._course.here.attempts.prepared if core._course.here is not None else None
+        prepared = core._view_changes.generation.attempts.prepared_attempt if core._view_changes.generation is not None else None
         return Before(
             core.term,
             core.generation,
             core.applied,
-            prepared.id if prepared is not None else None,
+            prepared.round_id if prepared is not None else None,
             self._members(),
-            core.stage is io.Stage.RUNNING,
+            core.phase is io.MemberPhase.RUNNING,
         )
 
     def _members(self) -> frozenset[m.PeerId]:
-        return frozenset(x.peer for x in self.core.seat.roster) if self.core.seat is not None else frozenset()
+        return frozenset(x.peer for x in self.core.rank_assignment.members) if self.core.rank_assignment is not None else frozenset()
 
-    def check(self, cause: io.Event | None, effects: list[io.Effect], before: Before) -> None:
+    def check(self, cause: io.MemberEvent | None, effects: list[io.MemberEffect], before: Before) -> None:
         core = self.core
-        if isinstance(cause, io.Sealed) and self.open is not None:
+        if isinstance(cause, io.DigestComputed) and self.open is not None:
             self.yes.setdefault(self.open, {})[self.me] = cause.digest
-        by_view = isinstance(cause, io.Heard) and isinstance(cause.message, m.View | m.Spared)
-        allowed = before.members | self._members() | core.acquaintances | {COORDINATOR}
-        if isinstance(cause, io.Heard):
+        by_view = isinstance(cause, io.MessageReceived) and isinstance(cause.message, m.MembershipView | m.StandbyNotice)
+        allowed = before.members | self._members() | core.known_peers | {COORDINATOR}
+        if isinstance(cause, io.MessageReceived):
             allowed |= {cause.peer}
         for effect in effects:
             match effect:
-                case io.Post(peer, message):
+                case io.Send(peer, message):
                     must(peer in allowed and peer != self.me, f"posted to no acquaintance: {message}")
                     voted = isinstance(message, m.Vote)
-                    must(not voted or before.running or core.stage is io.Stage.RUNNING, "a vote while frozen")
-                case io.Ship(peer) | io.GiveState(peer) | io.PassOn(peer):
+                    must(not voted or before.running or core.phase is io.MemberPhase.RUNNING, "a vote while frozen")
+                case io.SendPayload(peer) | io.SendState(peer) | io.ForwardState(peer):
                     must(peer in allowed and peer != self.me, "shipped to no member")
-                case io.Resolve(round_id, committed) if not by_view:
+                case io.ResolveRound(round_id, committed) if not by_view:
                     self._check_resolved(round_id, committed, cause, before)
         must(core.term >= before.term, "the term goes back")
         must(core.generation >= before.generation, "the generation goes back")
         must(core.applied >= before.applied or by_view, "the applied step goes back without a VIEW")
         must(core.deadline_s == core.deadline_s, "the deadline is no number")
-        must(len(core._edges._expected) <= MAX_EXPECTED, "too many are expected")
+        must(len(core._peer_links._expected_since) <= MAX_EXPECTED, "too many are expected")
         for peer in self._members():
-            must(core.held_bytes(peer) <= MAX_HELD_BYTES, "too many bytes are held")
-            held = core._course.here.attempts._held.get(peer) if core._course.here is not None else None
-            must(held is None or len(held.messages) <= MAX_HELD_MESSAGES, "too many messages are held")
+            must(core.early_bytes(peer) <= MAX_EARLY_BYTES, "too many bytes are held")
+            held = core._view_changes.generation.attempts._early.get(peer) if core._view_changes.generation is not None else None
+            must(held is None or len(held.messages) <= MAX_EARLY_MESSAGES, "too many messages are held")
 
     def _check_resolved(self, round_id: m.RoundId, committed: bool, cause: Any, before: Before) -> None:
-        if isinstance(cause, io.Submit) and not committed and self.core._course.here is not None:
+        if isinstance(cause, io.SubmitRound) and not committed and self.core._view_changes.generation is not None:
             self.resolved.add(round_id)
             return  # it came too late
         must(round_id not in self.resolved, f"a round is resolved twice: {round_id}")
         self.resolved.add(round_id)
         self.ended[round_id] = committed
-        seat = self.core.seat
+        seat = self.core.rank_assignment
         must(seat is not None, "a round is resolved outside of any generation")
         assert seat is not None
-        root = seat.roster[ROOT].peer
+        root = seat.members[ROOT].peer
         votes = self.yes.get(round_id, {})
         if committed:
             must(self.me in votes, "COMMIT of a round that was not prepared here")
             if self.me == root:
-                same = {votes.get(x.peer) for x in seat.roster}
+                same = {votes.get(x.peer) for x in seat.members}
                 must(len(same) == 1 and None not in same, "COMMIT without everybody's YES for one digest")
             else:
-                must(isinstance(cause, io.Heard) and cause.peer == root, f"COMMIT by {type(cause).__name__}")
+                must(isinstance(cause, io.MessageReceived) and cause.peer == root, f"COMMIT by {type(cause).__name__}")
         elif round_id == before.prepared and self.me != root:
-            decided = isinstance(cause, io.Heard) and isinstance(cause.message, m.Decision)
+            decided = isinstance(cause, io.MessageReceived) and isinstance(cause.message, m.Decision)
             must(decided and cause.peer == root, "aborts alone after its YES")
 
 

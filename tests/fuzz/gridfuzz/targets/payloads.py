@@ -15,7 +15,7 @@ from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.sparsify.merge import merge
-from gridtrain.wire.sparse import Sparse, ValueKind, decode, encode
+from gridtrain.wire.sparse import SparseVector, ValueKind, decode, encode
 
 _N = (1, 2, 7, 8, 9, 64, 1000, 65537, 1 << 20, 2**32)
 _ENTRIES = (0, 1, 2, 7, 64, 1000, 2**31)
@@ -26,7 +26,7 @@ def _format(source: Source) -> tuple[int, int, ValueKind]:
     return source.choice(_N), source.choice(_ENTRIES), source.choice(_KINDS)
 
 
-def _checked(payload: bytes, n: int, most: int, kind: ValueKind) -> Sparse:
+def _checked(payload: bytes, n: int, most: int, kind: ValueKind) -> SparseVector:
     """Raises `RemoteProtocolError`; whatever comes out is as promised."""
     sparse = decode(payload, n=n, max_entries=most, kind=kind)
     indices, values = sparse.indices, sparse.values
@@ -67,7 +67,7 @@ def run_merge(data: bytes) -> bool:
     after: dict[int, float] = {}
     for indices, values in (
         (merged.sparse.indices, merged.sparse.values),
-        (merged.kept_indices, merged.kept_values),
+        (merged.truncated_indices, merged.truncated_values),
     ):
         for index, number in zip(indices, values, strict=True):
             after[int(index)] = after.get(int(index), 0.0) + float(number)

@@ -15,9 +15,15 @@ from gridfuzz.targets.exchanges import expected
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import member_io as io
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import MAX_HELD_MESSAGES, AttemptEffect, Attempts, Committed, Seat
-from gridtrain.protocol.ring import Ring
-from gridtrain.protocol.round import ROOT, Failed, Moved, Prepared
+from gridtrain.protocol.attempts import (
+    MAX_EARLY_MESSAGES,
+    AttemptEffect,
+    Attempts,
+    RankAssignment,
+    StepCommitted,
+)
+from gridtrain.protocol.ring import RingAllReduce
+from gridtrain.protocol.round import ROOT, Failed, Prepared, ProgressReceived
 
 GOOD, BAD = b"good", b"bad"
 CHANNEL = m.Channel()
@@ -29,7 +35,7 @@ class Play:
         self.source = source
         world_size = 1 + source.below(4)
         roster = tuple(m.Member(bytes([65 + i]) * 32, "", "", 1, False) for i in range(world_size))
-        self.seat = Seat(roster[source.below(world_size)].peer, 1, 2, roster)
+        self.seat = RankAssignment(roster[source.below(world_size)].peer, 1, 2, roster)
         self.core = Attempts(self.seat, FIRST_STEP)
         self.now_s = 0.0
         self.yes: dict[m.RoundId, set[int]] = {}  # who has voted YES for `GOOD`
@@ -41,8 +47,8 @@ class Play:
 
     def step(self) -> None:
         source, core = self.source, self.core
-        if core.round is None and not core.stuck and not source.one_in(4):
-            ring = Ring(self.seat.rank, self.seat.world_size, 1, source.one_in(16))
+        if core.open_attempt is None and not core.is_stuck and not source.one_in(4):
+            ring = RingAllReduce(self.seat.rank, self.seat.world_size, 1, source.one_in(16))
             self.due = expected(0, self.seat.rank, self.seat.world_size, 1)
             self.take(core.submit(core.next_round, {CHANNEL: ring}, 5.0, self.now_s), ROOT)
             return
@@ -58,34 +64,34 @@ class Play:
             case 6:
                 self.take(core.advance(Failed("here"), self.now_s), None)
             case 7:
-                self.take(core.edge_down("broke", self.now_s), None)
+                self.take(core.peer_disconnected("broke", self.now_s), None)
                 if (rank := self.any_rank()) != self.seat.rank:
-                    self.take(core.edge_up(self.seat.roster[rank].peer), None)
+                    self.take(core.peer_connected(self.seat.members[rank].peer), None)
             case 8:
                 self.take(core.tick(self.now_s), None)
-                self.take(core.advance(Moved(self.any_rank(), source.one_in(2)), self.now_s), None)
+                self.take(core.advance(ProgressReceived(self.any_rank(), source.one_in(2)), self.now_s), None)
             case 9:
                 self.progress += 1
                 rank = self.any_rank()
-                self.progressed(rank, m.Progress(self.some_round(), self.progress))
+                self.progressed(rank, m.RoundProgress(self.some_round(), self.progress))
             case 10:  # somebody is at the next step already, or says so
                 here = self.here
                 ahead = m.RoundId(here.term, here.generation, here.step + 1, 0)
-                self.hear(self.any_rank(), m.Data(ahead, CHANNEL, m.Place(m.Phase.REDUCE), False, b""))
+                self.hear(self.any_rank(), m.Data(ahead, CHANNEL, m.PayloadSlot(m.CollectivePhase.REDUCE), False, b""))
             case _:
                 classes = (m.Data, m.Vote, m.Decision)
                 hints = {
                     "RoundId": (self.here, self.some_round(), self.some_round()),
                     "Channel": (CHANNEL,),
                     "digest": (GOOD, BAD),
-                    "Place": [place for _, place in self.due] or [m.Place(m.Phase.REDUCE)],
+                    "Place": [place for _, place in self.due] or [m.PayloadSlot(m.CollectivePhase.REDUCE)],
                 }
                 message = drawing.message(source, classes, hints)
                 self.hear(self.any_rank(), message)
 
     @property
     def here(self) -> m.RoundId:
-        return self.core.round.id if self.core.round is not None else self.core.next_round
+        return self.core.open_attempt.round_id if self.core.open_attempt is not None else self.core.next_round
 
     def some_round(self) -> m.RoundId:
         here, source = self.here, self.source
@@ -97,12 +103,12 @@ class Play:
         """Mostly another one; a peer that is alone has no other."""
         return (self.seat.rank + 1 + self.source.below(self.seat.world_size)) % self.seat.world_size
 
-    def progressed(self, rank: int, message: m.Progress) -> None:
+    def progressed(self, rank: int, message: m.RoundProgress) -> None:
         with suppress(RemoteProtocolError):
-            self.core.progressed(self.seat.roster[rank].peer, message, self.now_s)
+            self.core.record_progress(self.seat.members[rank].peer, message, self.now_s)
 
     def hear(self, rank: int, message: m.Data | m.Vote | m.Decision) -> None:
-        peer = self.seat.roster[rank].peer
+        peer = self.seat.members[rank].peer
         if rank == self.seat.rank or peer in self.offended:
             return
         if isinstance(message, m.Vote) and message.yes and message.digest == GOOD:
@@ -118,25 +124,25 @@ class Play:
         """As the member's core treats an offence: the peer is not listened to any more."""
         if self.source.one_in(2):
             self.offended.add(peer)
-            self.core.forget(peer)
-        self.take(self.core.edge_down("offence", self.now_s), None)
+            self.core.drop_early(peer)
+        self.take(self.core.peer_disconnected("offence", self.now_s), None)
 
     def take(self, effects: list[AttemptEffect], by: int | None, cause: object = None) -> None:
         for effect in effects:
             match effect:
-                case io.Post(peer, message):
-                    must(self.seat.rank_of(peer) is not None and peer != self.seat.me, "posted to no member")
+                case io.Send(peer, message):
+                    must(self.seat.rank_of(peer) is not None and peer != self.seat.own_id, "posted to no member")
                     if isinstance(message, m.Vote):
-                        must(peer == self.seat.roster[ROOT].peer, "a vote that does not go to the root")
+                        must(peer == self.seat.members[ROOT].peer, "a vote that does not go to the root")
                     if isinstance(message, m.Decision) and message.round in self.ended:
                         committed = message.verdict is m.Verdict.COMMIT
                         must(committed == self.ended[message.round], "another decision is repeated")
-                case io.Ship(peer):
-                    must(self.seat.rank_of(peer) is not None and peer != self.seat.me, "shipped to no member")
-                case io.Seal():
+                case io.SendPayload(peer):
+                    must(self.seat.rank_of(peer) is not None and peer != self.seat.own_id, "shipped to no member")
+                case io.ComputeDigest():
                     self.yes.setdefault(self.here, set()).add(self.seat.rank)
                     self.take(self.core.advance(Prepared(GOOD), self.now_s), None)
-                case Committed(round_id):
+                case StepCommitted(round_id):
                     self.end(round_id, True)
                     votes = self.yes.get(round_id, set())
                     must(self.seat.rank in votes, "COMMIT of a round that was not prepared here")
@@ -145,7 +151,7 @@ class Play:
                     else:
                         by_root = self.told.get(round_id) is m.Verdict.COMMIT or by == ROOT
                         must(by_root, f"COMMIT by the word of rank {by}: {cause}")
-                case io.Resolve(round_id, committed):
+                case io.ResolveRound(round_id, committed):
                     must(not committed, "Attempts resolves aborts alone")
                     self.end(round_id, False)
                 case _ if type(effect).__name__ == "Offended":
@@ -160,10 +166,10 @@ class Play:
         self.ended[round_id] = committed
 
     def check(self) -> None:
-        held = self.core._held
-        for member in self.seat.roster:
+        held = self.core._early
+        for member in self.seat.members:
             early = held.get(member.peer)
-            must(early is None or len(early.messages) <= MAX_HELD_MESSAGES, "too much is held")
+            must(early is None or len(early.messages) <= MAX_EARLY_MESSAGES, "too much is held")
         must(self.core.deadline_s == self.core.deadline_s, "the deadline is no number")
 
 

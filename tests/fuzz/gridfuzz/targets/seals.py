@@ -25,7 +25,7 @@ ANNA, BERT = Identity.from_secret(b"a" * 32), Identity.from_secret(b"b" * 32)
 class Relay:
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.ends = (sealed.Channel(ANNA, BERT.public, b"anna"), sealed.Channel(BERT, ANNA.public, b"bert"))
+        self.ends = (sealed.SecureChannel(ANNA, BERT.public, b"anna"), sealed.SecureChannel(BERT, ANNA.public, b"bert"))
         self.packets: tuple[list[bytes], list[bytes]] = ([], [])  # what each side has sent
         self.made: tuple[list[list[bytes]], list[list[bytes]]] = ([], [])  # messages, by who sealed them
         self.opened: tuple[list[int], list[int]] = (
@@ -41,7 +41,7 @@ class Relay:
         end, sent = self.ends[side], self.packets[1 - side]
         match source.byte() % 12:
             case 0:
-                self.packets[side].append(end.call())
+                self.packets[side].append(end.make_call())
             case 1 | 2 | 3 | 4 if sent:  # the latest ones, as an honest relay passes them on
                 for packet in sent[-1 - source.byte() % 3 :]:
                     self.deliver(side, packet)
@@ -60,10 +60,10 @@ class Relay:
             case 9:
                 self.deliver(side, source.bytes(source.choice((0, 1, 17, 33, 150))))
             case 10 if end.session is not None:  # an authenticated peer that seals nonsense
-                lane = sealed.Lane.BULK if source.one_in(2) else sealed.Lane.CONTROL
+                lane = sealed.PacketClass.BULK if source.one_in(2) else sealed.PacketClass.CONTROL
                 self.bad_seals = True
                 plain = source.choice((b"", b"\0", b"\1", b"\2x", b"\0" + source.bytes(12), b"\0\3\0\0\0\0"))
-                self.packets[side].append(end.session._box(plain, lane is sealed.Lane.BULK))
+                self.packets[side].append(end.session._encrypt_packet(plain, lane is sealed.PacketClass.BULK))
             case _ if end.session is not None:
                 self.seal(side)
 
@@ -76,17 +76,17 @@ class Relay:
         ]
         bulk = source.one_in(2)
         self.made[side].append(frames)
-        self.packets[side].extend(end.session.seal(list(frames), bulk=bulk))
+        self.packets[side].extend(end.session.encrypt(list(frames), bulk=bulk))
 
     def deliver(self, side: int, packet: bytes) -> None:
         end = self.ends[side]
         try:
             if sealed.is_offer(packet):
-                answer = end.answer(packet)
+                answer = end.handle_offer(packet)
                 self.packets[side].extend(answer.packets)
                 must(answer.greeting in (None, (b"bert", b"anna")[side]), "a greeting is another's")
             else:
-                frames = end.open(packet)
+                frames = end.decrypt(packet)
                 if frames and not self.bad_seals:
                     self.check(side, [bytes(frame) for frame in frames])
         except RemoteProtocolError:

@@ -19,8 +19,8 @@ from gridfuzz.targets.texts import change_json
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.protocol import door
 from gridtrain.protocol import messages as m
-from gridtrain.protocol.recovery import generation_entry, recover
-from gridtrain.runtime.statefeed import BLOCK_BYTES, StateIntake, cut
+from gridtrain.protocol.recovery import generation_entry, recover_run
+from gridtrain.runtime.statefeed import BLOCK_BYTES, BlobReceiver, split_blocks
 
 # -- journal ---------------------------------------------------------------------------------------
 
@@ -34,14 +34,14 @@ def run_journal(data: bytes) -> bool:
     if not all(isinstance(body, dict) for _, body in entries):
         return False
     try:
-        door.recover(entries).picture(0.0)
-        recovered = recover(entries)
+        door.recover_authorization(entries).status(0.0)
+        recovered = recover_run(entries)
     except (KeyError, TypeError, ValueError):
         return False
     if recovered.view is not None:
         again = json.loads(json.dumps(generation_entry(recovered.view, recovered.roster)))
         must(
-            recover([("generation", again)]).view == recovered.view, "a VIEW is another after writing it down"
+            recover_run([("generation", again)]).view == recovered.view, "a VIEW is another after writing it down"
         )
     return True
 
@@ -66,7 +66,7 @@ def valid_journal(random: Random) -> bytes:
         holders = random.choice((None, ((a, spans), (b, ()))))
         state = m.LedgerState(2, 12, (), 8 if holders else 12, 0, holders)
         decided = random.choice((None, m.RoundId(1, generation, 2, 0)))
-        view = m.View(1, generation, 2, random.choice(list(m.Verdict)), decided, 1, bytes(32), state, "why")
+        view = m.MembershipView(1, generation, 2, random.choice(list(m.Verdict)), decided, 1, bytes(32), state, "why")
         entries.append(("generation", generation_entry(view, roster)))
         entries.append(("state", {"state": random.choice(("training", "waiting", "finished")), "reason": ""}))
     return json.dumps(entries).encode()
@@ -76,9 +76,9 @@ def valid_journal(random: Random) -> bytes:
 
 
 def run_stateblocks(data: bytes) -> bool:
-    source, intake = Source(data), StateIntake()
+    source, intake = Source(data), BlobReceiver()
     blobs = [source.bytes(source.byte() % 40) for _ in range(source.byte() % 4)]
-    blocks = [bytes(block) for block in cut(blobs)]
+    blocks = [bytes(block) for block in split_blocks(blobs)]
     accepted, honest = False, True
     for _ in range(64):
         if source.empty:
@@ -96,9 +96,9 @@ def run_stateblocks(data: bytes) -> bool:
             index = source.below(len(blocks))
             block = m.StateBlock(1, generation, index, len(blocks), memoryview(blocks[index]))
         try:
-            intake.take(block)
-            if intake.complete_for(generation):
-                term, of, came = intake.blobs()
+            intake.receive(block)
+            if intake.is_complete_for(generation):
+                term, of, came = intake.take_blobs()
                 must((term, of) == (1, generation), "the state is of another generation")
                 must(not honest or came == blobs, "the state changed on its way")
                 accepted = True
@@ -127,15 +127,15 @@ def run_state(data: bytes) -> bool:
     model, optimizer, scheduler = _built(seed=2)
     before = [t.clone() for t in model.state_dict().values()]
     try:
-        state_sync.restore(data, model, optimizer, {"schedule": scheduler})
+        state_sync.restore_state(data, model, optimizer, {"schedule": scheduler})
     except RemoteProtocolError as error:
         if "does not fit" not in error.reason:
             same = all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
             must(same, "a refused state changed the model")
         return False
-    state_sync.digest(model, optimizer)
-    state_sync.hyper_digest(optimizer)
-    state_sync.capture(model, optimizer, {"schedule": scheduler})
+    state_sync.replica_digest(model, optimizer)
+    state_sync.hyperparameter_digest(optimizer)
+    state_sync.capture_state(model, optimizer, {"schedule": scheduler})
     return True
 
 
@@ -164,7 +164,7 @@ def _trained_state(seed: int) -> bytes:
     model(torch.ones(4, 3) * torch.arange(4.0)[:, None]).sum().backward()
     optimizer.step()
     scheduler.step()
-    return b"".join(state_sync.capture(model, optimizer, {"schedule": scheduler}))
+    return b"".join(state_sync.capture_state(model, optimizer, {"schedule": scheduler}))
 
 
 def valid_state(random: Random) -> bytes:

@@ -11,7 +11,7 @@ from gridfuzz.targets.base import Target, must
 from gridtrain.cli.status import render
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.protocol import invitation, routes
-from gridtrain.runtime.client import MAX_TEXT, _parsed, coordinator_address
+from gridtrain.runtime.client import MAX_TEXT, _parse_status, parse_coordinator_address
 from gridtrain.runtime.naming import state_directory
 
 # -- status: input is the payload of StatusReply --------------------------------------------------
@@ -19,7 +19,7 @@ from gridtrain.runtime.naming import state_directory
 
 def run_status(data: bytes) -> bool:
     try:
-        picture = _parsed("tcp://there:1", data)
+        picture = _parse_status("tcp://there:1", data)
     except RemoteProtocolError:
         return False
     _check_printable(picture, 0)
@@ -111,7 +111,7 @@ def run_addresses(data: bytes) -> bool:
     text = data.decode(errors="replace")
     accepted = False
     try:
-        address = coordinator_address(text)
+        address = parse_coordinator_address(text)
         must(address.startswith("tcp://") and len(address) < len(text) + 20, "another address came out")
         accepted = True
     except ConfigError:
@@ -120,10 +120,10 @@ def run_addresses(data: bytes) -> bool:
     must(key is None or (len(key) == 32 and text == f"relay:{key.hex()}"), "a relay's key is not 32 bytes")
     source = Source(data)
     host = source.bytes(source.byte() % 24).decode(errors="replace").rstrip("\0")
-    place = routes.Place(source.rest().decode(errors="replace"), host, "")
-    for candidate in routes.candidates(place):
+    place = routes.PeerLocation(source.rest().decode(errors="replace"), host, "")
+    for candidate in routes.dial_back_addresses(place):
         must(
-            candidate == place.claimed or candidate.startswith("tcp://"), "a candidate that is no TCP address"
+            candidate == place.claimed_address or candidate.startswith("tcp://"), "a candidate that is no TCP address"
         )
     folder = state_directory(text)
     must(
@@ -138,11 +138,11 @@ def run_addresses(data: bytes) -> bool:
 def _check_ways(source: Source) -> None:
     """Whatever workers claim, and whatever was tried in vain: both sides of a pair are told what fits."""
     coordinator, peers = b"C" * 32, [bytes([letter]) * 32 for letter in b"abcd"]
-    known, addresses = routes.Routes(coordinator), ("", "tcp://10.0.0.1:1", "tcp://10.0.0.2:1", "nonsense")
+    known, addresses = routes.RouteTable(coordinator), ("", "tcp://10.0.0.1:1", "tcp://10.0.0.2:1", "nonsense")
     for peer in peers:
         claimed, proven = source.choice(addresses), source.choice(addresses)
-        known.learn(peer, routes.Place(claimed, source.choice(("", "h", "i")), proven, not source.one_in(4)))
-    relays = known.willing(peers)
+        known.set_location(peer, routes.PeerLocation(claimed, source.choice(("", "h", "i")), proven, not source.one_in(4)))
+    relays = known.relay_candidates(peers)
     for _ in range(source.byte() % 12):
         viewer, other = source.choice(peers), source.choice(peers)
         if viewer == other:
